@@ -1,0 +1,52 @@
+"""The interface between model code and an attention backend.
+
+Once per step the runner calls `plan` with the batch's shape; then every layer calls `forward`, which
+first appends the new K and V to the paged cache and then attends. What `plan` derives is shared by
+all layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """The shape of one step's batch; the fields mean what they mean in `StepInput`."""
+
+    query_lens: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]
+    slot_mapping: Tensor
+    """[T], int64, on the cache's device."""
+
+
+class AttentionBackend(Protocol):
+    """Paged attention over one rank's KV cache."""
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Prepare for the next step's `forward` calls, one per layer."""
+        ...
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
+
+        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
+        Returns [T, q_heads/tp, head_dim], q's dtype. Scale is 1/sqrt(head_dim).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a backend must know of the model, for one rank."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int

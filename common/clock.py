@@ -1,0 +1,24 @@
+"""Time as an argument: pure cores take a `Clock`, tests pass one that jumps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Monotonic seconds. Only differences mean anything."""
+
+monotonic: Clock = time.monotonic
+
+
+class MockClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self.now_s = start_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds

@@ -1,0 +1,172 @@
+"""Every error that kvrelay raises on purpose, in one tree.
+
+    KvRelayError
+    ├── ConfigError              the operator asked for something impossible (exit code 78)
+    ├── ClientError              the client did something wrong
+    │   ├── BadRequest           400
+    │   ├── NotFound             404
+    │   ├── PayloadTooLarge      413
+    │   └── UnsupportedMediaType 415
+    ├── Overloaded               429, try again after `retry_after_s`
+    ├── Unavailable              503, nobody can serve this now; try again
+    ├── DeadlineExceeded         504
+    ├── ProtocolError            a message off the wire is malformed, too large or of another version
+    ├── TransferError            a KV transfer failed; the attempt may be tried again
+    │   ├── HandshakeRefused     the two ends differ (model, block size, dtype, version)
+    │   ├── CorruptSlice         a slice contradicts its grant: hash, shape or place
+    │   ├── TransferAborted      one end gave the transfer up on purpose
+    │   └── PeerLost             the other end is gone or restarted
+    └── EngineError              500, a step failed
+
+Third-party exceptions are mapped to these once, at the boundary where they enter.
+`code` is the stable machine-readable name that travels on the wire and to the client.
+"""
+
+from __future__ import annotations
+
+
+class KvRelayError(Exception):
+    """Root. `http_status` and `code` are what a client sees; `retryable` is what the router's flow asks."""
+
+    http_status: int = 500
+    code: str = "internal_error"
+    retryable: bool = False
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class ConfigError(KvRelayError):
+    """The configuration, the model folder or the environment cannot work as given."""
+
+    code = "config_error"
+    exit_code: int = 78
+
+
+class ClientError(KvRelayError):
+    """The request itself is wrong; `param` names the field at fault, if one is."""
+
+    http_status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class BadRequest(ClientError):
+    """Malformed or out of range."""
+
+
+class NotFound(ClientError):
+    """No such model or path."""
+
+    http_status = 404
+    code = "not_found"
+
+
+class PayloadTooLarge(ClientError):
+    """The body is larger than the server accepts."""
+
+    http_status = 413
+    code = "payload_too_large"
+
+
+class UnsupportedMediaType(ClientError):
+    """The body is not JSON."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class Overloaded(KvRelayError):
+    """A queue bound was reached; nothing was accepted."""
+
+    http_status = 429
+    code = "overloaded"
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(KvRelayError):
+    """No live node can serve this now."""
+
+    http_status = 503
+    code = "unavailable"
+    retryable = True
+
+
+class DeadlineExceeded(KvRelayError):
+    """The request's deadline passed."""
+
+    http_status = 504
+    code = "deadline_exceeded"
+
+
+class ProtocolError(KvRelayError):
+    """A message is malformed, too large, of an unknown type or of another protocol version."""
+
+    code = "protocol_error"
+
+
+class TransferError(KvRelayError):
+    """A KV transfer failed."""
+
+    http_status = 503
+    code = "transfer_failed"
+    retryable = True
+
+
+class HandshakeRefused(TransferError):
+    """The two ends of a transfer differ in a way that makes their KV incompatible."""
+
+    code = "handshake_refused"
+    retryable = False
+
+
+class CorruptSlice(TransferError):
+    """A slice's block hash, shape or place contradicts what was granted."""
+
+    code = "corrupt_slice"
+
+
+class TransferAborted(TransferError):
+    """One end gave the transfer up on purpose."""
+
+    code = "transfer_aborted"
+
+
+class PeerLost(TransferError):
+    """The other end of a link is gone, silent past its lease, or came back as a new incarnation."""
+
+    code = "peer_lost"
+
+
+class EngineError(KvRelayError):
+    """A forward step raised; the requests of that step fail, the engine goes on."""
+
+    code = "engine_error"
+    retryable = True
+
+
+_BY_CODE: dict[str, type[KvRelayError]] = {}
+
+
+def _collect(cls: type[KvRelayError]) -> None:
+    _BY_CODE[cls.code] = cls
+    for sub in cls.__subclasses__():
+        _collect(sub)
+
+
+_collect(KvRelayError)
+
+
+def from_code(code: str, message: str) -> KvRelayError:
+    """The error that another process reported as (code, message); an unknown code becomes `EngineError`."""
+    return _BY_CODE.get(code, EngineError)(message)

@@ -1,0 +1,58 @@
+"""Block hashes: equal in every process, on every machine, under every PYTHONHASHSEED.
+
+A block's hash is SHA-256, truncated to 16 bytes, over a typed, length-delimited encoding of
+(parent hash, the block's token ids). The chain starts at a root made from everything else that
+the KV depends on: the model's fingerprint, the LoRA adapter and the tenant's `cache_salt`.
+Two sequences share a hash exactly where they share the whole prefix *and* that root.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+HASH_BYTES = 16
+BLOCK_SIZE = 16
+"""Token slots per KV block; the default everywhere, carried in every `KVLayout`."""
+
+BlockHash = bytes
+
+
+def _field(tag: bytes, payload: bytes) -> bytes:
+    return tag + struct.pack("<Q", len(payload)) + payload
+
+
+def root_hash(fingerprint: str, *, cache_salt: str = "", lora_id: str = "") -> BlockHash:
+    """The parent of a sequence's first block."""
+    encoded = _field(b"F", fingerprint.encode()) + _field(b"L", lora_id.encode()) + _field(b"S", cache_salt.encode())
+    return hashlib.sha256(b"kvrelay-root-1" + encoded).digest()[:HASH_BYTES]
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of one block (or of the partial last block of a transfer) after `parent`."""
+    tokens = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return hashlib.sha256(b"P" + parent + _field(b"T", tokens)).digest()[:HASH_BYTES]
+
+
+def hash_blocks(
+    root: BlockHash,
+    token_ids: Sequence[int],
+    *,
+    block_size: int = BLOCK_SIZE,
+    parents: Sequence[BlockHash] = (),
+    include_partial: bool = False,
+) -> list[BlockHash]:
+    """Chained hashes of the full blocks of `token_ids`.
+
+    `parents` are hashes already known for the leading blocks; they are kept, and only what follows is
+    computed. With `include_partial` the last, not yet full block is hashed too: it never enters a
+    cache, but a transfer names every block that it moves.
+    """
+    hashes = list(parents)
+    parent = hashes[-1] if hashes else root
+    stop = len(token_ids) if include_partial else len(token_ids) - len(token_ids) % block_size
+    for start in range(len(hashes) * block_size, stop, block_size):
+        parent = hash_block(parent, token_ids[start : min(start + block_size, stop)])
+        hashes.append(parent)
+    return hashes
