@@ -334,34 +334,56 @@ Message = (
     | NodeRecord
 )
 
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {cls.__name__: TypeAdapter(cls) for cls in get_args(Message)}
+
+class Codec:
+    """One link's set of message types and their MessagePack form, `[PROTOCOL_VERSION, type name, {field: value}]`.
+
+    Invariant: what `decode` returns is one of the given dataclasses with every field of its declared type.
+    """
+
+    def __init__(self, *types: type[Any]) -> None:
+        self._adapters: dict[str, TypeAdapter[Any]] = {cls.__name__: TypeAdapter(cls) for cls in types}
+
+    def encode(self, message: object) -> bytes:
+        """One message as MessagePack bytes."""
+        return msgpack.packb([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        """The message in `data`.
+
+        Raises: ProtocolError for anything that is not a well-formed message of this version.
+        """
+        try:
+            envelope = msgpack.unpackb(data)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"not MessagePack: {error}") from error
+        if not isinstance(envelope, list) or len(envelope) != 3:
+            raise ProtocolError("not a [version, type, body] envelope")
+        version, name, body = envelope
+        if version != PROTOCOL_VERSION:
+            raise ProtocolError(f"protocol version differs: theirs is {version!r}, ours is {PROTOCOL_VERSION}")
+        adapter = self._adapters.get(name) if isinstance(name, str) else None
+        if adapter is None:
+            raise ProtocolError(f"unknown message type {str(name)[:64]!r}")
+        try:
+            return adapter.validate_python(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ProtocolError(f"malformed {name}: {place}: {first['msg']}") from error
+
+
+_CODEC = Codec(*get_args(Message))
 
 
 def encode(message: Message) -> bytes:
-    """One message as MessagePack bytes."""
-    return msgpack.packb([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
+    """One control message as MessagePack bytes."""
+    return _CODEC.encode(message)
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """The message in `data`.
+    """The control message in `data`.
 
     Raises: ProtocolError for anything that is not a well-formed message of this version.
     """
-    try:
-        envelope = msgpack.unpackb(data)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not MessagePack: {error}") from error
-    if not isinstance(envelope, list) or len(envelope) != 3:
-        raise ProtocolError("not a [version, type, body] envelope")
-    version, name, body = envelope
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version differs: theirs is {version!r}, ours is {PROTOCOL_VERSION}")
-    adapter = _ADAPTERS.get(name) if isinstance(name, str) else None
-    if adapter is None:
-        raise ProtocolError(f"unknown message type {str(name)[:64]!r}")
-    try:
-        return adapter.validate_python(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ProtocolError(f"malformed {name}: {place}: {first['msg']}") from error
+    return _CODEC.decode(data)
