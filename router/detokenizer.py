@@ -1,0 +1,186 @@
+"""Token ids to text, one token at a time. Pure; runs in the router process, on its event loop.
+
+Three kinds of tokenizer need three rules, and the tokenizer's own decoder names its kind:
+
+    bytes     (byte-level BPE: GPT-2, Llama 3, Qwen)  a token is a few bytes, wherever it stands
+    fallback  (sentencepiece with <0xE4> tokens)      a token is text, or one byte of a character
+    text      (everything else)                       a token is text that may depend on the one before
+
+A character is emitted when its last byte arrives, never earlier, so no delta can hold half of one.
+Work per token is constant: nothing is decoded twice.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from functools import lru_cache
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+Kind = Literal["bytes", "fallback", "text"]
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [kind for part in decoder["decoders"] for kind in _decoder_types(part)]
+    return [decoder["type"]]
+
+
+class TokenPieces:
+    """What each token id contributes to a text; one per tokenizer, shared by all its streams.
+
+    Ids that the tokenizer does not know contribute nothing (a model's vocabulary is often padded).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        spec: dict[str, Any] = json.loads(tokenizer.to_str())
+        types = _decoder_types(spec.get("decoder"))
+        self.kind: Kind = "text"
+        if types and set(types) <= {"ByteLevel", "Fuse"}:
+            self.kind = "bytes"
+        elif "ByteFallback" in types:
+            self.kind = "fallback"
+        self.special_ids = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes_cache: dict[int, bytes] = {}
+        self._alone_cache: dict[int, str] = {}
+        self._raw_bytes = self._find_raw_bytes() if self.kind == "fallback" else {}
+        self._anchor = self._find_anchor()
+
+    def _find_raw_bytes(self) -> dict[int, int]:
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        found = ((token_id, _BYTE_TOKEN.match(token)) for token, token_id in vocab.items())
+        return {token_id: int(match[1], 16) for token_id, match in found if match}
+
+    def _find_anchor(self) -> int | None:
+        """An ordinary token with text, to stand before another where a decoder treats the first one specially."""
+        if self.kind == "bytes":
+            return None
+        for token_id in range(self._tokenizer.get_vocab_size()):
+            if token_id not in self.special_ids and token_id not in self._raw_bytes and self.alone(token_id).strip():
+                return token_id
+        return None
+
+    def raw_byte(self, token_id: int) -> int | None:
+        """The byte that a `fallback` token <0xXX> stands for; None for every other token."""
+        return self._raw_bytes.get(token_id)
+
+    def alone(self, token_id: int) -> str:
+        """The text of a sequence of just this token."""
+        text = self._alone_cache.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._alone_cache[token_id] = text
+        return text
+
+    def after(self, previous: int | None, token_id: int) -> str:
+        """What `token_id` adds to a text that has begun and whose last ordinary token is `previous`."""
+        before = self._anchor if previous is None else previous
+        if before is None:
+            return self.alone(token_id)
+        return self._tokenizer.decode([before, token_id], skip_special_tokens=False)[len(self.alone(before)) :]
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that this token adds in the middle of a text; part of a character, at times."""
+        known = self._bytes_cache.get(token_id)
+        if known is None:
+            known = self._bytes_cache[token_id] = self._make_piece(token_id)
+        return known
+
+    def _make_piece(self, token_id: int) -> bytes:
+        raw = self._raw_bytes.get(token_id)
+        if raw is not None:
+            return bytes([raw])
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.kind != "bytes":
+            return self.after(None, token_id).encode(errors="replace")
+        table = _byte_of_char()
+        if all(char in table for char in token):
+            return bytes(table[char] for char in token)
+        return token.encode()  # an added token, kept as it is written
+
+
+class Detokenizer:
+    """One stream of text. Invariant: the deltas of `push` and the last one of `flush`, joined, are the
+    tokenizer's own decoding of all ids, with one exception: where a run of fallback bytes turns invalid, the
+    characters completed before stay (a whole decode would take them back; a stream cannot).
+    """
+
+    def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
+        self._pieces = pieces
+        self._skip = pieces.special_ids if skip_special_tokens else frozenset[int]()
+        self._utf8 = _Utf8Decoder(errors="replace")
+        self._run = bytearray()
+        """Bytes of the character that a run of fallback bytes has begun and not yet completed."""
+        self._run_invalid = False
+        self._previous: int | None = None
+        self._begun = False
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; often empty."""
+        if token_id in self._skip:
+            return ""
+        pieces = self._pieces
+        if pieces.kind == "bytes":
+            return self._utf8.decode(pieces.piece(token_id))
+        raw = pieces.raw_byte(token_id)
+        if raw is not None:
+            return self._push_byte(token_id, raw)
+        head = self._end_run()
+        tail = pieces.after(self._previous, token_id) if self._begun else pieces.alone(token_id)
+        self._begun, self._previous = True, token_id
+        return head + tail
+
+    def flush(self) -> str:
+        """What remains when no token follows: a replacement character for what never became complete."""
+        return self._utf8.decode(b"", final=True) + self._end_run()
+
+    def _push_byte(self, token_id: int, byte: int) -> str:
+        if not self._begun:
+            self._begun = True
+            if not self._pieces.alone(token_id):
+                return ""  # a leading space that this decoder strips
+        self._run.append(byte)
+        if self._run_invalid:
+            return self._take_run_as_invalid()
+        try:
+            text = self._run.decode()
+        except UnicodeDecodeError as error:
+            if error.end == len(self._run) and error.reason == "unexpected end of data":
+                return ""
+            self._run_invalid = True
+            return self._take_run_as_invalid()
+        self._run.clear()
+        return text
+
+    def _take_run_as_invalid(self) -> str:
+        text = REPLACEMENT * len(self._run)
+        self._run.clear()
+        return text
+
+    def _end_run(self) -> str:
+        self._run_invalid = False
+        return self._take_run_as_invalid()
