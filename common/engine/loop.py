@@ -1,0 +1,98 @@
+"""The engine's thread: takes events, steps while there is work, posts what is to be sent.
+
+A node's logic (`prefill_node.node`, `decode_node.node`) is a plain object that lives on this thread only.
+Everything reaches it through `EngineLoop.post`; everything leaves through its outbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from common.clock import Clock, monotonic
+
+log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.05
+"""How long an idle loop sleeps at most before it looks at its deadlines again."""
+
+
+class NodeLogic(Protocol):
+    """What the loop drives."""
+
+    def handle(self, event: Any) -> None:
+        """Take one event. Must not raise for anything that came from outside."""
+        ...
+
+    def step(self) -> bool:
+        """Run one step if there is work. Returns whether there was."""
+        ...
+
+    def on_time(self, now_s: float) -> None:
+        """Look at deadlines."""
+        ...
+
+
+class EngineLoop:
+    """Runs `logic` on a thread of its own until `stop`. `flush` is called after every round.
+
+    `on_crash(error)` is called once if the logic raises: a bug, after which the process must end.
+    """
+
+    def __init__(
+        self,
+        logic: NodeLogic,
+        flush: Callable[[], None],
+        on_crash: Callable[[BaseException], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        self._logic = logic
+        self._flush = flush
+        self._on_crash = on_crash
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._stopping = False
+        self.last_round_s = clock()
+        """When the loop last came round: what `/health` and `Pong` judge it by."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, event: Any) -> None:
+        """Hand one event to the logic. Any thread."""
+        self._inbox.put(event)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End after the step that is running. Raises: TimeoutError if that takes longer than `timeout_s`."""
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's step did not end within {timeout_s:.0f} s")
+
+    def _run(self) -> None:
+        busy = False
+        try:
+            while not self._stopping:
+                self._drain(block=not busy)
+                now_s = self.last_round_s = self._clock()
+                self._logic.on_time(now_s)
+                busy = self._logic.step()
+                self._flush()
+        except BaseException as error:
+            log.exception("the engine loop crashed")
+            self._on_crash(error)
+
+    def _drain(self, *, block: bool) -> None:
+        try:
+            event = self._inbox.get(timeout=_IDLE_WAIT_S) if block else self._inbox.get_nowait()
+            while True:
+                if event is not None:
+                    self._logic.handle(event)
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            return

@@ -1,0 +1,69 @@
+"""One attempt's sequence as an engine sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.hashing import BLOCK_SIZE, BlockHash, hash_blocks
+from common.protocol import AttemptKey, FinishReason, SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Token ids, how far their KV is computed, and the blocks that hold it.
+
+    Invariants: KV of tokens [0, num_computed) is in `blocks`; `blocks` has room for at least
+    `num_computed` tokens; `block_hashes` names the leading full blocks, as far as known.
+    """
+
+    key: AttemptKey
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    root: BlockHash
+    arrival_s: float
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Tokens found in the prefix cache when the sequence was first admitted."""
+    num_published: int = 0
+    """Leading blocks that the prefix cache knows by name."""
+    relays: bool = False
+    """Its KV is sent elsewhere while it is computed: it ends here with its first token, and its blocks
+    stay its own until the transfer has released them (`Scheduler.free`)."""
+    first_step_s: float | None = None
+    preemptions: int = 0
+    in_flight: bool = False
+    """Part of a step that has been scheduled and not yet updated."""
+    aborted: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    def full_block_hashes(self) -> list[BlockHash]:
+        """Hashes of all full blocks of the present tokens; computes what is not yet known."""
+        self.block_hashes = hash_blocks(self.root, self.token_ids, parents=self.block_hashes)
+        return self.block_hashes
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Why the sequence ends with its last token, or None if it goes on."""
+        if self.token_ids[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        if self.num_generated >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
+            return "length"
+        return None
+
+    def max_blocks(self, max_model_len: int) -> int:
+        """Blocks that it may need in all, if it runs to its end."""
+        longest = min(self.prompt_len + self.sampling.max_tokens, max_model_len)
+        return -(-max(longest, self.num_tokens) // BLOCK_SIZE)

@@ -1,0 +1,125 @@
+"""The block pool: who uses which KV block, and which unused ones still hold a known prefix.
+
+Pure bookkeeping, no memory and no torch. Owned by the engine's thread; never shared.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from common.errors import KvRelayError
+from common.hashing import BlockHash
+
+
+class NoFreeBlocks(KvRelayError):
+    """Asked for more blocks than are free; the scheduler waits or preempts, no client sees this."""
+
+
+class BlockPool:
+    """Reference-counted blocks with a prefix cache over the unreferenced ones.
+
+    A block is *used* (referenced), *cached* (unreferenced, content known by hash) or *free* (neither).
+    Invariant: used + cached + free = all. Cached blocks are evicted least recently used first, and
+    only when no free one is left. Every operation is O(1) per block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._by_hash: dict[BlockHash, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        """Unreferenced blocks in order of reuse: free ones in front, then cached ones, oldest first."""
+        self.num_cached = 0
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that `allocate` can hand out, free and cached."""
+        return len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._idle)
+
+    def is_idle(self, block: int) -> bool:
+        """Whether nothing references `block`."""
+        return self._refs[block] == 0
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks that hold the longest leading run of `hashes`. Takes no reference."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more reference on each of `blocks`, taken from `match`."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._idle[block]
+                self.num_cached -= 1
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks of unknown content, referenced once.
+
+        Raises: NoFreeBlocks, with nothing changed.
+        """
+        if count > len(self._idle):
+            raise NoFreeBlocks(f"{count} blocks wanted, {len(self._idle)} free")
+        blocks = []
+        for _ in range(count):
+            block, _ = self._idle.popitem(last=False)
+            if self._hash_of[block] is not None:
+                self.num_cached -= 1
+                self._forget(block)
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less on each of a sequence's `blocks`, given in sequence order.
+
+        Of those that become unreferenced the tail is evicted before the head, which more prompts share.
+        """
+        for block in reversed(blocks):
+            assert self._refs[block] > 0, f"block {block} released twice"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._idle[block] = None
+                if self._hash_of[block] is None:
+                    self._idle.move_to_end(block, last=False)
+                else:
+                    self.num_cached += 1
+
+    def publish(self, block: int, block_hash: BlockHash) -> None:
+        """From now on `match` finds the content of the used `block` by `block_hash`.
+
+        If another block holds the same content already, that one keeps the name.
+        """
+        assert self._refs[block] > 0, f"block {block} published while unused"
+        if block_hash not in self._by_hash:
+            self._forget(block)
+            self._by_hash[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def check_integrity(self) -> None:
+        """Assert the invariants above; called by every test's end and cheap enough for idle moments."""
+        for block, refs in enumerate(self._refs):
+            assert (refs == 0) == (block in self._idle), f"block {block}: {refs} references, idle {block in self._idle}"
+        for block_hash, block in self._by_hash.items():
+            assert self._hash_of[block] == block_hash, f"block {block} is named by a hash it does not carry"
+        assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hash_of)
+        idle_cached = [self._hash_of[block] is not None for block in self._idle]
+        assert sum(idle_cached) == self.num_cached, "cached blocks are miscounted"
+        assert idle_cached == sorted(idle_cached), "a cached block would be evicted before a free one"
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+            self._hash_of[block] = None

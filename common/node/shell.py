@@ -1,0 +1,171 @@
+"""The process around a node's logic: control socket, links to peers, leases of routers, registration.
+
+Everything here runs on the process's asyncio loop; the logic runs on the engine's thread. Between them:
+`EngineLoop.post` one way, `deliver` the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from common.clock import monotonic
+from common.config import NodeConfig
+from common.engine.loop import EngineLoop, NodeLogic
+from common.errors import EngineError, Unavailable
+from common.membership import Registrar, check_redis
+from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
+from common.protocol import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong
+from common.rpc import Identity, Link, Server
+
+log = logging.getLogger(__name__)
+
+_LINK_IDLE_S = 900.0
+"""A link unused for so long is closed; longer than any request lasts, so that no answer is lost."""
+
+
+class MeasuredLogic(NodeLogic):
+    """What the shell needs of a node's logic beside what the loop needs."""
+
+    load: NodeLoad
+
+
+class NodeShell:
+    """One node's sockets and leases. Use: make, `bind`, build the logic around `outbox` and `me`, `run`."""
+
+    def __init__(self, config: NodeConfig, node_id: str) -> None:
+        self.config = config
+        self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
+        self.outbox = Outbox(self._deliver_from_engine)
+        self._loop = asyncio.get_running_loop()
+        self._engine: EngineLoop | None = None
+        self._logic: MeasuredLogic | None = None
+        self._leases: dict[Identity, float] = {}
+        self._links: dict[str, Link] = {}
+        self._link_used_s: dict[str, float] = {}
+        self._stop = asyncio.Event()
+        self._crash: BaseException | None = None
+
+    async def bind(self) -> None:
+        """Take the control port and see that Redis answers, before the long part of start-up.
+
+        Raises: ConfigError.
+        """
+        await check_redis(self.config.redis_url)
+        self._server = Server(self.config.host, self.config.port, self._on_message)
+        self.me = replace(self.me, control_address=self._server.address)
+
+    def post(self, event: Any) -> None:
+        """Hand an event to the logic; for the callbacks of transfer threads."""
+        if self._engine is not None:
+            self._engine.post(event)
+
+    async def run(self, logic: MeasuredLogic, record: NodeRecord, on_ready: Callable[[], None]) -> None:
+        """Serve until SIGINT or SIGTERM.
+
+        Raises: EngineError if the engine loop crashed.
+        """
+        self._logic = logic
+        self._engine = EngineLoop(logic, self.outbox.flush, self._on_crash)
+        self._engine.start()
+        registrar = Registrar(self.config.redis_url, self.config.cluster, record, lease_s=self.config.lease_s)
+        tasks = [asyncio.create_task(registrar.run()), asyncio.create_task(self._housekeeping())]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._stop.set)
+        on_ready()
+        stopped = asyncio.create_task(self._stop.wait())
+        done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in [stopped, *tasks]:
+            task.cancel()
+        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+        await registrar.deregister()
+        if self._crash is None:
+            await asyncio.to_thread(self._engine.stop)
+        for link in self._links.values():
+            link.close()
+        await self._server.close()
+        if self._crash is not None:
+            raise EngineError(f"the engine loop crashed: {self._crash}") from self._crash
+        for task in done:
+            task.result()
+
+    # ------------------------------------------------------------ in
+
+    def _on_message(self, identity: Identity, message: Message) -> None:
+        if isinstance(message, Ping):
+            self._leases[identity] = monotonic() + message.lease_s
+            self._reply(identity, self._pong())
+        elif self._engine is not None:
+            self._engine.post(FromClient(identity, message))
+
+    def _pong(self) -> Pong:
+        if self._logic is None or self._engine is None:
+            return Pong(self.me.node_id, self.me.incarnation, NodeLoad())
+        age_s = monotonic() - self._engine.last_round_s
+        return Pong(self.me.node_id, self.me.incarnation, replace(self._logic.load, step_age_s=age_s))
+
+    async def _housekeeping(self) -> None:
+        """End the leases of silent routers, close idle links."""
+        while True:
+            await asyncio.sleep(self.config.lease_s / 6)
+            now_s = monotonic()
+            for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
+                log.warning("a router has been silent past its lease, its requests are aborted")
+                self._client_lost(identity)
+            for incarnation in [i for i, used_s in self._link_used_s.items() if now_s > used_s + _LINK_IDLE_S]:
+                self._drop_link(incarnation)
+
+    def _client_lost(self, identity: Identity) -> None:
+        self._leases.pop(identity, None)
+        self.post(ClientLost(identity))
+
+    def _on_crash(self, error: BaseException) -> None:
+        self._crash = error
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    # ------------------------------------------------------------ out
+
+    def _deliver_from_engine(self, messages: list[Outgoing]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, messages)
+
+    def _deliver(self, messages: list[Outgoing]) -> None:
+        for outgoing in messages:
+            if isinstance(outgoing, ToClient):
+                self._reply(outgoing.identity, outgoing.message)
+            else:
+                self._send_to_peer(outgoing.peer, outgoing.message)
+
+    def _reply(self, identity: Identity, message: Message) -> None:
+        try:
+            self._server.send(identity, message)
+        except Unavailable:
+            self._client_lost(identity)
+
+    def _send_to_peer(self, peer: PeerRef, message: Message) -> None:
+        link = self._links.get(peer.incarnation)
+        if link is None:
+            link = self._links[peer.incarnation] = Link(
+                peer.control_address,
+                on_message=lambda answer: self.post(FromPeer(peer.incarnation, answer)),
+                on_lost=lambda reason: self._peer_gone(peer.incarnation, reason),
+            )
+        self._link_used_s[peer.incarnation] = monotonic()
+        try:
+            link.send(message)
+        except Unavailable as error:
+            self._peer_gone(peer.incarnation, error.message)
+
+    def _peer_gone(self, incarnation: str, reason: str) -> None:
+        self._drop_link(incarnation)
+        self.post(PeerGone(incarnation, reason))
+
+    def _drop_link(self, incarnation: str) -> None:
+        self._link_used_s.pop(incarnation, None)
+        link = self._links.pop(incarnation, None)
+        if link is not None:
+            link.close()

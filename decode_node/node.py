@@ -1,0 +1,399 @@
+"""The logic of a decode node: what it does on every event. Runs on the engine's thread, does no I/O itself.
+
+One attempt here, by `Phase`: a relayed one waits for the prefill node's offer, gets blocks (the grant),
+receives KV, and joins the running batch when every slice and the first token are in; a local one goes to the
+scheduler at once, its prompt computed in chunks between the others' decode rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from common.clock import Clock
+from common.engine.executor import Executor
+from common.engine.scheduler import Plan, Progress, Scheduler
+from common.engine.sequence import Sequence
+from common.errors import CorruptSlice, EngineError, HandshakeRefused, KvRelayError, PeerLost, TransferAborted
+from common.hashing import hash_blocks
+from common.kv.layout import KVLayout, check_compatible
+from common.node.intake import make_sequence
+from common.node.outbox import ClientLost, FromClient, Outbox
+from common.protocol import (
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    Grant,
+    NodeLoad,
+    Offer,
+    PeerRef,
+    PrefillDone,
+    TokenChunk,
+    TransferAbort,
+    TransferReceived,
+)
+from common.rpc import Identity
+from kvtransfer.base import DestinationReleased, IncomingTransfer, KVReceiver, Received, ReceiveFailed
+
+log = logging.getLogger(__name__)
+
+_MAX_EARLY = 4096
+"""Attempts whose prefill messages may be kept before the router's own message is in."""
+
+
+class Phase(Enum):
+    """Where an attempt stands on this node."""
+
+    WAITING = "no offer yet"
+    DEFERRED = "offered, no room yet"
+    RECEIVING = "granted, slices arrive"
+    ARRIVED = "KV complete, first token not yet in"
+    ACTIVE = "in the scheduler"
+    DRAINING = "given up, slices may still be being written"
+
+
+@dataclass(eq=False)
+class _Attempt:
+    identity: Identity
+    request: DecodeRequest
+    seq: Sequence
+    deadline_s: float
+    phase: Phase = Phase.WAITING
+    offer: Offer | None = None
+    prefill_identity: Identity = b""
+    first_token: int | None = None
+    received_bytes: int | None = None
+    """Set once every slice is in."""
+
+
+@dataclass(eq=False)
+class _Early:
+    """Messages of a prefill node that outran the router's `DecodeRequest`."""
+
+    expires_s: float
+    messages: list[tuple[Identity, Offer | PrefillDone]] = field(default_factory=list)
+
+
+class DecodeNode:
+    """All attempts of one decode node. Invariant: when `attempts` is empty, no block is used."""
+
+    def __init__(
+        self,
+        me: PeerRef,
+        layout: KVLayout,
+        vocab_size: int,
+        scheduler: Scheduler,
+        executor: Executor,
+        receiver: KVReceiver,
+        outbox: Outbox,
+        clock: Clock,
+        *,
+        max_accepted: int,
+        transfer_timeout_s: float,
+        early_s: float,
+    ) -> None:
+        self.me = me
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self.scheduler = scheduler
+        self.executor = executor
+        self.receiver = receiver
+        self.outbox = outbox
+        self.clock = clock
+        self.max_accepted = max_accepted
+        self.transfer_timeout_s = transfer_timeout_s
+        self.early_s = early_s
+        self.attempts: dict[AttemptKey, _Attempt] = {}
+        self.deferred: deque[_Attempt] = deque()
+        self.early: dict[AttemptKey, _Early] = {}
+        self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
+        self._generated_tokens = 0
+        self._prompt_tokens = 0
+        self._relayed_bytes = 0
+        self._local_prefills = 0
+        self._transfers_failed = 0
+
+    # ------------------------------------------------------------ events
+
+    def handle(self, event: object) -> None:
+        match event:
+            case FromClient(identity, DecodeRequest() as request):
+                self._accept(identity, request)
+            case FromClient(identity, Offer() | PrefillDone() as message):
+                self._from_prefill(identity, message)
+            case FromClient(_, TransferAbort(key, code, message)):
+                self._prefill_gave_up(key, code, message)
+            case FromClient(_, Abort(key)):
+                self._end(self.attempts.get(key))
+            case Received(key, bytes_received):
+                self._received(self.attempts[key], bytes_received)
+            case ReceiveFailed(key, error):
+                self._receive_failed(self.attempts[key], error)
+            case DestinationReleased(key):
+                self._destination_released(self.attempts[key])
+            case ClientLost(identity):
+                for attempt in [a for a in self.attempts.values() if a.identity == identity]:
+                    self._end(attempt)
+            case _:
+                log.warning("a decode node does not take %s", event)
+
+    def on_time(self, now_s: float) -> None:
+        for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
+            self._end(attempt)
+        for key in [key for key, early in self.early.items() if now_s > early.expires_s]:
+            self._refuse_early(key)
+        self.load = self._measure_load()
+
+    def step(self) -> bool:
+        self._grant_deferred()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        for seq in plan.admitted:
+            if seq.first_step_s is None:
+                seq.first_step_s = self.clock()
+        self.outbox.flush()  # grants must not wait for the step
+        try:
+            output = self.executor.execute(plan.step)
+            progress = self.scheduler.update(plan, output.sampled)
+        except Exception as error:  # one step's failure must not end the node
+            log.exception("step %d failed", plan.step.step_id)
+            self._step_failed(plan, error)
+            return True
+        for done in progress:
+            if done.sampled is None:
+                continue
+            self._generated_tokens += 1
+            self._token(self.attempts[done.seq.key], done)
+        self._prompt_tokens += sum(n for n in plan.step.query_lens if n > 1)
+        return True
+
+    # ------------------------------------------------------------ admission
+
+    def _accept(self, identity: Identity, request: DecodeRequest) -> None:
+        if request.key in self.attempts:
+            log.warning("%s came twice, the first one goes on", request.key)
+            return
+        now_s = self.clock()
+        try:
+            seq = make_sequence(
+                request,
+                scheduler=self.scheduler,
+                fingerprint=self.layout.fingerprint,
+                vocab_size=self.vocab_size,
+                accepted=len(self.attempts),
+                max_accepted=self.max_accepted,
+                now_s=now_s,
+            )
+        except KvRelayError as error:
+            self.outbox.reply(identity, AttemptFailed(request.key, error.code, error.message))
+            return
+        attempt = _Attempt(identity, request, seq, now_s + request.timeout_s)
+        self.attempts[request.key] = attempt
+        if request.prefill is None:
+            self._local_prefills += 1
+            attempt.phase = Phase.ACTIVE
+            self.scheduler.add(seq)
+            return
+        early = self.early.pop(request.key, None)
+        for prefill_identity, message in early.messages if early else ():
+            self._from_prefill(prefill_identity, message)
+
+    def _from_prefill(self, identity: Identity, message: Offer | PrefillDone) -> None:
+        attempt = self.attempts.get(message.key)
+        if attempt is None:
+            self._keep_early(identity, message)
+        elif isinstance(message, Offer):
+            self._offered(attempt, identity, message)
+        else:
+            self._prefill_done(attempt, message)
+
+    def _keep_early(self, identity: Identity, message: Offer | PrefillDone) -> None:
+        if message.key not in self.early:
+            if len(self.early) >= _MAX_EARLY:
+                self._refuse_early(next(iter(self.early)))
+            self.early[message.key] = _Early(self.clock() + self.early_s)
+        self.early[message.key].messages.append((identity, message))
+
+    def _refuse_early(self, key: AttemptKey) -> None:
+        error = TransferAborted("the decode node was never asked for this attempt, or has ended it")
+        for identity, message in self.early.pop(key).messages:
+            if isinstance(message, Offer):
+                self.outbox.reply(identity, TransferAbort(key, error.code, error.message))
+
+    def _offered(self, attempt: _Attempt, identity: Identity, offer: Offer) -> None:
+        if attempt.phase is not Phase.WAITING:
+            return
+        attempt.prefill_identity, attempt.offer = identity, offer
+        seq = attempt.seq
+        hashes = hash_blocks(seq.root, seq.token_ids, parents=seq.full_block_hashes(), include_partial=True)
+        try:
+            expected = attempt.request.prefill
+            if expected is None or offer.src.incarnation != expected.incarnation:
+                raise PeerLost(f"the offer is of {offer.src.node_id}/{offer.src.incarnation}, not of the node chosen")
+            check_compatible(offer.layout, self.layout)
+            if offer.num_tokens != seq.num_tokens or offer.block_hashes != hashes:
+                raise HandshakeRefused("the offered blocks are not those of this request's tokens")
+        except KvRelayError as error:
+            self._fail(attempt, error)
+            return
+        attempt.phase = Phase.DEFERRED
+        self.deferred.append(attempt)
+
+    def _grant_deferred(self) -> None:
+        """Grant in the order of offers, as far as there is room."""
+        while self.deferred:
+            attempt = self.deferred[0]
+            held = self.scheduler.reserve(attempt.seq)
+            if held is None:
+                return
+            self.deferred.popleft()
+            self._grant(attempt, held)
+
+    def _grant(self, attempt: _Attempt, held: int) -> None:
+        offer = attempt.offer
+        assert offer is not None
+        attempt.phase = Phase.RECEIVING
+        blocks = list(attempt.seq.blocks)
+        self.receiver.open(
+            IncomingTransfer(
+                key=attempt.seq.key,
+                src=offer.src,
+                src_layout=offer.layout,
+                dst_blocks=blocks,
+                block_hashes=offer.block_hashes,
+                held_blocks=held,
+                timeout_s=self.transfer_timeout_s,
+            )
+        )
+        self.outbox.reply(attempt.prefill_identity, Grant(attempt.seq.key, self.me, self.layout, held, blocks))
+
+    # ------------------------------------------------------------ arrival
+
+    def _prefill_done(self, attempt: _Attempt, done: PrefillDone) -> None:
+        if done.finish_reason is not None:
+            self._end(attempt)  # the router has the whole answer from the prefill node
+            return
+        attempt.first_token = done.token_id
+        if attempt.phase is Phase.ARRIVED:
+            self._join(attempt)
+
+    def _received(self, attempt: _Attempt, bytes_received: int) -> None:
+        attempt.received_bytes = bytes_received
+        self._relayed_bytes += bytes_received
+        self.outbox.reply(attempt.prefill_identity, TransferReceived(attempt.seq.key, bytes_received))
+
+    def _receive_failed(self, attempt: _Attempt, error: Exception) -> None:
+        self._transfers_failed += 1
+        self._fail(attempt, error if isinstance(error, KvRelayError) else CorruptSlice(str(error)))
+
+    def _destination_released(self, attempt: _Attempt) -> None:
+        if attempt.phase is Phase.DRAINING:
+            self.scheduler.abort(attempt.seq)
+            del self.attempts[attempt.seq.key]
+            return
+        attempt.phase = Phase.ARRIVED
+        if attempt.first_token is not None:
+            self._join(attempt)
+
+    def _join(self, attempt: _Attempt) -> None:
+        assert attempt.first_token is not None
+        attempt.phase = Phase.ACTIVE
+        attempt.seq.first_step_s = self.clock()
+        self.scheduler.join(attempt.seq, attempt.first_token)
+
+    # ------------------------------------------------------------ tokens
+
+    def _token(self, attempt: _Attempt, done: Progress) -> None:
+        assert done.sampled is not None
+        seq = attempt.seq
+        first_here = attempt.first_token is None and seq.num_generated == self._generated_before(attempt) + 1
+        stats = self._stats(attempt) if first_here or done.finish_reason is not None else None
+        logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
+        self.outbox.tokens(
+            attempt.identity,
+            TokenChunk(seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats),
+        )
+        if done.finish_reason is not None:
+            del self.attempts[seq.key]
+
+    def _stats(self, attempt: _Attempt) -> AttemptStats:
+        seq, now_s = attempt.seq, self.clock()
+        started_s = seq.first_step_s if seq.first_step_s is not None else now_s
+        return AttemptStats(
+            cached_tokens=seq.cached_tokens,
+            relayed_bytes=attempt.received_bytes or 0,
+            queue_s=started_s - seq.arrival_s,
+            prefill_s=now_s - started_s if attempt.request.prefill is None else 0.0,
+            preemptions=seq.preemptions,
+        )
+
+    @staticmethod
+    def _generated_before(attempt: _Attempt) -> int:
+        return len(attempt.request.token_ids) - attempt.request.prompt_len
+
+    # ------------------------------------------------------------ endings
+
+    def _prefill_gave_up(self, key: AttemptKey, code: str, message: str) -> None:
+        """The router hears of it from the prefill node; what has all its KV goes on."""
+        self.early.pop(key, None)
+        attempt = self.attempts.get(key)
+        if attempt is not None and attempt.phase is not Phase.ACTIVE:
+            log.warning("%s: the prefill node gave up: %s: %s", key, code, message)
+            self._end(attempt)
+
+    def _fail(self, attempt: _Attempt, error: KvRelayError) -> None:
+        """Tell the router, and the prefill node if it has offered; then end."""
+        if attempt.phase is Phase.DRAINING:
+            return
+        key = attempt.seq.key
+        log.warning("%s failed: %s", key, error.message)
+        self.outbox.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
+        if attempt.offer is not None:
+            self.outbox.reply(attempt.prefill_identity, TransferAbort(key, error.code, error.message))
+        self._end(attempt)
+
+    def _end(self, attempt: _Attempt | None) -> None:
+        """Forget an attempt and free its blocks; those that are being written when the receiver says so."""
+        if attempt is None or attempt.phase is Phase.DRAINING:
+            return
+        if attempt.phase is Phase.RECEIVING:
+            attempt.phase = Phase.DRAINING
+            self.receiver.abort(attempt.seq.key)
+            return
+        if attempt.phase is Phase.DEFERRED:
+            self.deferred.remove(attempt)
+        if attempt.phase in (Phase.ACTIVE, Phase.ARRIVED):
+            self.scheduler.abort(attempt.seq)
+        del self.attempts[attempt.seq.key]
+
+    def _step_failed(self, plan: Plan, error: Exception) -> None:
+        self.scheduler.fail(plan)
+        for seq in plan.seqs:
+            attempt = self.attempts.pop(seq.key)
+            failure = EngineError(f"the step failed: {error}")
+            self.outbox.reply(attempt.identity, AttemptFailed(seq.key, failure.code, failure.message))
+
+    def _measure_load(self) -> NodeLoad:
+        scheduler = self.scheduler
+        incoming = len(self.attempts) - len(scheduler.running) - len(scheduler.waiting)
+        return NodeLoad(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + incoming,
+            queued_tokens=sum(seq.num_uncomputed for seq in scheduler.waiting),
+            kv_blocks_used=scheduler.pool.num_used,
+            kv_blocks_cached=scheduler.pool.num_cached,
+            kv_blocks_total=scheduler.pool.num_blocks,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            relayed_bytes=self._relayed_bytes,
+            local_prefills=self._local_prefills,
+            transfers_failed=self._transfers_failed,
+        )

@@ -1,0 +1,269 @@
+"""The logic of a prefill node: what it does on every event. Runs on the engine's thread, does no I/O itself.
+
+One attempt here: queued -> admitted (blocks taken, offered to the decode node) -> computed chunk by chunk,
+each layer relayed as it becomes final -> first token out -> source blocks released -> forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.engine.executor import Executor
+from common.engine.scheduler import Plan, Progress, Scheduler
+from common.engine.sequence import Sequence
+from common.errors import EngineError, KvRelayError, PeerLost, TransferAborted, from_code
+from common.hashing import BLOCK_SIZE, hash_blocks
+from common.kv.layout import KVLayout, check_compatible
+from common.node.intake import make_sequence
+from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, PeerGone
+from common.protocol import (
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    Grant,
+    NodeLoad,
+    Offer,
+    PeerRef,
+    PrefillDone,
+    PrefillRequest,
+    TokenChunk,
+    TransferAbort,
+    TransferReceived,
+)
+from common.rpc import Identity
+from kvtransfer.base import KVSender, OutgoingTransfer, SourceReleased
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Attempt:
+    identity: Identity
+    request: PrefillRequest
+    seq: Sequence
+    deadline_s: float
+    offered: bool = False
+    """The sender knows it: its blocks are free only after `SourceReleased`."""
+    reported: bool = False
+    """The router has had its first token or its failure, or wants neither."""
+
+
+class PrefillNode:
+    """All attempts of one prefill node. Invariant: when `attempts` is empty, no block is used."""
+
+    def __init__(
+        self,
+        me: PeerRef,
+        layout: KVLayout,
+        vocab_size: int,
+        scheduler: Scheduler,
+        executor: Executor,
+        sender: KVSender,
+        outbox: Outbox,
+        clock: Clock,
+        *,
+        max_accepted: int,
+        transfer_timeout_s: float,
+    ) -> None:
+        self.me = me
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self.scheduler = scheduler
+        self.executor = executor
+        self.sender = sender
+        self.outbox = outbox
+        self.clock = clock
+        self.max_accepted = max_accepted
+        self.transfer_timeout_s = transfer_timeout_s
+        self.attempts: dict[AttemptKey, _Attempt] = {}
+        self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
+        self._prompt_tokens = 0
+        self._relayed_bytes = 0
+        self._transfers_failed = 0
+
+    # ------------------------------------------------------------ events
+
+    def handle(self, event: object) -> None:
+        match event:
+            case FromClient(identity, PrefillRequest() as request):
+                self._accept(identity, request)
+            case FromClient(_, Abort(key)):
+                self._forget(self.attempts.get(key))
+            case FromPeer(incarnation, Grant() as grant):
+                self._granted(incarnation, grant)
+            case FromPeer(_, TransferAbort(key, code, message)):
+                self._fail(self.attempts.get(key), from_code(code, message))
+            case FromPeer(_, TransferReceived()):
+                pass
+            case SourceReleased(key, bytes_sent, error):
+                self._released(self.attempts[key], bytes_sent, error)
+            case ClientLost(identity):
+                for attempt in [a for a in self.attempts.values() if a.identity == identity]:
+                    self._forget(attempt)
+            case PeerGone(incarnation, reason):
+                for attempt in [a for a in self.attempts.values() if a.request.decode.incarnation == incarnation]:
+                    self._fail(attempt, PeerLost(f"decode node lost: {reason}"))
+            case _:
+                log.warning("a prefill node does not take %s", event)
+
+    def on_time(self, now_s: float) -> None:
+        for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
+            self._forget(attempt)
+        self.load = self._measure_load()
+
+    def step(self) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        for seq in plan.admitted:
+            self._offer(self.attempts[seq.key])
+        self.outbox.flush()  # offers must not wait for the step: the grant can be back before its first layer is done
+        try:
+            output = self.executor.execute(plan.step)
+            progress = self.scheduler.update(plan, output.sampled)
+        except Exception as error:  # one step's failure must not end the node
+            log.exception("step %d failed", plan.step.step_id)
+            self._step_failed(plan, error)
+            return True
+        self._prompt_tokens += sum(plan.step.query_lens)
+        for done in progress:
+            if done.sampled is not None:
+                self._first_token(self.attempts[done.seq.key], done)
+        return True
+
+    # ------------------------------------------------------------ one attempt
+
+    def _accept(self, identity: Identity, request: PrefillRequest) -> None:
+        if request.key in self.attempts:
+            log.warning("%s came twice, the first one goes on", request.key)
+            return
+        now_s = self.clock()
+        try:
+            seq = make_sequence(
+                request,
+                scheduler=self.scheduler,
+                fingerprint=self.layout.fingerprint,
+                vocab_size=self.vocab_size,
+                accepted=len(self.attempts),
+                max_accepted=self.max_accepted,
+                now_s=now_s,
+            )
+        except KvRelayError as error:
+            self.outbox.reply(identity, AttemptFailed(request.key, error.code, error.message))
+            return
+        self.attempts[request.key] = _Attempt(identity, request, seq, now_s + request.timeout_s)
+        self.scheduler.add(seq)
+
+    def _offer(self, attempt: _Attempt) -> None:
+        seq = attempt.seq
+        seq.first_step_s = self.clock()
+        hashes = hash_blocks(seq.root, seq.token_ids, parents=seq.full_block_hashes(), include_partial=True)
+        attempt.offered = True
+        self.sender.open(
+            OutgoingTransfer(
+                key=seq.key,
+                src_incarnation=self.me.incarnation,
+                src_blocks=list(seq.blocks),
+                block_hashes=hashes,
+                num_tokens=seq.num_tokens,
+                timeout_s=self.transfer_timeout_s,
+            )
+        )
+        for layer in range(self.layout.num_layers if seq.num_computed else 0):
+            self.sender.blocks_final(seq.key, layer, seq.num_computed // BLOCK_SIZE)
+        self.outbox.to_peer(
+            attempt.request.decode, Offer(seq.key, self.me, self.layout, seq.num_tokens, block_hashes=hashes)
+        )
+
+    def _granted(self, incarnation: str, grant: Grant) -> None:
+        attempt = self.attempts.get(grant.key)
+        if attempt is None or incarnation != attempt.request.decode.incarnation:
+            return
+        try:
+            check_compatible(self.layout, grant.layout)
+        except KvRelayError as error:
+            self._fail(attempt, error)
+            return
+        self.sender.grant(grant)
+
+    def _first_token(self, attempt: _Attempt, done: Progress) -> None:
+        assert done.sampled is not None
+        seq, now_s = attempt.seq, self.clock()
+        started_s = seq.first_step_s if seq.first_step_s is not None else now_s
+        stats = AttemptStats(
+            cached_tokens=seq.cached_tokens, queue_s=started_s - seq.arrival_s, prefill_s=now_s - started_s
+        )
+        logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
+        chunk = TokenChunk(
+            seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats
+        )
+        if not attempt.reported:
+            self.outbox.tokens(attempt.identity, chunk)
+            self.outbox.to_peer(
+                attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason)
+            )
+        attempt.reported = True
+        if done.finish_reason is not None:
+            self.sender.abort(seq.key)  # nobody will decode: what is not yet sent need not be
+
+    def _released(self, attempt: _Attempt, bytes_sent: int, error: Exception | None) -> None:
+        attempt.offered = False
+        self._relayed_bytes += bytes_sent
+        if error is not None and not isinstance(error, TransferAborted):
+            self._transfers_failed += 1
+            if isinstance(error, KvRelayError):
+                self._fail(attempt, error)
+                return
+            self._fail(attempt, EngineError(f"the transfer failed: {error}"))
+            return
+        self._forget(attempt)
+
+    def _fail(self, attempt: _Attempt | None, error: KvRelayError) -> None:
+        """Tell both the router and the decode node, then forget."""
+        if attempt is None:
+            return
+        key = attempt.seq.key
+        log.warning("%s failed: %s", key, error.message)
+        self.outbox.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
+        self.outbox.to_peer(attempt.request.decode, TransferAbort(key, error.code, error.message))
+        self._forget(attempt)
+
+    def _forget(self, attempt: _Attempt | None) -> None:
+        """Free what the attempt holds; what the sender still reads, when it says so."""
+        if attempt is None:
+            return
+        attempt.reported = True
+        if attempt.seq.key in self.scheduler.running or attempt.seq in self.scheduler.waiting:
+            self.scheduler.abort(attempt.seq)
+        if attempt.offered:
+            self.sender.abort(attempt.seq.key)
+        else:
+            self.scheduler.free(attempt.seq)
+            self.attempts.pop(attempt.seq.key, None)
+
+    def _step_failed(self, plan: Plan, error: Exception) -> None:
+        self.scheduler.fail(plan)
+        for seq in plan.seqs:
+            self._fail(self.attempts.get(seq.key), EngineError(f"the step failed: {error}"))
+
+    def _measure_load(self) -> NodeLoad:
+        scheduler = self.scheduler
+        unstarted = sum(seq.num_tokens for seq in scheduler.waiting)
+        begun = sum(seq.num_uncomputed for seq in scheduler.running.values())
+        return NodeLoad(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            queued_tokens=unstarted + begun,
+            kv_blocks_used=scheduler.pool.num_used,
+            kv_blocks_cached=scheduler.pool.num_cached,
+            kv_blocks_total=scheduler.pool.num_blocks,
+            prompt_tokens=self._prompt_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            relayed_bytes=self._relayed_bytes,
+            transfers_failed=self._transfers_failed,
+        )
