@@ -1,0 +1,96 @@
+"""Whatever comes off a socket is either a checked message or a `ProtocolError`, never another exception."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ProtocolError
+from common.kv.layout import KVLayout
+from common.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    Grant,
+    ModelInfo,
+    NodeLoad,
+    NodeRecord,
+    Offer,
+    PeerRef,
+    Ping,
+    Pong,
+    PrefillDone,
+    PrefillRequest,
+    SamplingParams,
+    TokenBatch,
+    TokenChunk,
+    TokenLogprobs,
+    TransferAbort,
+    TransferReceived,
+    decode,
+    encode,
+)
+
+KEY = AttemptKey("r", 2)
+PEER = PeerRef("n", "i", "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
+LAYOUT = KVLayout("f", 3, 2, 64, "bfloat16", tp_size=2, pp_layers=(1, 2))
+SAMPLING = SamplingParams(seed=2**63, max_tokens=4, stop_token_ids=[1], logprobs=0)
+MESSAGES = [
+    PrefillRequest(KEY, [1, 2], 1, SAMPLING, PEER, 1.5, "salt"),
+    DecodeRequest(KEY, [1, 2], 2, SAMPLING, None, 1.5),
+    Abort(KEY),
+    Ping("router", 3.0),
+    Pong("n", "i", NodeLoad(running=1)),
+    TokenBatch([TokenChunk(KEY, 0, [5], [TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0])], "stop", AttemptStats(16))]),
+    AttemptFailed(KEY, "code", "message"),
+    Offer(KEY, PEER, LAYOUT, 17, [b"a" * 16, b"b" * 16]),
+    Grant(KEY, PEER, LAYOUT, 1, [4, 2]),
+    PrefillDone(KEY, 7),
+    TransferReceived(KEY, 10),
+    TransferAbort(KEY, "code", "message"),
+    NodeRecord("prefill", PEER, ModelInfo("m", "/m", 10, 20), LAYOUT, 100, 1.0),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_survives_the_wire(message: object) -> None:
+    assert decode(encode(message)) == message  # type: ignore[arg-type]
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    ),
+    st.sampled_from([type(message).__name__ for message in MESSAGES]),
+)
+def test_random_bodies_are_refused(body: object, name: str) -> None:
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb([PROTOCOL_VERSION, name, body]))
+
+
+def test_another_version_is_refused_with_both_versions_named() -> None:
+    with pytest.raises(ProtocolError, match=f"theirs is 99, ours is {PROTOCOL_VERSION}"):
+        decode(msgpack.packb([99, "Abort", {"key": {"request_id": "r", "attempt": 1}}]))
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match=r"malformed Abort: key\.extra"):
+        decode(msgpack.packb([PROTOCOL_VERSION, "Abort", {"key": {"request_id": "r", "attempt": 1, "extra": 1}}]))
+
+
+def test_an_unknown_type_is_refused_and_not_echoed_at_length() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(msgpack.packb([PROTOCOL_VERSION, "X" * 10_000, {}]))
+    assert len(caught.value.message) < 200
