@@ -25,7 +25,7 @@ def plan(src: KVLayout, dst: KVLayout) -> list[Piece]:
     Where source heads are replicated, the replicas share the work: destination rank d is served by
     the replica d modulo their number.
     """
-    pieces = []
+    pieces: list[Piece] = []
     for dst_rank, want in enumerate(dst.shards()):
         for stage in range(src.pp_size):
             layer_lo = max(want.layer_lo, src.shard(0, stage).layer_lo)
@@ -40,7 +40,7 @@ def plan(src: KVLayout, dst: KVLayout) -> list[Piece]:
 def _head_sources(src: KVLayout, want: RankShard, dst_rank: int) -> list[tuple[int, int, int]]:
     """(head_lo, head_hi, src tp_rank) covering the wanted heads."""
     replicas = max(1, src.tp_size // src.num_kv_heads)
-    sources = []
+    sources: list[tuple[int, int, int]] = []
     for tp_rank in range(dst_rank % replicas, src.tp_size, replicas):
         have = src.shard(tp_rank, 0)
         head_lo, head_hi = max(want.head_lo, have.head_lo), min(want.head_hi, have.head_hi)

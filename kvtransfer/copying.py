@@ -1,0 +1,69 @@
+"""Gather and scatter between paged KV and contiguous payloads, with NumPy alone. Runs on I/O threads.
+
+No torch operation may run there: the first one would start an OpenMP team of that thread, which fights the
+engine's for the cores. NumPy copies on the calling thread and lets go of the interpreter lock meanwhile.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import numpy as np
+
+from common.errors import ConfigError
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from kvtransfer.wire import KVSlice
+
+
+class SliceCopier:
+    """Copies slices of one rank's storage.
+
+    The storage is seen as a flat array of rows, each the longest run that is contiguous both in it and in the
+    slice: a whole block of one layer where the slice has all heads of the rank, else neighbouring heads of one
+    token slot. One `take` or one indexed store then moves any number of layers and blocks.
+
+    Raises: ConfigError if the storage is not in CPU memory.
+    """
+
+    def __init__(self, storage: KVStorage) -> None:
+        if storage.words is None:
+            raise ConfigError("this transport needs a KV storage in CPU memory")
+        self._bytes = storage.words.reshape(-1).view(np.uint8)
+        self._layout = storage.layout
+        self._shard = storage.shard
+        self._num_blocks = storage.num_blocks
+        self._head_bytes = _head_bytes(storage.layout)
+
+    def gather(self, piece: KVSlice, blocks: np.ndarray, out: np.ndarray) -> None:
+        """Copy `piece` of the sequence whose block ids are `blocks` into `out` ([piece's bytes], uint8)."""
+        rows, index = self._rows(piece, blocks)
+        # mode="raise" would buffer the whole output; the index is in range by construction.
+        np.take(rows, index, out=out.view(rows.dtype), mode="clip")
+
+    def scatter(self, piece: KVSlice, blocks: np.ndarray, payload: np.ndarray) -> None:
+        """Copy `payload` ([piece's bytes], uint8) into `piece` of the sequence whose block ids are `blocks`."""
+        rows, index = self._rows(piece, blocks)
+        rows[index] = payload.view(rows.dtype)
+
+    def _rows(self, piece: KVSlice, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The storage as rows, and the index of the piece's rows in payload order."""
+        heads = self._shard.head_hi - self._shard.head_lo
+        head_lo, wanted = piece.head_lo - self._shard.head_lo, piece.head_hi - piece.head_lo
+        lo, hi = piece.layer_lo - self._shard.layer_lo, piece.layer_hi - self._shard.layer_lo
+        planes = np.arange(2 * lo, 2 * hi, dtype=np.int64)[:, None] * self._num_blocks
+        index = planes + blocks[piece.block_lo : piece.block_hi]
+        if wanted == heads:
+            row_bytes = self._layout.block_size * heads * self._head_bytes
+        else:
+            run = gcd(head_lo, wanted, heads)
+            slots = index[..., None] * self._layout.block_size + np.arange(self._layout.block_size)
+            runs = np.arange(head_lo // run, (head_lo + wanted) // run)
+            index = slots[..., None] * (heads // run) + runs
+            row_bytes = run * self._head_bytes
+        return self._bytes.view(np.dtype((np.void, row_bytes))), index.reshape(-1)
+
+
+def _head_bytes(layout: KVLayout) -> int:
+    """Bytes of one head of K (or V) in one token slot."""
+    return layout.slice_bytes_per_block // (2 * layout.block_size)

@@ -1,0 +1,102 @@
+"""What the I/O thread of every transport end has in common: its life, its commands, its reports."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from common.errors import TransferError
+from common.protocol import AttemptKey
+from kvtransfer.base import DestinationReleased, ReceiverEvent, SenderEvent, SourceReleased
+from kvtransfer.mailbox import Command, Mailbox
+
+log = logging.getLogger(__name__)
+
+Event = TypeVar("Event", SenderEvent, ReceiverEvent)
+
+
+class IOThread(Generic[Event]):
+    """A thread that calls `turn` over and over until `stop`, then `finish` once.
+
+    `turn` waits for something to do, the mailbox included, and calls `run_commands`. An exception
+    in it is logged and handed to `recover`; the thread goes on. Keys are registered by `begin`, and given up
+    when their `...Released` is reported.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        on_event: Callable[[Event], None],
+        *,
+        turn: Callable[[], None],
+        recover: Callable[[Exception], None],
+        finish: Callable[[], None],
+    ) -> None:
+        self.mailbox = Mailbox()
+        self._on_event = on_event
+        self._turn, self._recover, self._finish = turn, recover, finish
+        self._lock = threading.Lock()
+        self._keys: set[AttemptKey] = set()
+        self._closed = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def begin(self, key: AttemptKey, command: Command) -> None:
+        """Register `key` and have `command` open it.
+
+        Raises: TransferError if that key is open already or this end is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise TransferError(f"cannot open {key}: this end is closed")
+            if key in self._keys:
+                raise TransferError(f"cannot open {key}: it is open already")
+            self._keys.add(key)
+            # Under the lock, so that a concurrent stop comes after it and releases it.
+            self.mailbox.put(command)
+
+    def stop(self) -> None:
+        """Finish and join; later calls, and calls by the thread itself, do not wait."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            self.mailbox.put(self._request_stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def run_commands(self) -> None:
+        """Run what waits in the mailbox. One failing command costs no later one."""
+        for command in self.mailbox.take():
+            self._guard(command)
+
+    def report(self, events: Iterable[Event]) -> None:
+        """Tell the owner. One failing callback costs no other event."""
+        for event in events:
+            if isinstance(event, (SourceReleased, DestinationReleased)):
+                with self._lock:
+                    self._keys.discard(event.key)
+            try:
+                self._on_event(event)
+            except Exception:
+                log.exception("the owner's callback failed on %s", event)
+
+    def _request_stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._guard(self._turn)
+        self._finish()
+        self.mailbox.close()
+
+    def _guard(self, action: Command) -> None:
+        try:
+            action()
+        except Exception as error:
+            log.exception("%s drops its transfers", self._thread.name)
+            self._recover(error)

@@ -1,0 +1,59 @@
+"""Commands from any thread to one I/O thread that sleeps in a poller."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+Command = Callable[[], None]
+
+
+class Mailbox:
+    """Commands in order, and a file descriptor that is readable while some wait.
+
+    `put` may be called by any thread and takes microseconds: it appends, and writes one byte only if the reader
+    has not been woken yet. Bounded by its users: a transfer has one open, grant and abort, and one progress
+    report per layer and chunk.
+    """
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._woken = False
+        self._closed = False
+
+    def fileno(self) -> int:
+        """What to poll for reading."""
+        return self._reader.fileno()
+
+    def put(self, command: Command) -> None:
+        """Have the I/O thread run `command`; never blocks."""
+        if self._closed:
+            return
+        self._commands.append(command)
+        if not self._woken:
+            self._woken = True
+            # Full: unread bytes wake the reader as well. Closed: nobody reads any more.
+            with suppress(BlockingIOError, OSError):
+                self._writer.send(b"\0")
+
+    def take(self) -> list[Command]:
+        """Everything put so far. Only for the I/O thread."""
+        with suppress(BlockingIOError):
+            self._reader.recv(4096)
+        # Cleared before the commands are read: whoever puts one after that wakes us again.
+        self._woken = False
+        commands: list[Command] = []
+        while self._commands:
+            commands.append(self._commands.popleft())
+        return commands
+
+    def close(self) -> None:
+        """Free the file descriptors; later commands are never run."""
+        self._closed = True
+        self._reader.close()
+        self._writer.close()

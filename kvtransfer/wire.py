@@ -1,0 +1,124 @@
+"""The frames of the ZMQ data plane. Pure; used by the I/O threads of both ends.
+
+A data message is `[header, payload]`: the header a `SliceHeader` as MessagePack, the payload the slices' KV
+one after the other, each in C order `[layers, 2 (K, V), blocks, block_size, heads, head_dim]`. It is answered
+by one `SliceAck`, also when it was discarded, so that the sender can reuse the memory that it was sent from.
+Layers and heads are numbered over the whole model, blocks over the sequence: a header means the same on
+every rank of every layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from common.errors import ProtocolError
+from common.hashing import HASH_BYTES
+from common.kv.layout import KVLayout
+from common.protocol import AttemptKey, Codec
+
+MAX_HEADER_BYTES = 2**20
+"""Room for the hashes of 60,000 blocks."""
+MAX_PAYLOAD_BYTES = 64 * 2**20
+"""A payload above this is refused by the receiving socket before it is allocated."""
+MAX_SLICES = 4096
+
+_STRICT = ConfigDict(extra="forbid")
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Name = Annotated[str, Field(max_length=256)]
+
+
+@dataclass(frozen=True)
+class KVSlice:
+    """Blocks [block_lo, block_hi) of a sequence in layers [layer_lo, layer_hi) and KV heads [head_lo, head_hi)."""
+
+    __pydantic_config__ = _STRICT
+    layer_lo: _Count
+    layer_hi: _Count
+    head_lo: _Count
+    head_hi: _Count
+    block_lo: _Count
+    block_hi: _Count
+
+    def size_bytes(self, layout: KVLayout) -> int:
+        """Bytes of K and V in this slice; not positive for an empty or inverted range."""
+        layers, heads, blocks = (
+            self.layer_hi - self.layer_lo,
+            self.head_hi - self.head_lo,
+            self.block_hi - self.block_lo,
+        )
+        if min(layers, heads, blocks) <= 0:
+            return 0
+        return layers * heads * blocks * layout.slice_bytes_per_block
+
+
+@dataclass(frozen=True)
+class SliceHeader:
+    """What one payload holds, for which attempt, between which incarnations."""
+
+    __pydantic_config__ = _STRICT
+    key: AttemptKey
+    src_incarnation: _Name
+    dst_incarnation: _Name
+    src_rank: _Count
+    dst_rank: _Count
+    sequence: Annotated[int, Field(ge=0, lt=2**63)]
+    """Counts the messages of one connection; the ack repeats it."""
+    slices: Annotated[list[KVSlice], Field(min_length=1, max_length=MAX_SLICES)]
+    first_block: _Count
+    block_hashes: Annotated[bytes, Field(max_length=MAX_HEADER_BYTES)]
+    """Hashes of the blocks from `first_block` on, `HASH_BYTES` each, joined; they cover every slice."""
+
+
+@dataclass(frozen=True)
+class SliceAck:
+    """The receiver is done with message `sequence`. `code` is empty if it was taken, else names the error."""
+
+    __pydantic_config__ = _STRICT
+    key: AttemptKey
+    sequence: Annotated[int, Field(ge=0, lt=2**63)]
+    code: _Name = ""
+    message: Annotated[str, Field(max_length=4096)] = ""
+
+
+_CODEC = Codec(SliceHeader, SliceAck)
+
+
+def encode(message: SliceHeader | SliceAck) -> bytes:
+    """One header or ack as MessagePack bytes."""
+    return _CODEC.encode(message)
+
+
+def decode_header(data: bytes | memoryview) -> SliceHeader:
+    """The header in `data`, its hashes covering its slices.
+
+    Raises: ProtocolError for anything else.
+    """
+    header = _decode(data)
+    if not isinstance(header, SliceHeader):
+        raise ProtocolError(f"expected a SliceHeader, got a {type(header).__name__}")
+    if len(header.block_hashes) % HASH_BYTES:
+        raise ProtocolError(f"block hashes are {HASH_BYTES} bytes each, got {len(header.block_hashes)} bytes in all")
+    last = header.first_block + len(header.block_hashes) // HASH_BYTES
+    if any(not header.first_block <= s.block_lo <= s.block_hi <= last for s in header.slices):
+        raise ProtocolError("a slice has blocks that the header gives no hash of")
+    return header
+
+
+def decode_ack(data: bytes | memoryview) -> SliceAck:
+    """The ack in `data`.
+
+    Raises: ProtocolError for anything else.
+    """
+    ack = _decode(data)
+    if not isinstance(ack, SliceAck):
+        raise ProtocolError(f"expected a SliceAck, got a {type(ack).__name__}")
+    return ack
+
+
+def _decode(data: bytes | memoryview) -> object:
+    if len(data) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a header has at most {MAX_HEADER_BYTES} bytes, this one has {len(data)}")
+    return _CODEC.decode(data)
