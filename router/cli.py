@@ -7,7 +7,6 @@ import asyncio
 from common.cli import service_app
 from common.config import RouterConfig
 from common.config_sources import Resolved
-from common.membership import check_redis
 from common.process import run_service
 
 _HELP = """Start a router: the OpenAI-compatible HTTP address of a cluster.
@@ -15,11 +14,13 @@ _HELP = """Start a router: the OpenAI-compatible HTTP address of a cluster.
 It finds the prefill and decode nodes in Redis, picks some for every request, and streams the answer. It keeps no
 state that matters: run as many as you like behind a load balancer. It needs no accelerator and no PyTorch.
 
-[bold]Example:[/bold]  kvrelay router --port 8000 --redis-url redis://10.0.0.5:6379/0 --api-key $KEY
+[bold]Example:[/bold] kvrelay router --port 8000 --redis-url redis://10.0.0.5:6379/0 --api-key $KEY
 """
 
 
 def _run(resolved: Resolved[RouterConfig]) -> None:
+    from common.membership import check_redis
+
     asyncio.run(check_redis(resolved.config.redis_url))
     from router.service import serve
 

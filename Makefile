@@ -1,0 +1,9 @@
+# Thin names for scripts/*, which also run without make.
+.PHONY: run test check bench install clean
+
+run: ; @scripts/run
+test: ; @scripts/test
+check: ; @scripts/check
+bench: ; @scripts/bench
+install: ; @scripts/install
+clean: ; rm -rf .venv build dist bench-results .pytest_cache .ruff_cache .hypothesis .import_linter_cache

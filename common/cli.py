@@ -1,0 +1,218 @@
+"""The command `kvrelay`: one subcommand per service, found through the entry-point group `kvrelay.commands`.
+
+Knows none of the services. Each of them builds its subcommand with `service_app` from its configuration
+class, so that flags, help, environment variables and TOML keys cannot differ. Importing this, or a
+service's `cli` module, is quick and imports neither torch nor a web framework.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+import typer.core
+import typer.main
+
+from common import logs
+from common.config import ServiceConfig, field_infos
+from common.config_sources import CONFIG_FILE_VARIABLE, ENV_PREFIX, Resolved, field_type, resolve, type_label
+from common.errors import KvRelayError
+from common.process import die_with_parent
+
+ENTRY_POINT_GROUP = "kvrelay.commands"
+_ORDER = ["up", "router", "prefill", "decode"]
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+
+_HELP = """Serve a large language model with prefill and decode on separate nodes.
+
+A router speaks the OpenAI API and sends every prompt to a prefill node, which computes its KV cache and relays it,
+layer by layer, to a decode node that generates the answer. They find each other through Redis.
+
+[bold]Try it:[/bold] kvrelay up (everything, on this machine, with a small demo model)
+
+[bold]Your own:[/bold] kvrelay up --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2
+
+[bold]Many hosts:[/bold] run kvrelay router, kvrelay prefill and kvrelay decode with the same --redis-url and --cluster.
+
+Every option can also be set by the environment variable shown beside it, or in a TOML file (--config FILE): at its
+top level for all services, or in a table \\[router] \\[prefill] \\[decode] \\[up] for one. Flags win over the environment,
+the environment over the file.
+
+Exit codes: 0 stopped in order, 1 failed, 2 wrong usage, 78 wrong configuration.
+"""
+
+
+def _command_class(aliases: dict[str, str]) -> type[typer.core.TyperCommand]:
+    """A command that takes other servers' spellings: their `aliases` of ours, and `_` for `-` in any flag."""
+
+    class Command(typer.core.TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            return super().parse_args(ctx, [_our_spelling(arg, aliases) for arg in args])
+
+    return Command
+
+
+class _CommandGroup(typer.core.TyperGroup):
+    """The subcommands that the installed distributions offer, each imported when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        found = _commands()
+        return [name for name in _ORDER if name in found] + sorted(set(found) - set(_ORDER))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        entry = _commands().get(cmd_name)
+        return None if entry is None else typer.main.get_command(entry.load())
+
+
+def _our_spelling(arg: str, aliases: dict[str, str]) -> str:
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    name = name.replace("_", "-")
+    return aliases.get(name, name) + equals + value
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _flowing(text: str) -> str:
+    """Paragraphs without the line breaks of the source, for a terminal of any width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+def _commands() -> dict[str, EntryPoint]:
+    """The subcommands; from a source tree that is not installed, those that its pyproject.toml declares."""
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if found:
+        return found
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    if not project.exists():
+        return {}
+    declared = tomllib.loads(project.read_text("utf-8"))["project"]["entry-points"][ENTRY_POINT_GROUP]
+    return {name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in declared.items()}
+
+
+def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[ConfigT]], None]) -> typer.Typer:
+    """A Typer application with one command whose options are the fields of `cls`.
+
+    `run` gets the resolved configuration, with logging set up. A `ConfigError` from anywhere ends the process
+    with one sentence on standard error and exit code 78, any other `KvRelayError` with its `exit_code`, or 1.
+    """
+
+    def command(ctx: typer.Context, config: str | None, **given: str | None) -> None:
+        flags = {
+            name: value
+            for name, value in given.items()
+            if value is not None and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        }
+        run_checked(lambda: _start(cls, flags, config, run))
+
+    parameters = [
+        _parameter("ctx", typer.Context, inspect.Parameter.empty),
+        _parameter("config", Annotated[str | None, _config_option()], None),
+    ]
+    # The defaults stand here for `--help` only; `resolve` has its own eyes on them.
+    parameters += [
+        _parameter(
+            f.name, Annotated[str | None, _option_of(cls, f.name)], None if f.default is None else str(f.default)
+        )
+        for f in dataclasses.fields(cls)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    aliases = {alias: _flag(name) for name, info in field_infos(cls).items() for alias in info.aliases}
+    app.command(cls.section, help=_flowing(help), cls=_command_class(aliases), context_settings=_CONTEXT)(command)
+    return app
+
+
+def _start(
+    cls: type[ConfigT], flags: dict[str, str], file: str | None, run: Callable[[Resolved[ConfigT]], None]
+) -> None:
+    die_with_parent()
+    resolved = resolve(cls, flags=flags, environ=os.environ, file=file)
+    logs.configure(resolved.config.log_level)
+    run(resolved)
+
+
+def run_checked(action: Callable[[], None]) -> None:
+    """Run `action`; end the process with one sentence and the right exit code where it raises one of our errors."""
+    try:
+        action()
+    except KvRelayError as error:
+        sys.stdout.flush()
+        print(f"kvrelay: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(getattr(error, "exit_code", 1)) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _config_option() -> Any:
+    return typer.Option(
+        "--config",
+        metavar="FILE",
+        envvar=CONFIG_FILE_VARIABLE,
+        help="TOML file to read options from.",
+        rich_help_panel="General",
+    )
+
+
+def _option_of(cls: type[ServiceConfig], name: str) -> Any:
+    info = field_infos(cls)[name]
+    default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
+    also = f" Also {', '.join(info.aliases)}." if info.aliases else ""
+    return typer.Option(
+        _flag(name),
+        help=info.help + also,
+        metavar=type_label(field_type(cls, name)),
+        envvar=ENV_PREFIX + name.upper(),
+        show_default=default not in (None, ""),
+        rich_help_panel=info.group,
+    )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"kvrelay {version('kvrelay')}")
+        except PackageNotFoundError:
+            print("kvrelay (not installed, running from its source)")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=_CommandGroup, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@app.callback(help=_flowing(_HELP), context_settings=_CONTEXT, no_args_is_help=True)
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Console script."""
+    app(prog_name="kvrelay")
+
+
+if __name__ == "__main__":
+    # As the module that the services import, not as a second copy of it named __main__.
+    importlib.import_module("common.cli").main()

@@ -1,0 +1,299 @@
+"""What every service can be told. `common.config_sources` says where the values come from.
+
+One frozen dataclass per service; a field's help text, bounds and other names stand beside its default
+and nowhere else. The command line, the environment variables and the TOML keys are derived from them.
+Pure data, in every process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from common.errors import ConfigError
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Favor = Literal["itl", "balanced", "ttft"]
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """All about one field that its type does not say."""
+
+    help: str
+    group: str = "General"
+    """Heading under which `--help` lists it."""
+    low: float | None = None
+    high: float | None = None
+    aliases: tuple[str, ...] = ()
+    """Flags that users know from vLLM or SGLang for the same thing."""
+    own: bool = False
+    """Means something different for each service, so it cannot stand at a file's top level."""
+    secret: bool = False
+    """Never shown, and handed to child processes by environment, not on their command line."""
+
+
+def _option(
+    default: Any,
+    help: str,
+    group: str,
+    *aliases: str,
+    low: float | None = None,
+    high: float | None = None,
+    own: bool = False,
+    secret: bool = False,
+) -> Any:
+    info = FieldInfo(help, group, low, high, aliases, own, secret)
+    return dataclasses.field(default=default, metadata={"info": info})
+
+
+def _host() -> Any:
+    return _option("127.0.0.1", "Interface to listen on.", "Network", own=True)
+
+
+def _cluster() -> Any:
+    return _option("default", "Services see each other only inside one cluster name.", "Network")
+
+
+def _redis_url() -> Any:
+    text = "Redis that holds the membership (redis://, rediss:// or unix://)."
+    return _option("redis://127.0.0.1:6379/0", text, "Network", secret=True)
+
+
+def _lease_s() -> Any:
+    return _option(3.0, "Who is silent for so long (seconds) counts as dead.", "Network", low=0.3)
+
+
+def _log_level() -> Any:
+    return _option("info", "Least severe messages to log.", "General", "--uvicorn-log-level")
+
+
+def _served_model_name() -> Any:
+    return _option(None, "Name that clients use for the model; by default that of its folder.", "Model")
+
+
+def _dtype() -> Any:
+    return _option("auto", "Type of weights, activations and KV; auto takes what the model was saved in.", "Model")
+
+
+def _load_format() -> Any:
+    return _option("auto", "auto reads the weights; dummy draws random ones from config.json alone.", "Model")
+
+
+def _seed() -> Any:
+    return _option(0, "Seed of dummy weights.", "Model")
+
+
+def _max_model_len() -> Any:
+    text = "Longest sequence, prompt and answer together, in tokens; by default what the model allows."
+    return _option(None, text, "Model", "--context-length", low=1)
+
+
+def _max_num_seqs() -> Any:
+    return _option(64, "Sequences that one step may hold.", "Capacity", low=1)
+
+
+def _max_num_batched_tokens(default: int) -> Any:
+    text = "Tokens that one step may compute; smaller steps mean smoother streams, larger ones more throughput."
+    return _option(default, text, "Capacity", low=1, own=True)
+
+
+def _kv_blocks() -> Any:
+    text = "KV cache blocks of 16 tokens; by default as many as fit in --kv-memory-gb."
+    return _option(None, text, "Capacity", "--num-gpu-blocks-override", low=2)
+
+
+def _kv_memory_gb() -> Any:
+    return _option(
+        1.0, "Memory for each node's KV cache, in GB, unless --kv-blocks says how many.", "Capacity", low=1e-6
+    )
+
+
+def _api_key() -> Any:
+    return _option("", "Key that clients must send as a bearer token; empty lets everyone in.", "Clients", secret=True)
+
+
+def _chat_template() -> Any:
+    return _option(None, "File of a Jinja chat template, instead of the model's own.", "Clients")
+
+
+def _request_timeout_s() -> Any:
+    return _option(600.0, "Seconds after which an unfinished request is given up.", "Clients", low=0.001)
+
+
+def _max_waiting() -> Any:
+    text = "Requests that may wait for a first token before new ones get 429."
+    return _option(256, text, "Clients", low=1)
+
+
+def _local_prefill_tokens() -> Any:
+    text = "Prompts with at most so many uncached tokens are prefilled by the decode node itself."
+    return _option(32, text, "Routing", low=0)
+
+
+def _policy() -> Any:
+    return _option("least_load", "How nodes are picked.", "Routing")
+
+
+def _max_attempts() -> Any:
+    return _option(3, "Tries to serve one request before its client gets an error.", "Routing", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """What every service has."""
+
+    section: ClassVar[str] = ""
+    """Its table in the TOML file, and its subcommand."""
+
+    cluster: str = _cluster()
+    log_level: LogLevel = _log_level()
+
+    def __post_init__(self) -> None:
+        for name, info in field_infos(type(self)).items():
+            _check_bounds(name, getattr(self, name), info)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ServiceConfig):
+    """The HTTP front: one OpenAI-compatible address for all nodes of a cluster."""
+
+    section: ClassVar[str] = "router"
+
+    host: str = _host()
+    port: int = _option(8000, "Port of the HTTP API.", "Network", low=0, high=65535, own=True)
+    redis_url: str = _redis_url()
+    lease_s: float = _lease_s()
+    model: str | None = _option(
+        None,
+        "Folder or hub name whose tokenizer to use; by default the one that the nodes report.",
+        "Model",
+        "--model-path",
+    )
+    served_model_name: str | None = _served_model_name()
+    chat_template: str | None = _chat_template()
+    api_key: str = _api_key()
+    request_timeout_s: float = _request_timeout_s()
+    max_body_mb: float = _option(4.0, "Larger request bodies are refused (413), in MB.", "Clients", low=0.001)
+    max_waiting: int = _max_waiting()
+    local_prefill_tokens: int = _local_prefill_tokens()
+    policy: str = _policy()
+    max_attempts: int = _max_attempts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(ServiceConfig):
+    """What prefill and decode nodes share."""
+
+    model: str = _option(
+        "demo", "Model folder or hub name; demo is the small model that comes along.", "Model", "--model-path"
+    )
+    served_model_name: str | None = _served_model_name()
+    node_id: str | None = _option(
+        None, "Name in the cluster, kept over restarts; by default <role>-<host name>-<random>.", "Network", own=True
+    )
+    host: str = _host()
+    port: int = _option(0, "Port of the control socket; 0 takes any free one.", "Network", low=0, high=65535, own=True)
+    data_port: int = _option(
+        0, "Port of the KV data socket; 0 takes any free one.", "Network", low=0, high=65535, own=True
+    )
+    redis_url: str = _redis_url()
+    dtype: DtypeName = _dtype()
+    load_format: LoadFormat = _load_format()
+    seed: int = _seed()
+    max_model_len: int | None = _max_model_len()
+    max_num_seqs: int = _max_num_seqs()
+    max_num_batched_tokens: int = _max_num_batched_tokens(512)
+    kv_blocks: int | None = _kv_blocks()
+    kv_memory_gb: float = _kv_memory_gb()
+    lease_s: float = _lease_s()
+    transfer_timeout_s: float = _option(60.0, "Seconds after which a KV transfer is given up.", "Network", low=0.001)
+    threads: int | None = _option(
+        None, "Threads that compute; by default PyTorch's choice, all cores.", "Capacity", low=1
+    )
+    nice: int = _option(
+        0, "Niceness to add to this process; needs no rights when positive.", "Capacity", low=-20, high=19
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(NodeConfig):
+    """A node that computes prompts and relays their KV."""
+
+    section: ClassVar[str] = "prefill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(NodeConfig):
+    """A node that generates: it receives KV and runs continuous batching."""
+
+    section: ClassVar[str] = "decode"
+
+    max_num_batched_tokens: int = _max_num_batched_tokens(256)
+    local_prefill_chunk: int = _option(
+        64, "Prompt tokens that one step may prefill beside the running streams.", "Capacity", low=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(ServiceConfig):
+    """A whole cluster on this machine. A field that a service has too is passed on to it."""
+
+    section: ClassVar[str] = "up"
+
+    model: str = _option(
+        "demo", "Model folder or hub name; demo is the small model that comes along.", "Model", "--model-path"
+    )
+    served_model_name: str | None = _served_model_name()
+    dtype: DtypeName = _dtype()
+    load_format: LoadFormat = _load_format()
+    seed: int = _seed()
+    max_model_len: int | None = _max_model_len()
+    prefill: int = _option(1, "Prefill nodes to run.", "Cluster", low=0, high=64)
+    decode: int = _option(1, "Decode nodes to run.", "Cluster", low=1, high=64)
+    favor: Favor = _option(
+        "balanced",
+        "Who gets the processor when both want it: itl the running streams, ttft the new prompts.",
+        "Cluster",
+    )
+    pid_file: str | None = _option(
+        None, "Write what runs (name, role, pid, address) to this file as JSON, and keep it true.", "Cluster", own=True
+    )
+    start_timeout_s: float = _option(120.0, "Seconds that everything may take to be ready.", "Cluster", low=1, own=True)
+    host: str = _host()
+    port: int = _option(8000, "Port of the HTTP API; 0 takes any free one.", "Network", low=0, high=65535, own=True)
+    redis_url: str | None = _option(
+        None, "A Redis that runs already; by default one is started.", "Network", secret=True
+    )
+    max_num_seqs: int = _max_num_seqs()
+    kv_blocks: int | None = _kv_blocks()
+    kv_memory_gb: float = _kv_memory_gb()
+    api_key: str = _api_key()
+    chat_template: str | None = _chat_template()
+    request_timeout_s: float = _request_timeout_s()
+    max_waiting: int = _max_waiting()
+    local_prefill_tokens: int = _local_prefill_tokens()
+    policy: str = _policy()
+    max_attempts: int = _max_attempts()
+
+
+SERVICES: tuple[type[ServiceConfig], ...] = (RouterConfig, PrefillConfig, DecodeConfig, UpConfig)
+
+
+def field_infos(cls: type[ServiceConfig]) -> dict[str, FieldInfo]:
+    """Each field's `FieldInfo`, in order of declaration."""
+    return {f.name: f.metadata["info"] for f in dataclasses.fields(cls)}
+
+
+def _check_bounds(name: str, value: Any, info: FieldInfo) -> None:
+    if value is None or isinstance(value, str):
+        return
+    if not (value == value and abs(value) != float("inf")):
+        raise ConfigError(f"{name} must be finite, not {value}")
+    if info.low is not None and value < info.low:
+        raise ConfigError(f"{name} must be at least {info.low:g}, not {value}")
+    if info.high is not None and value > info.high:
+        raise ConfigError(f"{name} must be at most {info.high:g}, not {value}")

@@ -1,0 +1,99 @@
+"""How our processes hang together: a child never outlives its parent, a service ends in order.
+
+Imports nothing but the standard library, because this file is also run by itself as the little launcher that
+ties a foreign program (Redis) to its parent: `python -I -S process.py PARENT_PID program arguments...`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing happens).
+
+    `parent_pid` is who the parent must be: if it died before we got here, this process ends at once. Without
+    it, the environment's KVRELAY_SUPERVISOR_PID is taken; where that is not set, nothing happens. Must be
+    called in the main thread. The kernel tracks the parent's *thread* that started us, so supervisors start
+    children from a thread that lives as long as they do.
+    """
+    if parent_pid is None:
+        marker = os.environ.get("KVRELAY_SUPERVISOR_PID", "")
+        if not marker.isdigit():
+            return
+        parent_pid = int(marker)
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(f"the process {parent_pid} that started this one is gone")
+
+
+def tied_command(argv: list[str]) -> list[str]:
+    """The command that runs `argv` as a child that dies with the calling process. Its pid is the program's own."""
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]
+
+
+def prepare_compute(threads: int | None, nice: int) -> None:
+    """Settle how this process shares the machine. Must run before anything imports torch.
+
+    OpenMP threads wait passively: teams of two processes that spin on the same cores make each other's steps
+    slower by an order of magnitude. An explicit setting in the environment wins.
+
+    Raises: ConfigError where a negative `nice` is not permitted.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if nice:
+        try:
+            os.nice(nice)
+        except OSError as error:
+            # Not at the top: this file also runs by itself, without the package on its path.
+            from common.errors import ConfigError
+
+            raise ConfigError(f"cannot add {nice} to the niceness of this process: {error.strerror}") from error
+
+
+def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a service's coroutine until it returns; the first SIGTERM or SIGINT cancels it, which is an orderly end."""
+
+    async def main() -> None:
+        task = asyncio.ensure_future(serve())
+        loop = asyncio.get_running_loop()
+        stopping = False
+
+        def stop() -> None:
+            nonlocal stopping
+            stopping = True
+            task.cancel()
+
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not stopping:
+                raise
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main())
+
+
+def _launch(arguments: list[str]) -> None:
+    die_with_parent(int(arguments[0]))
+    os.execv(arguments[1], arguments[1:])
+
+
+if __name__ == "__main__":
+    _launch(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""What `kvrelay up` is to run, and what to do when something of it dies. Pure: no processes, no clock."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.config import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig, field_infos
+from common.config_sources import ENV_PREFIX, Source
+
+ServiceRole = Literal["redis", "router", "prefill", "decode"]
+STOP_ORDER: tuple[ServiceRole, ...] = ("router", "prefill", "decode", "redis")
+"""Clients first, so that nobody sees a node vanish below it; what everybody needs last."""
+
+_YIELDING_NICE = 10
+"""Niceness of the side that `favor` does not favor; under contention it still keeps most of its throughput."""
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to run; the same at every restart."""
+
+    name: str
+    role: ServiceRole
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Added to ours; carries what must not be seen in a process list."""
+    node_id: str | None = None
+    """By which it is found in the membership."""
+
+
+def plan_children(
+    config: UpConfig,
+    sources: Mapping[str, Source],
+    *,
+    redis_url: str,
+    port: int,
+    own_redis: tuple[str, ...] | None,
+    host_name: str,
+) -> list[ChildSpec]:
+    """The children in order of start. `own_redis` is the command of a Redis to run, None for a foreign one.
+
+    A field of `config` that a service has too is passed on only if it was set by a flag, by the environment or in
+    the [up] table: what stands elsewhere in a file reaches the service through the file itself.
+    """
+    children: list[ChildSpec] = []
+    if own_redis is not None:
+        children.append(ChildSpec("redis", "redis", own_redis))
+    router = {"host": config.host, "port": str(port), "redis_url": redis_url, "cluster": config.cluster}
+    children.append(_service("router", RouterConfig, config, sources, router, None))
+    for role, cls, count in (("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)):
+        for index in range(count):
+            name = f"{role}-{index}"
+            own = {"model": config.model, "redis_url": redis_url, "cluster": config.cluster}
+            # In a Redis that others use too, plain names would collide with those of another `kvrelay up`.
+            node_id = name if own_redis is not None else f"{name}-{host_name}-{port}"
+            own |= {"node_id": node_id, "host": "127.0.0.1", "port": "0", "data_port": "0"}
+            if yields(config.favor) == role:
+                own["nice"] = str(_YIELDING_NICE)
+            children.append(_service(name, cls, config, sources, own, node_id))
+    return children
+
+
+def yields(favor: str) -> str | None:
+    """The role that stands back on the processor."""
+    return {"itl": "prefill", "ttft": "decode"}.get(favor)
+
+
+def _service(
+    name: str,
+    cls: type[ServiceConfig],
+    config: UpConfig,
+    sources: Mapping[str, Source],
+    own: dict[str, str],
+    node_id: str | None,
+) -> ChildSpec:
+    infos = field_infos(cls)
+    options = {
+        key: str(getattr(config, key))
+        for key, source in sources.items()
+        if key in infos and not infos[key].own and source not in ("default", "file")
+    }
+    if cls is RouterConfig:
+        # The router takes the model from what its nodes report, which is where they really found it.
+        options.pop("model", None)
+    options |= own
+    argv = [sys.executable, "-m", "common.cli", cls.section]
+    environ: dict[str, str] = {}
+    for key, value in options.items():
+        if infos[key].secret:
+            environ[ENV_PREFIX + key.upper()] = value
+        else:
+            argv += ["--" + key.replace("_", "-"), value]
+    return ChildSpec(name, _role(cls), tuple(argv), environ, node_id)
+
+
+def _role(cls: type[ServiceConfig]) -> ServiceRole:
+    roles: dict[type[ServiceConfig], ServiceRole] = {
+        RouterConfig: "router",
+        PrefillConfig: "prefill",
+        DecodeConfig: "decode",
+    }
+    return roles[cls]

@@ -1,0 +1,287 @@
+"""The supervisor of `kvrelay up`: starts the children, watches them, stops them in order.
+
+One asyncio loop in the main thread. What to run and when to restart is decided by `plan` and `restarts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any
+
+from common.config import UpConfig
+from common.config_sources import Source
+from common.errors import ConfigError, DeadlineExceeded, KvRelayError
+from common.membership import Directory, check_redis
+from common.protocol import NodeRecord
+from common.redis_server import free_port, redis_command
+from common.supervisor.child import Child
+from common.supervisor.console import Console, banner, failure_line
+from common.supervisor.pid_file import PidEntry, PidFile
+from common.supervisor.plan import STOP_ORDER, ChildSpec, plan_children
+from common.supervisor.probe import RouterProbe, connect_host, redis_answers
+from common.supervisor.restarts import GiveUp, describe_exit
+
+_PROBE_S = 0.2
+_PROGRESS_S = 5.0
+_STOP_S = 10.0
+"""After SIGTERM a child has so long before it is killed."""
+
+
+class ChildFailed(KvRelayError):
+    """A child ended before it was ever ready; `exit_code` is what the supervisor ends with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
+    """Run a cluster until SIGINT, SIGTERM or SIGHUP. No child is left, whatever happens.
+
+    Raises: ConfigError before anything was started; ChildFailed or DeadlineExceeded if the start failed.
+    """
+    port = _usable_port(config.host, config.port)
+    pid_file = PidFile(config.pid_file)
+    if config.redis_url is not None:
+        await check_redis(config.redis_url)
+    directory = tempfile.mkdtemp(prefix="kvrelay-up-")
+    try:
+        redis_port = free_port()
+        redis_url = config.redis_url or f"redis://127.0.0.1:{redis_port}/0"
+        specs = plan_children(
+            config,
+            sources,
+            redis_url=redis_url,
+            port=port,
+            own_redis=None if config.redis_url else tuple(redis_command(redis_port, directory)),
+            host_name=socket.gethostname(),
+        )
+        await Cluster(config, specs, redis_url, port, pid_file).run()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _usable_port(host: str, port: int) -> int:
+    """The port to serve on.
+
+    Raises: ConfigError if it is taken, or is not ours to take.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+        ) from error
+
+
+class Cluster:
+    """The children, and the tasks that watch over them.
+
+    A child is started and waited for by its own `_supervise` task only; stopping signals it and waits for that task.
+    """
+
+    def __init__(self, config: UpConfig, specs: list[ChildSpec], redis_url: str, port: int, pid_file: PidFile) -> None:
+        self._config = config
+        self._console = Console([spec.name for spec in specs])
+        self._children = [Child(spec, self._console) for spec in specs]
+        self._redis_url = redis_url
+        self._url = f"http://{connect_host(config.host)}:{port}"
+        self._pid_file = pid_file
+        self._probe = RouterProbe(self._url)
+        self._records: dict[str, NodeRecord] = {}
+        self._supervisors: dict[str, asyncio.Task[None]] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        """A second Ctrl-C: kill instead of waiting."""
+        self._failure: BaseException | None = None
+        self._published = False
+
+    async def run(self) -> None:
+        """Until a signal or a failure.
+
+        Raises: the failure.
+        """
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            for watcher in (self._start(), self._watch_readiness(), self._show_progress()):
+                self._spawn_watcher(watcher)
+            await self._stop.wait()
+        finally:
+            await self._shut_down()
+        if self._failure is not None:
+            raise self._failure
+        self._console.say("everything stopped")
+
+    def _on_signal(self, signum: int) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        else:
+            self._console.say(f"{signal.Signals(signum).name}: stopping")
+            self._stop.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._stop.set()
+
+    def _spawn_watcher(self, work: Coroutine[Any, Any, None]) -> None:
+        self._watchers.append(asyncio.create_task(self._guard(work)))
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # whatever it is, the children must be stopped; `run` raises it then
+            self._fail(error)
+
+    # ------------------------------------------------------------ start
+
+    async def _start(self) -> None:
+        started_s = time.monotonic()
+        self._console.say("starting " + ", ".join(child.spec.name for child in self._children))
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                for child in self._children:
+                    self._supervisors[child.spec.name] = asyncio.create_task(self._guard(self._supervise(child)))
+                    while child.spec.role == "redis" and not child.ready:
+                        await asyncio.sleep(_PROBE_S / 4)
+                self._spawn_watcher(Directory(self._redis_url, self._config.cluster, self._on_nodes, _PROBE_S).run())
+                while self._unready() or not await self._probe.sees(self._config.prefill, self._config.decode):
+                    await asyncio.sleep(_PROBE_S)
+        except TimeoutError:
+            missing = ", ".join(self._unready()) or "the router, which does not see all nodes"
+            raise DeadlineExceeded(
+                f"not ready within {self._config.start_timeout_s:g} s, still waiting for {missing}; "
+                "--start-timeout-s allows more"
+            ) from None
+        self._announce(time.monotonic() - started_s)
+
+    def _unready(self) -> list[str]:
+        return [child.spec.name for child in self._children if not child.ready]
+
+    async def _show_progress(self) -> None:
+        started_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            if self._published:
+                return
+            waiting = ", ".join(self._unready()) or "the router to see all nodes"
+            elapsed_s = time.monotonic() - started_s
+            self._console.say(f"waiting for {waiting} ({elapsed_s:.0f} of {self._config.start_timeout_s:.0f} s)")
+
+    def _announce(self, took_s: float) -> None:
+        self._published = True
+        self._write_pids()
+        rows = [(child.spec.name, child.pid or 0, child.address) for child in self._children]
+        models = sorted({record.model.name for record in self._records.values()})
+        self._console.plain(
+            banner(self._url, models[0] if models else self._config.model, rows, self._config.api_key != "", took_s)
+        )
+
+    # ------------------------------------------------------------ watch
+
+    async def _supervise(self, child: Child) -> None:
+        """Start the child, and again whenever it dies, until everything stops."""
+        name = child.spec.name
+        while not self._stop.is_set():
+            await child.start()
+            self._write_pids()
+            if self._stop.is_set():
+                child.signal(signal.SIGTERM)
+            return_code = await child.wait()
+            if self._stop.is_set():
+                return
+            decision = child.policy.died(time.monotonic(), return_code)
+            if isinstance(decision, GiveUp):
+                raise ChildFailed(failure_line(name, return_code, child.last_line), decision.exit_code)
+            self._write_pids()
+            when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
+            self._console.say(f"{name} ended ({describe_exit(return_code)}); starting it again {when}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), decision.delay_s)
+
+    async def _watch_readiness(self) -> None:
+        while True:
+            for child in self._children:
+                pid = child.pid
+                if pid is None or child.ready or not await self._is_usable(child) or child.pid != pid:
+                    continue
+                child.ready = True
+                child.policy.ready(time.monotonic())
+                if self._published:
+                    self._console.say(f"{child.spec.name} is ready again (pid {pid})")
+                self._write_pids()
+            await asyncio.sleep(_PROBE_S)
+
+    async def _is_usable(self, child: Child) -> bool:
+        if child.spec.role == "redis":
+            child.address = self._redis_url
+            return await redis_answers(self._redis_url)
+        if child.spec.role == "router":
+            child.address = self._url
+            return await self._probe.health() is not None
+        record = self._records.get(child.spec.node_id or "")
+        if record is None or record.peer.incarnation == child.incarnation:
+            return False
+        child.incarnation = record.peer.incarnation
+        child.address = record.peer.control_address
+        return True
+
+    def _on_nodes(self, records: list[NodeRecord]) -> None:
+        self._records = {record.peer.node_id: record for record in records}
+
+    def _write_pids(self) -> None:
+        if not self._published or self._stop.is_set():
+            return
+        running = [child for child in self._children if child.pid is not None]
+        entries = [PidEntry(c.spec.name, c.spec.role, c.pid or 0, c.address if c.ready else "") for c in running]
+        try:
+            self._pid_file.write(entries)
+        except OSError as error:
+            self._console.say(f"cannot write the pid file: {error}")
+
+    # ------------------------------------------------------------ stop
+
+    async def _shut_down(self) -> None:
+        self._stop.set()
+        await _cancel(self._watchers)
+        for role in STOP_ORDER:
+            await self._stop_children([child for child in self._children if child.spec.role == role])
+        self._pid_file.remove()
+        await self._probe.close()
+
+    async def _stop_children(self, children: list[Child]) -> None:
+        tasks = [self._supervisors[c.spec.name] for c in children if c.spec.name in self._supervisors]
+        if not tasks:
+            return
+        for child in children:
+            child.signal(signal.SIGTERM)
+        hurry = asyncio.create_task(self._hurry.wait())
+        done = asyncio.gather(*tasks)
+        await asyncio.wait([done, hurry], timeout=_STOP_S, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            late = ", ".join(child.spec.name for child in children if child.pid is not None)
+            self._console.say(f"killing {late}")
+            for child in children:
+                child.signal(signal.SIGKILL)
+        await done
+        await _cancel([hurry])
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,32 @@
+"""`kvrelay decode`. Settles how the process shares the machine, then imports the service, and torch with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.cli import service_app
+from common.config import DecodeConfig
+from common.config_sources import Resolved
+from common.process import prepare_compute, run_service
+
+_HELP = """Start a decode node: it receives KV caches and generates, with continuous batching.
+
+Prompts too short to be worth a relay, and all prompts while no prefill node is alive, it prefills itself, in small
+chunks beside the running streams.
+
+[bold]Example:[/bold] kvrelay decode --model ./Qwen2.5-0.5B-Instruct --host 10.0.0.8 --redis-url redis://10.0.0.5:6379/0
+"""
+
+
+def _run(resolved: Resolved[DecodeConfig]) -> None:
+    config = resolved.config
+    from common.membership import check_redis
+
+    asyncio.run(check_redis(config.redis_url))
+    prepare_compute(config.threads, config.nice)
+    from decode_node.service import serve
+
+    run_service(lambda: serve(config))
+
+
+app = service_app(DecodeConfig, help=_HELP, run=_run)

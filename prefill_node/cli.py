@@ -1,0 +1,32 @@
+"""`kvrelay prefill`. Settles how the process shares the machine, then imports the service, and torch with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.cli import service_app
+from common.config import PrefillConfig
+from common.config_sources import Resolved
+from common.process import prepare_compute, run_service
+
+_HELP = """Start a prefill node: it computes prompts and relays their KV cache to decode nodes.
+
+It computes in chunks, keeps what it computed as a prefix cache, and sends every layer of every chunk while the next
+layer computes. It samples the first token of each answer.
+
+[bold]Example:[/bold] kvrelay prefill --model ./Qwen2.5-0.5B-Instruct --host 10.0.0.7 --redis-url redis://10.0.0.5:6379/0
+"""
+
+
+def _run(resolved: Resolved[PrefillConfig]) -> None:
+    config = resolved.config
+    from common.membership import check_redis
+
+    asyncio.run(check_redis(config.redis_url))
+    prepare_compute(config.threads, config.nice)
+    from prefill_node.service import serve
+
+    run_service(lambda: serve(config))
+
+
+app = service_app(PrefillConfig, help=_HELP, run=_run)
