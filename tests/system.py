@@ -1,0 +1,126 @@
+"""A whole kvrelay as a user starts it: `kvrelay up` in a process of its own, reached over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Poll `condition` until it holds and return its value. Raises: AssertionError naming `what`."""
+    end = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < end, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+@dataclass
+class System:
+    """A running cluster. `processes()` reads the pid file anew, so it knows restarted ones."""
+
+    url: str
+    pid_file: Path
+    log_file: Path
+    supervisor: subprocess.Popen[bytes]
+
+    def processes(self) -> list[dict[str, Any]]:
+        try:
+            return json.loads(self.pid_file.read_text())
+        except FileNotFoundError:
+            return []
+
+    def process(self, role: str, index: int = 0) -> dict[str, Any]:
+        return [entry for entry in self.processes() if entry["role"] == role][index]
+
+    def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> int:
+        """Send a signal to one of our own processes; returns its pid."""
+        pid = self.process(role, index)["pid"]
+        os.kill(pid, number)
+        return pid
+
+    def health(self) -> dict[str, Any]:
+        """The router's view, {} while it cannot be reached."""
+        try:
+            answer = httpx.get(f"{self.url}/health", timeout=5.0)
+        except httpx.TransportError:
+            return {}
+        return answer.json()
+
+    def wait_usable(self, prefill: int = 1, decode: int = 1, timeout_s: float = START_TIMEOUT_S) -> None:
+        def usable() -> bool:
+            assert self.supervisor.poll() is None, f"kvrelay up ended:\n{self.log_tail()}"
+            health = self.health()
+            return (health.get("prefill", 0), health.get("decode", 0)) == (prefill, decode)
+
+        wait_until(usable, timeout_s, f"{prefill} prefill and {decode} decode nodes usable; log:\n{self.log_tail()}")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry `labels`."""
+        total = 0.0
+        for line in httpx.get(f"{self.url}/metrics", timeout=5.0).text.splitlines():
+            sample = line.partition("{")[0].partition(" ")[0]
+            if sample == name and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def wait_whole(self, timeout_s: float = 30.0) -> None:
+        """Until no node runs anything or holds a block: what every test ends with."""
+
+        def whole() -> bool:
+            names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+            return all(self.metric(name) == 0 for name in names)
+
+        wait_until(whole, timeout_s, "all pools whole and all counters zero")
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def running_system(folder: Path, *args: str, env: dict[str, str] | None = None) -> Iterator[System]:
+    """`kvrelay up ARGS` until the block ends; then SIGINT, and nothing may be left."""
+    port = free_port()
+    pid_file, log_file = folder / "pids.json", folder / "up.log"
+    command = [sys.executable, "-m", "common.cli", "up", "--port", str(port), "--pid-file", str(pid_file), *args]
+    with log_file.open("wb") as log:
+        supervisor = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
+    system = System(f"http://127.0.0.1:{port}", pid_file, log_file, supervisor)
+    pids: list[int] = []
+    try:
+        yield system
+        pids = [entry["pid"] for entry in system.processes()]
+    finally:
+        if supervisor.poll() is None:
+            supervisor.send_signal(signal.SIGINT)
+        try:
+            supervisor.wait(30)
+        except subprocess.TimeoutExpired:
+            supervisor.kill()
+            supervisor.wait()
+            raise
+    left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not left, f"processes {left} outlived kvrelay up"

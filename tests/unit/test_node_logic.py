@@ -1,0 +1,373 @@
+"""Single behaviours of the prefill and the decode node's logic, with a fake model and a fake wire.
+
+The random interleavings are in tests/property/test_two_nodes.py; here stands what one would look up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fake_engine import VOCAB, FakeRunner, FakeWire, generate
+
+from common.clock import MockClock
+from common.engine.executor import LocalExecutor
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.kv.layout import KVLayout
+from common.kv.pool import BlockPool
+from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient, ToPeer
+from common.protocol import (
+    AttemptFailed,
+    AttemptKey,
+    DecodeRequest,
+    Grant,
+    Message,
+    Offer,
+    PeerRef,
+    PrefillDone,
+    PrefillRequest,
+    SamplingParams,
+    TokenBatch,
+    TransferAbort,
+)
+from decode_node.node import DecodeNode, Phase
+from prefill_node.node import PrefillNode
+
+LAYOUT = KVLayout("fake", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+P_REF = PeerRef("p", "p1", "tcp://p", [])
+D_REF = PeerRef("d", "d1", "tcp://d", ["tcp://d-data"])
+ROUTER, P_LINK = b"router", b"p-link"
+KEY = AttemptKey("r", 1)
+PROMPT = list(range(40))
+
+
+class Pair:
+    """Both nodes; messages are carried by hand."""
+
+    def __init__(self, *, p_blocks: int = 32, d_blocks: int = 32, d_layout: KVLayout = LAYOUT, chunk: int = 16) -> None:
+        self.clock = MockClock()
+        self.p_out: list[Outgoing] = []
+        self.d_out: list[Outgoing] = []
+        self.p_runner, self.d_runner = FakeRunner(p_blocks), FakeRunner(d_blocks)
+        self.wire = FakeWire(self.p_runner, self.d_runner)
+        self.p = PrefillNode(
+            P_REF,
+            LAYOUT,
+            VOCAB,
+            Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(p_blocks)),
+            LocalExecutor(self.p_runner, self.wire.sender.blocks_final),
+            self.wire.sender,
+            Outbox(self.p_out.extend),
+            self.clock,
+            max_accepted=4,
+            transfer_timeout_s=60.0,
+        )
+        self.d = DecodeNode(
+            D_REF,
+            d_layout,
+            VOCAB,
+            Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(d_blocks)),
+            LocalExecutor(self.d_runner),
+            self.wire.receiver,
+            Outbox(self.d_out.extend),
+            self.clock,
+            max_accepted=4,
+            transfer_timeout_s=60.0,
+            early_s=3.0,
+        )
+        self.wire.on_sender_event = self.p.handle
+        self.wire.on_receiver_event = self.d.handle
+
+    def request(self, key: AttemptKey = KEY, prompt: list[int] = PROMPT, max_tokens: int = 5, **sampling: int) -> None:
+        params = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, **sampling)
+        self.d.handle(FromClient(ROUTER, DecodeRequest(key, prompt, len(prompt), params, P_REF, 600.0)))
+        self.p.handle(FromClient(ROUTER, PrefillRequest(key, prompt, len(prompt), params, D_REF, 600.0)))
+
+    def step_prefill(self) -> None:
+        self.p.step()
+        self.p.outbox.flush()
+
+    def step_decode(self) -> None:
+        self.d.step()
+        self.d.outbox.flush()
+
+    def to_decode(self, kind: type | None = None) -> list[Message]:
+        """Carry what the prefill node sent to the decode node (of one kind, if given)."""
+        sent = [out.message for out in self.p_out if isinstance(out, ToPeer)]
+        sent = [message for message in sent if kind is None or isinstance(message, kind)]
+        self.p_out[:] = [out for out in self.p_out if isinstance(out, ToClient) or out.message not in sent]
+        for message in sent:
+            self.d.handle(FromClient(P_LINK, message))
+        return sent
+
+    def to_prefill(self) -> list[Message]:
+        """Carry what the decode node sent to the prefill node."""
+        self.d.outbox.flush()
+        sent = [out.message for out in self.d_out if isinstance(out, ToClient) and out.identity == P_LINK]
+        self.d_out[:] = [out for out in self.d_out if out.message not in sent]
+        for message in sent:
+            self.p.handle(FromPeer(D_REF.incarnation, message))
+        return sent
+
+    def run(self, rounds: int = 100) -> None:
+        """Until both are idle."""
+        for _ in range(rounds):
+            self.step_prefill()
+            self.to_decode()
+            self.step_decode()
+            self.to_prefill()
+            while self.wire.pump():
+                pass
+
+    def heard(self, out: list[Outgoing]) -> list[Message]:
+        """What the router got."""
+        return [o.message for o in out if isinstance(o, ToClient) and o.identity == ROUTER]
+
+    def tokens(self, key: AttemptKey = KEY) -> list[int]:
+        chunks = [
+            chunk
+            for message in self.heard(self.p_out) + self.heard(self.d_out)
+            if isinstance(message, TokenBatch)
+            for chunk in message.chunks
+            if chunk.key == key
+        ]
+        return [token for chunk in sorted(chunks, key=lambda chunk: chunk.start) for token in chunk.token_ids]
+
+    def assert_whole(self) -> None:
+        for node in (self.p, self.d):
+            assert not node.attempts
+            assert node.scheduler.pool.num_used == 0
+            node.scheduler.check_integrity()
+
+
+def test_first_token_goes_to_the_router_though_no_grant_ever_came() -> None:
+    pair = Pair()
+    pair.request()
+    for _ in range(3):
+        pair.step_prefill()
+    assert pair.tokens() == generate(PROMPT, 1)
+    assert not pair.wire.grants
+
+
+def test_offer_is_sent_before_the_first_step_computes() -> None:
+    pair = Pair()
+    pair.p_runner.fail_next = RuntimeError("the step must come after the offer")
+    pair.request()
+    pair.step_prefill()
+    assert isinstance(pair.p_out[0].message, Offer)
+
+
+def test_second_request_relays_only_the_blocks_that_the_decode_node_lacks() -> None:
+    pair = Pair()
+    pair.request()
+    pair.run()
+    assert pair.wire.blocks_moved == 3
+    again = AttemptKey("r2", 1)
+    pair.request(again, [*PROMPT, *range(500, 520)])
+    pair.run()
+    assert pair.wire.blocks_moved == 3 + 2, "two of four blocks are the decode node's already"
+    assert pair.tokens(again) == generate([*PROMPT, *range(500, 520)], 5)
+    pair.assert_whole()
+
+
+def test_generated_blocks_are_cached_on_the_decode_node() -> None:
+    pair = Pair()
+    pair.request(max_tokens=30)
+    pair.run()
+    answer = generate(PROMPT, 30)
+    follow_up = [*PROMPT, *answer, 7, 8, 9]
+    pair.request(AttemptKey("r2", 1), follow_up)
+    pair.run()
+    # 40 + 30 tokens: 69 have KV, so 4 full blocks are held; the 5th is not.
+    assert pair.wire.blocks_moved == 3 + 1
+    assert pair.tokens(AttemptKey("r2", 1)) == generate(follow_up, 5)
+
+
+def test_request_that_ends_with_its_first_token_never_touches_the_decode_batch() -> None:
+    pair = Pair()
+    pair.request(max_tokens=1)
+    pair.run()
+    assert pair.tokens() == generate(PROMPT, 1)
+    assert pair.d_runner.steps == 0
+    pair.assert_whole()
+
+
+def test_offer_that_outruns_the_routers_message_waits_for_it() -> None:
+    pair = Pair()
+    params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(KEY, PROMPT, 40, params, D_REF, 600.0)))
+    pair.step_prefill()
+    pair.to_decode()
+    assert not pair.d.attempts
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(KEY, PROMPT, 40, params, P_REF, 600.0)))
+    pair.run()
+    assert pair.tokens() == generate(PROMPT, 3)
+    pair.assert_whole()
+
+
+def test_offer_nobody_asked_for_is_refused_after_a_while_and_frees_the_prefill_node() -> None:
+    pair = Pair()
+    params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(KEY, PROMPT, 40, params, D_REF, 600.0)))
+    pair.step_prefill()
+    pair.to_decode()
+    pair.clock.advance(4.0)
+    pair.d.on_time(pair.clock())
+    assert [type(message) for message in pair.to_prefill()] == [TransferAbort]
+    pair.assert_whole()
+
+
+def test_grant_waits_for_room_and_the_prefill_node_goes_on_meanwhile() -> None:
+    pair = Pair(d_blocks=8)
+    pair.request(max_tokens=60)  # 7 blocks in the end
+    second = AttemptKey("r2", 1)
+    pair.request(second, list(range(100, 180)), max_tokens=20)  # 5 blocks of prompt
+    for _ in range(12):
+        pair.step_prefill()
+        pair.to_decode()
+        pair.step_decode()
+        pair.to_prefill()
+        while pair.wire.pump():
+            pass
+    assert pair.d.attempts[second].phase is Phase.DEFERRED
+    assert pair.tokens(second) == generate(list(range(100, 180)), 1), "the first token did not wait for room"
+    pair.run(200)
+    assert pair.tokens() == generate(PROMPT, 60)
+    assert pair.tokens(second) == generate(list(range(100, 180)), 20)
+    pair.assert_whole()
+
+
+def test_request_that_can_never_fit_is_refused_at_once_with_the_sizes() -> None:
+    pair = Pair(d_blocks=4)
+    pair.request(max_tokens=100)
+    pair.d.outbox.flush()
+    [failure] = pair.heard(pair.d_out)
+    assert isinstance(failure, AttemptFailed)
+    assert "9 KV blocks" in failure.message
+    assert "has 4" in failure.message
+
+
+def test_duplicate_attempt_does_not_disturb_the_first() -> None:
+    pair = Pair()
+    pair.request()
+    pair.request()
+    pair.run()
+    assert pair.tokens() == generate(PROMPT, 5)
+    pair.assert_whole()
+
+
+def test_node_that_has_accepted_its_bound_answers_overloaded() -> None:
+    pair = Pair()
+    for number in range(5):
+        pair.request(AttemptKey(f"r{number}", 1))
+    pair.p.outbox.flush()
+    failures = [message for message in pair.heard(pair.p_out) if isinstance(message, AttemptFailed)]
+    assert [(failure.key.request_id, failure.code) for failure in failures] == [("r4", "overloaded")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"dtype": "bfloat16"}, "dtype differs: prefill node has 'float32', decode node has 'bfloat16'"),
+        ({"fingerprint": "other"}, "fingerprint differs: prefill node has 'fake', decode node has 'other'"),
+        ({"block_size": 32}, "block_size differs: prefill node has 16, decode node has 32"),
+    ],
+)
+def test_incompatible_nodes_refuse_each_other_naming_both_values(changed: dict[str, object], named: str) -> None:
+    pair = Pair(d_layout=replace(LAYOUT, **changed))  # type: ignore[arg-type]
+    pair.request()
+    pair.run()
+    messages = [m.message for m in pair.heard(pair.d_out) if isinstance(m, AttemptFailed)]
+    assert any(named in message for message in messages)
+    pair.assert_whole()
+
+
+def test_offer_of_another_incarnation_than_the_router_chose_is_refused() -> None:
+    pair = Pair()
+    pair.request()
+    pair.step_prefill()
+    [offer] = [o.message for o in pair.p_out if isinstance(o, ToPeer)]
+    assert isinstance(offer, Offer)
+    pair.d.handle(FromClient(P_LINK, replace(offer, src=replace(P_REF, incarnation="p0"))))
+    pair.d.outbox.flush()
+    [failure] = [m for m in pair.heard(pair.d_out) if isinstance(m, AttemptFailed)]
+    assert failure.code == "peer_lost"
+
+
+def test_grant_of_an_older_incarnation_is_ignored() -> None:
+    pair = Pair()
+    pair.request()
+    pair.step_prefill()
+    grant = Grant(KEY, replace(D_REF, incarnation="d0"), LAYOUT, 0, [0, 1, 2])
+    pair.p.handle(FromPeer("d0", grant))
+    assert not pair.wire.grants
+
+
+def test_routers_death_frees_both_legs() -> None:
+    pair = Pair()
+    pair.request(max_tokens=50)
+    pair.step_prefill()
+    pair.to_decode()
+    pair.step_decode()
+    pair.p.handle(ClientLost(ROUTER))
+    pair.d.handle(ClientLost(ROUTER))
+    pair.assert_whole()
+
+
+def test_decode_nodes_death_fails_the_prefill_leg_with_a_retryable_code() -> None:
+    pair = Pair()
+    pair.request()
+    pair.step_prefill()
+    pair.p.handle(PeerGone(D_REF.incarnation, "connection broke"))
+    pair.p.outbox.flush()
+    [failure] = [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
+    assert failure.code == "peer_lost"
+    assert pair.p.scheduler.pool.num_used == 0
+
+
+def test_one_failed_step_fails_its_requests_and_the_node_goes_on() -> None:
+    pair = Pair()
+    pair.p_runner.fail_next = RuntimeError("made to fail")
+    pair.request()
+    pair.run()
+    assert [m.code for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)] == ["engine_error"]
+    again = AttemptKey("r2", 1)
+    pair.request(again)
+    pair.run()
+    assert pair.tokens(again) == generate(PROMPT, 5)
+
+
+def test_later_attempt_continues_after_the_tokens_of_the_first() -> None:
+    pair = Pair()
+    answer = generate(PROMPT, 10)
+    params = SamplingParams(seed=0, max_tokens=10, temperature=0.0)
+    second = AttemptKey("r", 2)
+    tokens = [*PROMPT, *answer[:4]]
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(second, tokens, len(PROMPT), params, P_REF, 600.0)))
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(second, tokens, len(PROMPT), params, D_REF, 600.0)))
+    pair.run()
+    assert pair.tokens(second) == answer[4:], "max_tokens counts over all attempts"
+    pair.assert_whole()
+
+
+def test_prefill_done_before_the_kv_waits_for_it() -> None:
+    pair = Pair()
+    pair.request(max_tokens=3)
+    for _ in range(3):
+        pair.step_prefill()
+    assert [type(m) for m in pair.to_decode(PrefillDone)] == [PrefillDone]
+    assert pair.d.attempts[KEY].phase is Phase.WAITING
+    pair.run()
+    assert pair.tokens() == generate(PROMPT, 3)
+
+
+def test_requests_time_out_silently_and_free_everything() -> None:
+    pair = Pair()
+    pair.request(max_tokens=100)
+    pair.step_prefill()
+    pair.to_decode()
+    pair.step_decode()
+    pair.clock.advance(601.0)
+    pair.p.on_time(pair.clock())
+    pair.d.on_time(pair.clock())
+    pair.assert_whole()
