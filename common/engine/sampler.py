@@ -1,0 +1,143 @@
+"""From logits to tokens. Runs on the engine thread of the rank that holds the head.
+
+The token at position i depends only on its logits and (seed, i): one uniform number per position, from a
+counter-based hash, goes through the inverse of the distribution's CDF. Each row is treated alone, so that a
+result does not depend on the batch, the node or the attempt. Order and meaning of the filters are vLLM's:
+bans, temperature, min_p, top_k, top_p; log-probabilities are of the raw logits, before all of these.
+
+NumPy, not torch, because its reductions over one row of a vocabulary are faster on a CPU and start no threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.step import SampledToken, SampleSpec
+from common.protocol import SamplingParams, TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy, as in vLLM: dividing by them would overflow."""
+_NUCLEUS_DEPTHS = (4.0, 8.0, 16.0)
+"""Logits below the maximum at which a nucleus is looked for before the whole vocabulary is sorted."""
+_CDF_BLOCK = 512
+
+Row = NDArray[np.float32]
+
+
+def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
+    """Draw one token per row. logits: [n, vocab] float32, row i for `specs[i]`; not changed."""
+    rows: NDArray[np.float32] = logits.cpu().numpy()
+    most_likely: list[int] = rows.argmax(-1).tolist()
+    out: list[SampledToken] = []
+    for row, best, spec in zip(rows, most_likely, specs, strict=True):
+        params = spec.params
+        plain = params.temperature < GREEDY_BELOW and not _banned(spec, row.size)
+        token = best if plain else _draw(row, spec)
+        logprobs = None if params.logprobs is None else _logprobs(row, token, params.logprobs)
+        out.append(SampledToken(token, logprobs))
+    return out
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that decides the token at `position`; a pure function, 53 bits."""
+    counter = struct.pack("<QQ", seed & (2**64 - 1), position)
+    bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"kvrelay-sample-1").digest(), "little")
+    return (bits >> 11) * 2.0**-53
+
+
+def _banned(spec: SampleSpec, vocab_size: int) -> list[int]:
+    if spec.num_generated >= spec.params.min_tokens:
+        return []
+    return [i for i in spec.params.stop_token_ids if 0 <= i < vocab_size]
+
+
+def _draw(row: Row, spec: SampleSpec) -> int:
+    params = spec.params
+    banned = _banned(spec, row.size)
+    if banned:
+        row = row.copy()
+        row[banned] = -np.inf
+    top = row.max()
+    if params.temperature < GREEDY_BELOW or not math.isfinite(top):
+        return int(row.argmax())
+    scaled: Row = (row - top) / np.float32(params.temperature)
+    u = uniform(params.seed, spec.position)
+    cut = _cut(scaled, params)
+    if params.top_p >= 1.0 and cut == -math.inf:
+        return _invert_in_vocab_order(np.exp(scaled), u)
+    if cut == -math.inf:
+        return _draw_nucleus_of_all(scaled, params.top_p, u)
+    ids, weights = _ranked(scaled, cut)
+    return int(ids[_invert_ranked(weights, params.top_p * weights.sum(), u)])
+
+
+def _cut(scaled: Row, params: SamplingParams) -> float:
+    """The lowest scaled logit that min_p and top_k let through, -inf if they are off. The maximum is 0."""
+    cut = -math.inf
+    if params.min_p > 0.0:
+        cut = min(0.0, math.log(params.min_p))
+    if 0 < params.top_k < scaled.size:
+        # Ties with the k-th stay, as in vLLM. min_p only ever removes a tail, so the two cuts combine by max.
+        cut = max(cut, float(np.partition(scaled, scaled.size - params.top_k)[scaled.size - params.top_k]))
+    return cut
+
+
+def _draw_nucleus_of_all(scaled: Row, top_p: float, u: float) -> int:
+    """top_p over the whole vocabulary. A sort of those near the maximum does where they hold the nucleus."""
+    needed = top_p * float(np.exp(scaled).sum(dtype=np.float64))
+    ids, weights = _ranked(scaled, -_NUCLEUS_DEPTHS[0])
+    for depth in (*_NUCLEUS_DEPTHS[1:], math.inf):
+        if weights.sum() >= needed:
+            break
+        ids, weights = _ranked(scaled, -depth)
+    return int(ids[_invert_ranked(weights, needed, u)])
+
+
+def _ranked(row: Row, cut: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Ids of all entries >= cut, highest first, equal ones by id; and exp of each."""
+    ids = np.flatnonzero(row >= cut)
+    values = row[ids]
+    order = np.argsort(-values, kind="stable")
+    return ids[order], np.exp(values[order].astype(np.float64))
+
+
+def _invert_ranked(weights: NDArray[np.float64], needed: float, u: float) -> int:
+    """Rank drawn by `u` from the shortest prefix of `weights` that holds `needed`, never an empty one."""
+    mass = np.cumsum(weights)
+    kept = min(int(np.searchsorted(mass, needed)) + 1, mass.size)
+    return min(int(np.searchsorted(mass[:kept], u * mass[kept - 1], side="right")), kept - 1)
+
+
+def _invert_in_vocab_order(weights: Row, u: float) -> int:
+    """Index drawn by `u`. Sums by blocks, then within one, because only one block's running sum is needed."""
+    starts = np.arange(0, weights.size, _CDF_BLOCK)
+    mass = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    target = u * mass[-1]
+    block = min(int(np.searchsorted(mass, target, side="right")), mass.size - 1)
+    before = mass[block - 1] if block else 0.0
+    lo = block * _CDF_BLOCK
+    inside = before + np.cumsum(weights[lo : lo + _CDF_BLOCK], dtype=np.float64)
+    index = lo + min(int(np.searchsorted(inside, target, side="right")), inside.size - 1)
+    # Rounding may push the target past the last positive weight: step back to it.
+    while index > 0 and weights[index] == 0.0:
+        index -= 1
+    return index
+
+
+def _logprobs(row: Row, token: int, count: int) -> TokenLogprobs:
+    """log-softmax of `row` at `token` and at the `count` most likely, equal ones by id."""
+    top = row.max()
+    norm = float(top) + math.log(float(np.exp(row - top).sum(dtype=np.float64)))
+    count = min(count, row.size)
+    top_ids: list[int] = []
+    if count:
+        kth = row.size - count
+        ids, _ = _ranked(row, float(np.partition(row, kth)[kth]))
+        top_ids = ids[:count].tolist()
+    return TokenLogprobs(float(row[token]) - norm, top_ids, [float(row[i]) - norm for i in top_ids])

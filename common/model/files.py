@@ -1,0 +1,86 @@
+"""The safetensors files of a model directory and their headers, read with the standard library alone.
+
+Used at start-up by whoever loads or fingerprints weights; no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from common.errors import ConfigError
+from common.model.config import read_json_object
+
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """One file's header. `spans` maps tensor name to its half-open byte range within the file."""
+
+    raw: bytes
+    size_bytes: int
+    spans: dict[str, tuple[int, int]]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that hold the model in directory `path`, in a fixed order.
+
+    Raises: ConfigError if there are none, or if the index names one that is missing.
+    """
+    index = path / INDEX_NAME
+    if index.exists():
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index} has no weight_map")
+        names = sorted({str(name) for name in cast("dict[str, Any]", weight_map).values()})
+        files = [path / name for name in names]
+        for file in files:
+            if file.parent != path or not file.is_file():
+                raise ConfigError(f"{file} does not exist, but {INDEX_NAME} names it")
+        return files
+    single = path / "model.safetensors"
+    files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        hint = "; .bin weights are not supported" if list(path.glob("*.bin")) else ""
+        raise ConfigError(f"{path} holds no safetensors files{hint}")
+    return files
+
+
+def read_header(file: Path) -> Header:
+    """The header of one safetensors file; the tensors' data is not read.
+
+    Raises: ConfigError if the file is unreadable, truncated or not safetensors.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
+            if length > min(_MAX_HEADER_BYTES, size - 8):
+                raise ConfigError(f"{file} is not a safetensors file: its header length is out of range")
+            raw = stream.read(length)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    try:
+        entries = cast("dict[str, Any]", json.loads(raw))
+        entries.pop("__metadata__", None)
+        spans = {name: _span(entry, 8 + length) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not a safetensors file: its header is corrupt") from error
+    end = max((hi for _, hi in spans.values()), default=0)
+    if end > size:
+        raise ConfigError(f"{file} is truncated: {size} bytes, its header promises {end}")
+    return Header(raw, size, spans)
+
+
+def _span(entry: dict[str, Any], base: int) -> tuple[int, int]:
+    lo, hi = (int(offset) for offset in entry["data_offsets"])
+    if not 0 <= lo <= hi:
+        raise ValueError("offsets out of order")
+    return base + lo, base + hi

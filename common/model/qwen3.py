@@ -1,0 +1,15 @@
+"""Qwen3, dense: q and k are normalised per head before rope."""
+
+from __future__ import annotations
+
+from common.model.decoder import DecoderModel
+from common.model.layers import Attention, Build, HeadNorm
+
+
+class Qwen3Model(DecoderModel):
+    """Qwen3ForCausalLM."""
+
+    def build_attention(self, build: Build, prefix: str) -> Attention:
+        head_dim = build.config.head_dim
+        q_weight, k_weight = (build.read(f"{prefix}.{part}_norm.weight", head_dim) for part in "qk")
+        return Attention(build, prefix, HeadNorm(q_weight, k_weight, build.config))

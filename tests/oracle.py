@@ -1,0 +1,169 @@
+"""Tiny random models of every supported family, and what `transformers` says that they generate.
+
+`TINY` names the models; `make_tiny(name, folder)` writes one as a Hugging Face directory, tokenizer included;
+`greedy(folder, prompt, n)` is the expected answer. Weights are scaled so that logits are spread by a few units: a
+wrong implementation then picks other tokens, and rounding does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()
+
+EXCUSED_GAP = 1e-4
+"""A differing greedy token is excused only where the oracle's own best two logits are closer than this."""
+
+_COMMON = {
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One model: its transformers config, and how many bytes a weight file may hold."""
+
+    config: PretrainedConfig
+    max_shard_size: str = "50GB"
+
+
+def _shape(hidden: int, q_heads: int, kv_heads: int, inner: int, vocab: int, *, tied: bool) -> dict[str, object]:
+    return {
+        **_COMMON,
+        "hidden_size": hidden,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+TINY: dict[str, Tiny] = {
+    "llama": Tiny(LlamaConfig(**_shape(64, 4, 4, 112, 250, tied=False))),
+    "llama-biases": Tiny(LlamaConfig(**_shape(64, 4, 2, 112, 251, tied=True), attention_bias=True, mlp_bias=True)),
+    "llama3": Tiny(LlamaConfig(**_shape(64, 4, 2, 96, 320, tied=True), rope_parameters=_LLAMA3_ROPE)),
+    "llama-linear": Tiny(
+        LlamaConfig(
+            **_shape(48, 6, 3, 80, 199, tied=False),
+            rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+        )
+    ),
+    "mistral": Tiny(MistralConfig(**_shape(64, 4, 2, 112, 257, tied=False), sliding_window=None)),
+    "qwen2": Tiny(
+        Qwen2Config(**_shape(112, 14, 2, 160, 301, tied=True), rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+    ),
+    "qwen3": Tiny(Qwen3Config(**_shape(64, 4, 2, 112, 259, tied=False), head_dim=32), max_shard_size="100KB"),
+}
+
+
+def make_tiny(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write the model `name` to `folder`: config, weights (sharded where `TINY` says so), tokenizer. Returns `folder`."""
+    tiny = TINY[name]
+    model = AutoModelForCausalLM.from_config(tiny.config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() == 1:
+                weight.copy_(0.3 * noise if key.endswith("bias") else 1.0 + 0.2 * noise)
+            elif "embed" in key or "lm_head" in key:
+                weight.copy_(3.0 * noise / weight.shape[1] ** 0.5)
+            else:
+                weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
+    model.save_pretrained(folder, max_shard_size=tiny.max_shard_size)
+    _save_tokenizer(folder, tiny.config.vocab_size)
+    return folder
+
+
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Words "w0" ... "wN", one per id, between spaces; a chat is its messages' words one after the other."""
+    vocab = {f"w{i}": i for i in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": "w2", "bos_token": "w1"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers generates: per position the token, its log-probability, and best minus second-best logit."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+
+
+def greedy(model_dir: Path, prompt_ids: list[int], n: int) -> Expected:
+    """`n` greedy tokens of `transformers`' `generate` in float32; end-of-sequence tokens do not end it."""
+    return _greedy(str(model_dir), tuple(prompt_ids), n)
+
+
+@functools.cache
+def _model(model_dir: str):
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@functools.cache
+def _greedy(model_dir: str, prompt_ids: tuple[int, ...], n: int) -> Expected:
+    model = _model(model_dir)
+    # The model's own generation config holds an end-of-sequence token, which a None in the call cannot undo.
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=n, pad_token_id=0, eos_token_id=None, bos_token_id=1,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    prompt = torch.tensor([prompt_ids])
+    with torch.inference_mode():
+        answer = model.generate(prompt, attention_mask=torch.ones_like(prompt))
+    tokens = answer.sequences[0, len(prompt_ids) :].tolist()
+    logits = torch.cat(answer.logits).float()
+    best = logits.topk(2).values
+    logprobs = logits.log_softmax(-1)[range(n), tokens]
+    return Expected(tokens, logprobs.tolist(), (best[:, 0] - best[:, 1]).tolist())
+
+
+def first_difference(expected: Expected, tokens: list[int]) -> int | None:
+    """Where `tokens` first differ from the expected ones without excuse; None if nowhere.
+
+    What follows an excused difference is another text and is not compared.
+    """
+    for i, token in enumerate(tokens):
+        if token != expected.tokens[i]:
+            return None if expected.gaps[i] < EXCUSED_GAP else i
+    return None if len(tokens) == len(expected.tokens) else len(tokens)
+
+
+def agreed(expected: Expected, tokens: list[int]) -> int:
+    """How many leading tokens are the expected ones."""
+    return next((i for i, pair in enumerate(zip(expected.tokens, tokens, strict=False)) if pair[0] != pair[1]), len(tokens))
