@@ -43,7 +43,7 @@ def connect(redis_url: str) -> redis.asyncio.Redis:
     Raises: ConfigError for a malformed URL.
     """
     try:
-        return redis.asyncio.Redis.from_url(
+        return redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
             redis_url,
             socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
@@ -79,7 +79,7 @@ async def check_redis(redis_url: str) -> None:
 
 
 async def _ping(client: redis.asyncio.Redis) -> None:
-    answer: Any = client.ping()
+    answer: Any = client.ping()  # pyright: ignore[reportUnknownMemberType]
     await answer
 
 
@@ -251,10 +251,12 @@ class Directory:
             await self._client.aclose()
 
     async def _fetch(self) -> tuple[bytes | None, dict[str, bytes]]:
-        members = await self._client.zrange(_index_key(self._cluster), 0, -1)
+        client: Any = self._client  # its annotations cover every option of every command at once
+        members: list[bytes] = await client.zrange(_index_key(self._cluster), 0, -1)
         ids = [member.decode("utf-8", "replace") for member in members]
         keys = [_epoch_key(self._cluster), *(_node_key(self._cluster, node_id) for node_id in ids)]
-        epoch, *values = await self._client.mget(keys)
+        values: list[bytes | None] = await client.mget(keys)
+        epoch = values.pop(0)
         return epoch, {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
 
     def _lost(self, why: str) -> None:
@@ -292,8 +294,8 @@ class Directory:
         return record
 
 
-def _decode_record(raw: bytes | None) -> NodeRecord | None:
-    if raw is None:
+def _decode_record(raw: bytes | str | None) -> NodeRecord | None:
+    if not isinstance(raw, bytes):
         return None
     try:
         message = decode(raw)

@@ -25,7 +25,7 @@ class ChildSpec:
     name: str
     role: ServiceRole
     argv: tuple[str, ...]
-    environ: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
     """Added to ours; carries what must not be seen in a process list."""
     node_id: str | None = None
     """By which it is found in the membership."""

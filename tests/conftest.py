@@ -1,0 +1,108 @@
+"""What all tests share: a real Redis, free ports, and the rule that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import collections
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Before anything imports torch: test processes share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
+    del os.environ[_name]
+
+import psutil
+import pytest
+
+from common import redis_server as embedded
+from common.redis_server import RedisServer
+
+_GRACE_S = 5.0
+"""Threads, children and sockets that are ending may take so long."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not Path("/dev/nvidia0").exists():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what could not run on this machine, so that nothing is skipped silently."""
+    reasons = collections.Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
+    terminalreporter.section("could not run here")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count} x {reason.removeprefix('Skipped: ')}")
+    if not reasons:
+        terminalreporter.line("nothing: every test that was asked for ran")
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """A real Redis of this test run. A machine without any server program fails, it does not skip.
+
+    Shared by all tests: use the `cluster` fixture's name to be alone in it, and leave it running.
+    """
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def cluster() -> str:
+    """A cluster name that no other test uses."""
+    return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    return embedded.free_port()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test after which a child process, a thread or a listening socket of ours is left."""
+    before = _belongings()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while left := sorted(set(_belongings().values()) - set(before.values())):
+        if time.monotonic() > deadline:
+            pytest.fail("left behind: " + "; ".join(left))
+        time.sleep(0.02)
+
+
+def _belongings() -> dict[str, str]:
+    """What this process holds that a test could forget to give back."""
+    me = psutil.Process()
+    found: dict[str, str] = {}
+    for child in me.children(recursive=True):
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found[f"p{child.pid}"] = f"process {child.pid} {' '.join(child.cmdline())[:120]}"
+        except psutil.Error:
+            continue
+    for thread in threading.enumerate():
+        if thread.is_alive() and thread is not threading.current_thread():
+            found[f"t{thread.ident}"] = f"thread {thread.name} ({thread.ident})"
+    for connection in me.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            found[f"s{connection.laddr}"] = f"listening socket {connection.laddr}"
+    return found
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], object], float], None]:
+    """`eventually(condition, timeout_s)` returns when `condition()` is true, and fails the test if it never is."""
+
+    def wait(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s} s"
+            time.sleep(0.01)
+
+    return wait
