@@ -6,6 +6,7 @@ engine's for the cores. NumPy copies on the calling thread and lets go of the in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 import numpy as np
@@ -45,6 +46,22 @@ class SliceCopier:
         """Copy `payload` ([piece's bytes], uint8) into `piece` of the sequence whose block ids are `blocks`."""
         rows, index = self._rows(piece, blocks)
         rows[index] = payload.view(rows.dtype)
+
+    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: np.ndarray) -> None:
+        """Gather `pieces` one after the other into `out` (uint8, at least their bytes)."""
+        at = 0
+        for piece in pieces:
+            size_bytes = piece.size_bytes(self._layout)
+            self.gather(piece, blocks, out[at : at + size_bytes])
+            at += size_bytes
+
+    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: np.ndarray) -> None:
+        """Scatter `pieces`, which lie one after the other in `payload` (uint8)."""
+        at = 0
+        for piece in pieces:
+            size_bytes = piece.size_bytes(self._layout)
+            self.scatter(piece, blocks, payload[at : at + size_bytes])
+            at += size_bytes
 
     def _rows(self, piece: KVSlice, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The storage as rows, and the index of the piece's rows in payload order."""

@@ -9,7 +9,6 @@ also for transports whose copies outlive the call that started them. Driven by t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,10 +133,20 @@ class Outgoing:
         self.in_hand -= batch.size_bytes
         self.bytes_sent += batch.size_bytes
 
-    def hashes_of(self, slices: Sequence[KVSlice]) -> tuple[int, bytes]:
-        """(first block, joined hashes) of the smallest run of blocks that holds all `slices`."""
-        lo, hi = min(s.block_lo for s in slices), max(s.block_hi for s in slices)
-        return lo, b"".join(self.transfer.block_hashes[lo:hi])
+    def header(self, batch: Batch, dst_incarnation: str, sequence: int) -> SliceHeader:
+        """What to say of `batch` to the destination; its hashes are of the smallest run that holds all slices."""
+        lo, hi = min(s.block_lo for s in batch.slices), max(s.block_hi for s in batch.slices)
+        return SliceHeader(
+            key=batch.key,
+            src_incarnation=self.transfer.src_incarnation,
+            dst_incarnation=dst_incarnation,
+            src_rank=self._rank,
+            dst_rank=batch.dst_rank,
+            sequence=sequence,
+            slices=batch.slices,
+            first_block=lo,
+            block_hashes=b"".join(self.transfer.block_hashes[lo:hi]),
+        )
 
 
 class _Route:

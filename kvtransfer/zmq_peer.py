@@ -7,7 +7,6 @@ of it arrived. Buffers of a broken connection are dropped, never reused: ZMQ may
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import zmq
@@ -102,23 +101,20 @@ class Peer:
         return self._monitor in ready
 
     def stage(self) -> np.ndarray:
-        """A buffer to fill and give to `send` or `unstage`."""
+        """A buffer to fill and give to `send`."""
         return self._pool.take()
 
-    def unstage(self, buffer: np.ndarray) -> None:
-        """`buffer` was not sent after all."""
-        self._pool.give_back(buffer)
+    def next_sequence(self) -> int:
+        """The number of the next message."""
+        self._sequence += 1
+        return self._sequence
 
-    def send(
-        self, make_header: Callable[[int], wire.SliceHeader], buffer: np.ndarray, size_bytes: int, now: float
-    ) -> None:
+    def send(self, header: wire.SliceHeader, buffer: np.ndarray, size_bytes: int, now: float) -> None:
         """Send the first `size_bytes` of `buffer`, which belongs to the connection from now on."""
         if not self._in_flight:
             self.last_progress = now
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        header = wire.encode(make_header(sequence))
-        self._in_flight[sequence] = buffer
-        self._socket.send_multipart([header, buffer[:size_bytes].data], zmq.NOBLOCK, copy=False)
+        self._in_flight[header.sequence] = buffer
+        self._socket.send_multipart([wire.encode(header), buffer[:size_bytes].data], zmq.NOBLOCK, copy=False)
 
     def acks(self, now: float) -> list[wire.SliceAck]:
         """The acks that have come; their buffers are free again."""

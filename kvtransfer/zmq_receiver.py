@@ -56,7 +56,6 @@ class ZmqReceiver:
     ) -> None:
         self._copier = SliceCopier(storage)
         self._end = ReceivingEnd(layout, rank, storage.num_blocks, incarnation)
-        self._layout = layout
         self._clock = clock
         self._malformed = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -152,12 +151,7 @@ class ZmqReceiver:
 
     def _write(self, header: wire.SliceHeader, payload: np.ndarray) -> None:
         claim = self._end.accept(header, payload.nbytes)
-        blocks = self._end.state_of(claim).blocks
-        at = 0
-        for piece in claim.slices:
-            size_bytes = piece.size_bytes(self._layout)
-            self._copier.scatter(piece, blocks, payload[at : at + size_bytes])
-            at += size_bytes
+        self._copier.scatter_all(claim.slices, self._end.state_of(claim).blocks, payload)
         self._end.placed(claim)
 
     def _poll_timeout_ms(self) -> int:

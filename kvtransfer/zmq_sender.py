@@ -64,7 +64,6 @@ class ZmqSender:
             )
         self._copier = SliceCopier(storage)
         self._end = SendingEnd(layout, rank, storage.num_blocks)
-        self._layout = layout
         self._rank = rank
         self._clock = clock
         self._window = window
@@ -173,26 +172,8 @@ class ZmqSender:
     def _send(self, peer: Peer, batch: Batch) -> None:
         state = self._end.state_of(batch)
         buffer = peer.stage()
-        at = 0
-        for piece in batch.slices:
-            size_bytes = piece.size_bytes(self._layout)
-            self._copier.gather(piece, state.blocks, buffer[at : at + size_bytes])
-            at += size_bytes
-        first_block, hashes = state.hashes_of(batch.slices)
-
-        def header(sequence: int) -> wire.SliceHeader:
-            return wire.SliceHeader(
-                key=batch.key,
-                src_incarnation=state.transfer.src_incarnation,
-                dst_incarnation=peer.incarnation,
-                src_rank=self._rank,
-                dst_rank=batch.dst_rank,
-                sequence=sequence,
-                slices=batch.slices,
-                first_block=first_block,
-                block_hashes=hashes,
-            )
-
+        self._copier.gather_all(batch.slices, state.blocks, buffer)
+        header = state.header(batch, peer.incarnation, peer.next_sequence())
         peer.send(header, buffer, batch.size_bytes, self._clock())
         self._end.handed(batch)
 
