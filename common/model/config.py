@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from common import demo
 from common.errors import ConfigError
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -124,11 +125,15 @@ def load_model_config(path: Path) -> ModelConfig:
 def resolve_model(name_or_path: str) -> Path:
     """The model's directory: `name_or_path` itself if it exists, else a hub snapshot of its small and safetensors files.
 
+    "demo" is the small model that comes along.
+
     Raises: ConfigError if neither can be had.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
+    if name_or_path == "demo":
+        return demo.MODEL_PATH
     if path.exists():
         raise ConfigError(f"model path {name_or_path} is not a directory")
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:

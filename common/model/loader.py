@@ -23,7 +23,7 @@ from common.model.weights import CheckpointWeights, DummyWeights
 
 log = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("safetensors", "dummy")
+LOAD_FORMATS = ("auto", "dummy")
 _REPORT_EVERY_S = 3.0
 
 

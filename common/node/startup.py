@@ -22,7 +22,7 @@ from common.kv.pool import BlockPool
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config, resolve_model
 from common.model.fingerprint import fingerprint
-from common.model.loader import default_dtype, load_model
+from common.model.loader import load_model
 from common.protocol import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ def build_engine(config: NodeConfig, *, prefill_chunk: int, small_batches: bool)
         torch.set_num_threads(config.threads)
     path = resolve_model(config.model)
     model_config = load_model_config(path)
-    dtype = default_dtype() if config.dtype == "auto" else config.dtype
+    dtype = model_config.resolve_dtype(config.dtype)
+    max_model_len = model_config.fit_context(config.max_model_len)
     layout = KVLayout(
         fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed),
         num_layers=model_config.num_layers,
@@ -74,7 +75,6 @@ def build_engine(config: NodeConfig, *, prefill_chunk: int, small_batches: bool)
         head_dim=model_config.head_dim,
         dtype=dtype,
     )
-    max_model_len = min(config.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings)
     num_blocks = config.kv_blocks or int(config.kv_memory_gb * 2**30) // layout.bytes_per_block
     if num_blocks < 2:
         raise ConfigError(f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes: give the node more KV memory")
