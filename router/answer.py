@@ -1,0 +1,155 @@
+"""From generations to HTTP bodies: waits for news, formats them, and notices when the client leaves.
+
+Runs on the router's event loop, one `Answer` per client request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.errors import KvRelayError
+from router.generation import Delta, Generation
+from router.openai_format import DONE, Format, FormatOptions, error_body, sse, usage
+
+
+class Answer:
+    """The generations of one client request (one per prompt), seen as one thing.
+
+    Invariant: once `close` was called, no generation of it runs.
+    """
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+        self._news = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+
+    def on_news(self) -> None:
+        """To be called by the generations."""
+        self._news.set()
+
+    def watch(self, receive: Receive) -> None:
+        """Cancel everything as soon as the client disconnects. The request's body must have been read."""
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(receive))
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for generation in self.generations:
+            generation.cancel()
+
+    def close(self) -> None:
+        """Stop what still runs."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._cancel()
+
+    async def begun(self) -> None:
+        """Wait until there is something to send.
+
+        Raises: the error of a generation that failed before any token.
+        """
+        await self._news.wait()
+        self._raise_failure()
+
+    async def finished(self) -> list[list[Delta]]:
+        """Wait for the end; every generation's deltas.
+
+        Raises: the error of the first generation that failed.
+        """
+        while any(generation.outcome is None for generation in self.generations):
+            self._news.clear()
+            await self._news.wait()
+            self._raise_failure()
+        self._raise_failure()
+        return [generation.take() for generation in self.generations]
+
+    @property
+    def abandoned(self) -> bool:
+        """The client left."""
+        outcomes = [generation.outcome for generation in self.generations]
+        return any(out is not None and out.error is None and out.finish_reason is None for out in outcomes)
+
+    def _raise_failure(self) -> None:
+        for generation in self.generations:
+            if generation.outcome is not None and generation.outcome.error is not None:
+                raise generation.outcome.error
+
+    async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[bytes]:
+        """The stream's body. What arrived together goes out together: one write, however many events."""
+        opened: set[int] = set()
+        open_choices = dict(enumerate(self.generations))
+        while open_choices:
+            await self._news.wait()
+            self._news.clear()
+            parts: list[bytes] = []
+            for index, generation in list(open_choices.items()):
+                deltas, outcome = generation.take(), generation.outcome
+                if (deltas or outcome is not None) and index not in opened:
+                    opened.add(index)
+                    parts += [sse(chunk) for chunk in form.opening(generation, index)]
+                for delta in deltas:
+                    chunk = form.delta(delta, index)
+                    if chunk is not None:
+                        if options.continuous_usage:
+                            chunk["usage"] = usage(self.generations)
+                        parts.append(sse(chunk))
+                if outcome is None:
+                    continue
+                if outcome.error is not None:
+                    yield b"".join([*parts, sse(error_body(outcome.error)), DONE])
+                    return
+                if outcome.finish_reason is None:
+                    return
+                del open_choices[index]
+                parts.append(sse(form.closing(outcome, index)))
+            if not open_choices:
+                if options.usage_in_stream:
+                    parts.append(sse(form.usage_chunk(self.generations)))
+                parts.append(DONE)
+            if parts:
+                yield b"".join(parts)
+
+
+class EventStream(Response):
+    """An SSE response that owns its answer: however it ends, the answer is closed."""
+
+    def __init__(self, answer: Answer, body: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={**headers, "cache-control": "no-cache"}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._answer = answer
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in self._body:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._answer.close()
+
+
+class JsonResponse(Response):
+    """A JSON body, written as it is."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def error_response(error: KvRelayError, headers: Mapping[str, str] | None = None) -> JsonResponse:
+    """An error with its status, in OpenAI's shape."""
+    extra = dict(headers or {})
+    retry_after = getattr(error, "retry_after_s", 1.0 if error.http_status == 503 else None)
+    if retry_after is not None:
+        extra["retry-after"] = str(max(1, round(retry_after)))
+    return JsonResponse(error_body(error), error.http_status, extra)

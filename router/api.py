@@ -1,0 +1,355 @@
+"""The HTTP surface: OpenAI's calls and what operators look at. Runs on the router's event loop.
+
+`build` makes the FastAPI application over a `Services`; nothing here knows how services are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib.metadata
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import (
+    BadRequest,
+    ClientError,
+    KvRelayError,
+    PayloadTooLarge,
+    UnsupportedMediaType,
+)
+from router.answer import Answer, EventStream, JsonResponse, error_response
+from router.dispatch import Dispatcher
+from router.generation import Generation, GenerationRequest
+from router.metrics import Metrics
+from router.model import ModelCatalog, ServedModel
+from router.openai_format import ChatFormat, Format, FormatOptions, TextFormat
+from router.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase, RequestT, parse_body
+
+log = logging.getLogger(__name__)
+
+_THREAD_CHARS = 16_384
+"""Longer texts are tokenized on a thread, so that other streams go on."""
+_DRAIN_BYTES = 64 * 2**20
+"""Of a body that is refused, so much is read and thrown away, so that the client gets to read the refusal."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the routes work with."""
+
+    dispatcher: Dispatcher
+    catalog: ModelCatalog
+    metrics: Metrics
+    degraded: Callable[[], bool]
+    """Whether Redis is away."""
+    max_body_bytes: int
+    api_keys: tuple[str, ...] = ()
+
+
+class Unauthorized(ClientError):
+    """No key, or a wrong one."""
+
+    http_status = 401
+    code = "invalid_api_key"
+
+
+def version() -> str:
+    """Of the installed distribution."""
+    try:
+        return importlib.metadata.version("kvrelay")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+class KeyGuard:
+    """ASGI middleware: with keys configured, everything but `/health` wants one."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._keys or scope["path"] == "/health":
+            await self._app(scope, receive, send)
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        if scheme.lower() == "bearer" and any(matches):
+            await self._app(scope, receive, send)
+        else:
+            refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
+            await error_response(refusal, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request that claims to be JSON.
+
+    Raises: UnsupportedMediaType, PayloadTooLarge.
+    """
+    too_large = PayloadTooLarge(f"the body is larger than the {limit} bytes that this server accepts")
+    declared = request.headers.get("content-length", "")
+    refused: ClientError | None = too_large if declared.isdigit() and int(declared) > limit else None
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        refused = UnsupportedMediaType("the body must be sent with Content-Type: application/json")
+    size, parts = 0, list[bytes]()
+    async for part in request.stream():
+        size += len(part)
+        if size > limit and refused is None:
+            refused = too_large
+        if refused is None:
+            parts.append(part)
+        else:
+            parts.clear()
+            if size > _DRAIN_BYTES:
+                break
+    if refused is not None:
+        raise refused
+    return b"".join(parts)
+
+
+def _schema(model: type[CompletionRequestBase]) -> dict[str, Any]:
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def build(services: Services) -> FastAPI:
+    """The application."""
+    app = FastAPI(title="kvrelay", version=version(), redoc_url=None)
+    app.add_middleware(KeyGuard, keys=services.api_keys)
+    _add_error_handlers(app, services)
+    _add_operator_routes(app, services)
+
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """An answer to a conversation, as OpenAI's call of this name."""
+        body = await _parse(request, services, ChatRequest)
+        model = services.catalog.get(body.model)
+        kwargs, prompt_flag = body.chat_template_kwargs, body.add_generation_prompt is not False
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        text = model.tokenizer.render_chat(messages, add_generation_prompt=prompt_flag, kwargs=kwargs)
+        prompt_ids = await _encode(model, text, add_special_tokens=False)
+        options = _options("chatcmpl", body, model)
+        generation = _generation_request(body, model, prompt_ids, "messages")
+        return await _serve(request, services, model, body, [generation], ChatFormat(options, model.tokenizer), options)
+
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """A continuation of each prompt, as OpenAI's call of this name."""
+        body = await _parse(request, services, CompletionRequest)
+        model = services.catalog.get(body.model)
+        special = body.add_special_tokens is not False
+        generations: list[GenerationRequest] = []
+        for prompt in body.prompt:
+            ids = await _encode(model, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            generations.append(_generation_request(body, model, ids, "prompt"))
+        options = _options("cmpl", body, model)
+        form = TextFormat(options, model.tokenizer, len(generations))
+        return await _serve(request, services, model, body, generations, form, options)
+
+    return app
+
+
+async def _parse(request: Request, services: Services, kind: type[RequestT]) -> RequestT:
+    return parse_body(await read_body(request, services.max_body_bytes), kind)
+
+
+async def _encode(model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+    if len(text) <= _THREAD_CHARS:
+        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _options(prefix: str, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
+    return FormatOptions(
+        request_id=f"{prefix}-{secrets.token_hex(12)}",
+        model=model.name,
+        with_logprobs=body.num_logprobs is not None,
+        with_token_ids=bool(body.return_token_ids),
+        usage_in_stream=body.usage_in_stream,
+        continuous_usage=body.continuous_usage,
+    )
+
+
+def _generation_request(
+    body: CompletionRequestBase, model: ServedModel, prompt_ids: list[int], param: str
+) -> GenerationRequest:
+    """Fit a prompt into the model's limits.
+
+    Raises: BadRequest when it is empty, too long, or has ids outside the vocabulary.
+    """
+    if not prompt_ids:
+        raise BadRequest("the prompt is empty", param=param)
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
+        raise BadRequest(f"token ids must be at least 0 and below {model.vocab_size}", param=param)
+    room, wanted = model.max_model_len - len(prompt_ids), body.token_limit
+    explicit = body.model_fields_set & {"max_tokens", "max_completion_tokens"}
+    if room < 1 or (wanted is not None and explicit and wanted > room):
+        asked = wanted if wanted is not None and explicit else 1
+        raise BadRequest(
+            f"This model's maximum context length is {model.max_model_len} tokens. However, you requested "
+            f"{len(prompt_ids) + asked} tokens ({len(prompt_ids)} in the {param}, {asked} in the completion). "
+            f"Please reduce the length of the {param} or completion.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    max_tokens = room if wanted is None else min(wanted, room)
+    sampling = body.sampling(max_tokens=max_tokens, eos_token_ids=model.eos_token_ids)
+    beyond = [token_id for token_id in body.stop_token_ids or () if token_id >= model.vocab_size]
+    if beyond:
+        raise BadRequest(f"token id {beyond[0]} is not below {model.vocab_size}", param="stop_token_ids")
+    return GenerationRequest(
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        stop=tuple(body.stop),
+        client_stop_ids=frozenset(body.stop_token_ids or ()),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+async def _serve(
+    request: Request,
+    services: Services,
+    model: ServedModel,
+    body: CompletionRequestBase,
+    wanted: list[GenerationRequest],
+    form: Format,
+    options: FormatOptions,
+) -> Response:
+    """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
+    answer = Answer()
+    handed_over = False
+    try:
+        answer.generations = services.dispatcher.submit(
+            options.request_id, wanted, model.tokenizer.pieces, answer.on_news
+        )
+        answer.watch(request.receive)
+        if body.stream:
+            await answer.begun()
+            handed_over = True
+            return EventStream(answer, answer.events(form, options), _headers(options, answer.generations[0]))
+        deltas = await answer.finished()
+        if answer.abandoned:
+            return Response(status_code=499)
+        return JsonResponse(form.whole(answer.generations, deltas), headers=_headers(options, answer.generations[0]))
+    except KvRelayError as error:
+        # Here and not in the application's handler, so that a failure too says where it was tried.
+        services.metrics.http_error(error.http_status)
+        headers = _headers(options, answer.generations[0]) if answer.generations else {}
+        return error_response(error, headers)
+    finally:
+        if not handed_over:
+            answer.close()
+
+
+def _headers(options: FormatOptions, generation: Generation) -> dict[str, str]:
+    """Where the request went and why; in a stream, as far as known with the first token."""
+    headers = {"x-request-id": options.request_id, "x-kvrelay-request-id": options.request_id}
+    decision = generation.decision
+    if decision is None:
+        return headers
+    headers |= {
+        "x-kvrelay-attempt": str(generation.flow.attempt),
+        "x-kvrelay-decode-node": _printable(decision.decode.picked.node_id),
+        "x-kvrelay-policy": decision.policy,
+        "x-kvrelay-prefill": decision.mode,
+        "x-kvrelay-decision": _printable(decision.to_json()),
+    }
+    if decision.prefill is not None:
+        headers["x-kvrelay-prefill-node"] = _printable(decision.prefill.picked.node_id)
+    return headers
+
+
+def _printable(text: str) -> str:
+    return "".join(char if " " <= char <= "~" else "?" for char in text)[:2048]
+
+
+def _add_error_handlers(app: FastAPI, services: Services) -> None:
+    async def on_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            known = ClientError(f"{error.detail}: {request.method} {request.url.path[:200]}")
+            known.http_status = error.status_code
+            known.code = "not_found" if error.status_code == 404 else "invalid_request"
+        elif isinstance(error, KvRelayError):
+            known = error
+        elif isinstance(error, ClientDisconnect):
+            return Response(status_code=499)
+        else:
+            known = KvRelayError("internal error in the router")
+        services.metrics.http_error(known.http_status)
+        return error_response(known)
+
+    for kind in (HTTPException, KvRelayError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, on_error)
+
+
+def _add_operator_routes(app: FastAPI, services: Services) -> None:
+    nodes = services.dispatcher.nodes
+
+    @app.get("/v1/models")
+    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The served model."""
+        model = services.catalog.model
+        data = [] if model is None else [_model_card(model)]
+        return JsonResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The served model, by name."""
+        return JsonResponse(_model_card(services.catalog.get(name)))
+
+    @app.get("/health")
+    async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """200 when requests can be served, 503 when not; how well is in the body."""
+        prefill, decode = len(nodes.usable("prefill")), len(nodes.usable("decode"))
+        ready = decode > 0 and services.catalog.model is not None
+        body = {
+            "status": "ok" if ready else "unavailable",
+            "prefill": prefill,
+            "decode": decode,
+            "prefill_mode": "relayed" if prefill else "local: no prefill node, decode nodes compute prompts themselves",
+            "degraded": services.degraded(),
+            "redis": "away: serving with the nodes known" if services.degraded() else "ok",
+        }
+        return JsonResponse(body, 200 if ready else 503)
+
+    @app.get("/ping")
+    async def ping() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Whether the router's loop runs."""
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def show_version() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The router's version."""
+        return JsonResponse({"version": version()})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Prometheus metrics."""
+        return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+_STARTED_S = int(time.time())
+
+
+def _model_card(model: ServedModel) -> dict[str, object]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": _STARTED_S,
+        "owned_by": "kvrelay",
+        "root": model.folder.name,
+        "max_model_len": model.max_model_len,
+    }

@@ -1,0 +1,252 @@
+"""Between the HTTP side and the nodes: owns all generations, places attempts, routes messages to flows.
+
+Runs on the router's event loop; everything here is synchronous except the ticking of `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.clock import Clock, monotonic
+from common.errors import DeadlineExceeded, KvRelayError, Overloaded, Unavailable
+from common.protocol import (
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    Message,
+    NodeRecord,
+    PrefillRequest,
+    TokenBatch,
+)
+from router import flow as f
+from router.detokenizer import TokenPieces
+from router.generation import Generation, GenerationRequest
+from router.metrics import Metrics
+from router.nodes import NodeTable
+from router.policy import Chooser, Query, check_policy, place
+
+log = logging.getLogger(__name__)
+
+REPLACEMENT_WAIT_S = 15.0
+"""So long a request whose node died waits for another one before its client gets an error."""
+
+
+@dataclass(frozen=True)
+class DispatchSettings:
+    """The router's settings that bear on serving."""
+
+    lease_s: float = 3.0
+    request_timeout_s: float = 600.0
+    max_waiting: int = 256
+    local_prefill_tokens: int = 32
+    policy: str = "least_load"
+    max_attempts: int = 3
+
+
+@dataclass
+class _Live:
+    generation: Generation
+    deadline: asyncio.TimerHandle
+    deadline_s: float
+    waiting: bool = True
+    """No token yet."""
+
+
+class Dispatcher:
+    """All generations of this router and the nodes that serve them. Implements `generation.Shell`.
+
+    Raises: ConfigError for an unknown policy.
+    """
+
+    def __init__(self, settings: DispatchSettings, metrics: Metrics, *, clock: Clock = monotonic) -> None:
+        self._settings = settings
+        self._policy = check_policy(settings.policy)
+        self._metrics = metrics
+        self._clock = clock
+        self._chooser = Chooser()
+        self._live: dict[str, _Live] = {}
+        self._parked: dict[str, tuple[f.Place, asyncio.TimerHandle]] = {}
+        """Attempts that wait for a node to come back."""
+        self._waiting = 0
+        self.nodes = NodeTable(
+            f"router-{secrets.token_hex(6)}",
+            lease_s=settings.lease_s,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            on_usable=self._on_usable,
+            clock=clock,
+        )
+
+    # -- for the HTTP side
+
+    @property
+    def running(self) -> int:
+        """Generations that are not over."""
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        """Of these, the ones without a token."""
+        return self._waiting
+
+    def submit(
+        self, request_id: str, requests: list[GenerationRequest], pieces: TokenPieces, on_news: Callable[[], None]
+    ) -> list[Generation]:
+        """Start the generations of one client request: all of them or none.
+
+        Raises: Overloaded when the queue bound is reached.
+        """
+        if self._waiting + len(requests) > self._settings.max_waiting:
+            raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
+        timeout_s = self._settings.request_timeout_s
+        generations: list[Generation] = []
+        for index, request in enumerate(requests):
+            own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
+            generation = Generation(
+                own_id, request, pieces, self, max_attempts=self._settings.max_attempts, on_news=on_news
+            )
+            late = f.GiveUp(DeadlineExceeded(f"the request took longer than the {timeout_s:g} s that it may"))
+            timer = asyncio.get_running_loop().call_later(timeout_s, generation.feed, late)
+            self._live[own_id] = _Live(generation, timer, self._clock() + timeout_s)
+            self._waiting += 1
+            generations.append(generation)
+        for generation in generations:
+            generation.start()
+        return generations
+
+    async def run(self) -> None:
+        """Keep the nodes' leases, for ever."""
+        while True:
+            await asyncio.sleep(self.nodes.tick_s)
+            try:
+                self.nodes.tick()
+            except Exception:
+                log.exception("a tick failed")
+
+    def set_nodes(self, records: list[NodeRecord]) -> None:
+        """Take over what membership lists now."""
+        self.nodes.update(records)
+
+    def fail_all(self, error: Unavailable) -> None:
+        """End every generation, with this error where a client still listens."""
+        for live in list(self._live.values()):
+            live.generation.feed(f.GiveUp(error))
+
+    def close(self) -> None:
+        """End everything and close all links."""
+        for live in list(self._live.values()):
+            live.generation.cancel()
+        self.nodes.close()
+
+    # -- generation.Shell
+
+    def place(self, generation: Generation, wanted: f.Place) -> None:
+        """Pick nodes; a first attempt is refused at once if there are none, a later one waits a while."""
+        live = self._live[generation.request_id]
+        try:
+            decision = place(
+                Query(wanted.num_tokens, wanted.avoid),
+                [node.candidate() for node in self.nodes.usable("prefill")],
+                [node.candidate() for node in self.nodes.usable("decode")],
+                policy=self._policy,
+                local_prefill_tokens=self._settings.local_prefill_tokens,
+                chooser=self._chooser,
+            )
+        except Unavailable as error:
+            if wanted.attempt == 1:
+                generation.feed(f.Unplaceable(error))
+            else:
+                self._park(generation, wanted, error)
+            return
+        generation.decision = decision
+        decode = self.nodes.get(decision.decode.picked.incarnation)
+        prefill = None if decision.prefill is None else self.nodes.get(decision.prefill.picked.incarnation)
+        assert decode is not None
+        self._metrics.attempt(decision.mode, wanted.attempt)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s#%d goes to %s", generation.request_id, wanted.attempt, decision.explain())
+        timeout_s = max(0.001, live.deadline_s - self._clock())
+        generation.feed(f.Placed(None if prefill is None else prefill.record.peer, decode.record.peer, timeout_s))
+
+    def _park(self, generation: Generation, wanted: f.Place, error: Unavailable) -> None:
+        def give_up() -> None:
+            self._parked.pop(generation.request_id, None)
+            generation.feed(f.Unplaceable(error))
+
+        timer = asyncio.get_running_loop().call_later(REPLACEMENT_WAIT_S, give_up)
+        self._parked[generation.request_id] = (wanted, timer)
+
+    def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
+        """As `NodeTable.send`."""
+        self.nodes.send(incarnation, message)
+
+    def release(self, incarnation: str, key: AttemptKey) -> None:
+        """As `NodeTable.release`."""
+        self.nodes.release(incarnation, key)
+
+    def on_tokens(self, generation: Generation, count: int, *, first: bool) -> None:
+        """Account for tokens that go to the client."""
+        if first:
+            self._no_longer_waiting(generation)
+        self._metrics.tokens(generation, count, first=first)
+
+    def on_stats(self, role_is_prefill: bool, stats: AttemptStats) -> None:
+        """Account for a leg's report."""
+        self._metrics.leg(role_is_prefill, stats)
+
+    def on_end(self, generation: Generation) -> None:
+        """Forget a generation; its timers go with it."""
+        self._no_longer_waiting(generation)
+        live = self._live.pop(generation.request_id)
+        live.deadline.cancel()
+        parked = self._parked.pop(generation.request_id, None)
+        if parked is not None:
+            parked[1].cancel()
+        self._metrics.end(generation)
+
+    def _no_longer_waiting(self, generation: Generation) -> None:
+        live = self._live[generation.request_id]
+        if live.waiting:
+            live.waiting = False
+            self._waiting -= 1
+
+    # -- from the nodes
+
+    def _on_message(self, incarnation: str, message: Message) -> None:
+        match message:
+            case TokenBatch(chunks):
+                for chunk in chunks:
+                    self._feed(chunk.key.request_id, f.Chunk(incarnation, chunk))
+            case AttemptFailed(key, code, text):
+                log.warning("%s failed at %s: %s: %s", key, incarnation, code, text)
+                self._feed(key.request_id, f.LegFailed(incarnation, message))
+            case _:
+                log.warning("dropped a %s, which a router has no use for", type(message).__name__)
+
+    def _on_lost(self, incarnation: str, reason: str) -> None:
+        for request_id in list(self._live):
+            self._feed(request_id, f.NodeLost(incarnation, reason))
+
+    def _feed(self, request_id: str, event: f.Event) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        try:
+            live.generation.feed(event)
+        except Exception:  # one request's bug must not end the link's receive loop and with it all others
+            log.exception("%s failed on %s", request_id, type(event).__name__)
+            live.generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
+
+    def _on_usable(self) -> None:
+        parked, self._parked = self._parked, {}
+        for request_id, (wanted, timer) in parked.items():
+            timer.cancel()
+            live = self._live.get(request_id)
+            if live is not None:
+                self.place(live.generation, wanted)

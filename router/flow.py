@@ -1,0 +1,438 @@
+"""The life of one request as a state machine: events in, instructions out. Pure: no I/O, no clock, no text.
+
+              Placed              prefill's token        decode's tokens        a finish_reason
+    PLACING ---------> PREFILL ------------------> HANDOVER ----------> DECODE ----------------> DONE
+       ^                  |  (local prefill: straight to DECODE)           |
+       +------------------+------------------------------------------------+
+              a leg failed or its node is lost: the next attempt, with the tokens so far
+
+Two rules carry it. An attempt is only ever left for a higher one, and what an older one still says is ignored.
+Every token has an index (`TokenChunk.start`): what is known already is dropped, what comes too early waits for
+the other leg, and a hole that nobody can fill any more means a new attempt.
+
+Invariants: the tokens of all `Emit`s, joined, are what one undisturbed attempt would generate; exactly one of
+`Finish`, `Fail`, `Cancelled` is returned, after it nothing; each `Send` that opens a leg is matched by exactly
+one `Release` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+from common.errors import EngineError, KvRelayError, TransferError, Unavailable, from_code
+from common.protocol import (
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    FinishReason,
+    PeerRef,
+    PrefillRequest,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprobs,
+)
+
+
+class State(Enum):
+    PLACING = "placing"
+    PREFILL = "prefill"
+    """Both legs have their request; the attempt's first token is awaited."""
+    HANDOVER = "handover"
+    """The prefill node's token is there; the decode node has not spoken yet."""
+    DECODE = "decode"
+    """Only the decode node matters."""
+    DONE = "done"
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The answer to `Place`. `prefill` is None where the decode node computes the prompt itself."""
+
+    prefill: PeerRef | None
+    decode: PeerRef
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Unplaceable:
+    """The other answer to `Place`: nobody can serve this."""
+
+    error: KvRelayError
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens from the node with this incarnation."""
+
+    incarnation: str
+    chunk: TokenChunk
+
+
+@dataclass(frozen=True)
+class LegFailed:
+    """The node with this incarnation gave its leg up."""
+
+    incarnation: str
+    failure: AttemptFailed
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """This incarnation is gone, silent or replaced. Nothing more will come from it."""
+
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ClientGone:
+    """Nobody reads the answer any more."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The router ends the request: its time is up, or the router stops."""
+
+    error: KvRelayError
+
+
+@dataclass(frozen=True)
+class StopFound:
+    """The text of the tokens emitted so far contains a stop string."""
+
+
+Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveUp | StopFound
+
+
+# ---------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True)
+class Place:
+    """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event."""
+
+    attempt: int
+    num_tokens: int
+    """To be prefilled: the prompt and what earlier attempts generated."""
+    avoid: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send to this incarnation. A node that cannot be reached is answered with `NodeLost`."""
+
+    peer: PeerRef
+    message: PrefillRequest | DecodeRequest | Abort
+
+
+@dataclass(frozen=True)
+class Release:
+    """The leg `key` at this incarnation is over for us; it no longer counts as in flight."""
+
+    incarnation: str
+    key: AttemptKey
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Tokens for the client; `start` is the index of the first one."""
+
+    start: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    ended_by_token: bool = False
+    """The last token is a stop token."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A leg's account of how it served the attempt."""
+
+    role_is_prefill: bool
+    stats: AttemptStats
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Terminal: the answer is complete."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Terminal: the client must be told."""
+
+    error: KvRelayError
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Terminal: there is nobody to tell."""
+
+
+Instruction = Place | Send | Release | Emit | Report | Finish | Fail | Cancelled
+Instructions = list[Instruction]
+
+
+# ---------------------------------------------------------------- the machine
+
+
+@dataclass(frozen=True)
+class FlowRequest:
+    """What the client asked, in token ids."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+_Row = dict[type, Callable[..., Instructions]]
+"""What one state does about each kind of event."""
+
+
+@dataclass
+class _Leg:
+    peer: PeerRef
+    open: bool = True
+
+
+@dataclass
+class Flow:
+    """One request. Call `start` once, then `handle` with every event; carry the instructions out in order."""
+
+    request: FlowRequest
+    max_attempts: int = 3
+    state: State = State.PLACING
+    attempt: int = 0
+    token_ids: list[int] = field(default_factory=list[int])
+    """Generated so far, all attempts together; each of them was emitted."""
+    _prefill: _Leg | None = None
+    _decode: _Leg | None = None
+    _early: list[TokenChunk] = field(default_factory=list[TokenChunk])
+    """The decode node's chunks that wait for the prefill node's token, without gaps among them."""
+    _avoid: set[str] = field(default_factory=set[str])
+
+    def start(self) -> Instructions:
+        """The first instructions."""
+        return self._place()
+
+    def handle(self, event: Event) -> Instructions:
+        """What to do about `event`. Events that do not matter in this state give no instructions."""
+        method = self._TABLE[self.state].get(type(event))
+        return [] if method is None else method(self, event)
+
+    @property
+    def key(self) -> AttemptKey:
+        """Of the present attempt."""
+        return AttemptKey(self.request.request_id, self.attempt)
+
+    @property
+    def prefill_peer(self) -> PeerRef | None:
+        """The present attempt's prefill node; None before placement and with local prefill."""
+        return None if self._prefill is None else self._prefill.peer
+
+    @property
+    def decode_peer(self) -> PeerRef | None:
+        """The present attempt's decode node; None before placement."""
+        return None if self._decode is None else self._decode.peer
+
+    # -- placing
+
+    def _place(self) -> Instructions:
+        self.state = State.PLACING
+        self.attempt += 1
+        self._prefill = self._decode = None
+        self._early.clear()
+        num_tokens = len(self.request.prompt_ids) + len(self.token_ids)
+        return [Place(self.attempt, num_tokens, frozenset(self._avoid))]
+
+    def _on_placed(self, event: Placed) -> Instructions:
+        self.state = State.PREFILL
+        self._decode = _Leg(event.decode)
+        ids = self.request.prompt_ids + self.token_ids
+        prompt_len, sampling, salt = len(self.request.prompt_ids), self.request.sampling, self.request.cache_salt
+        timeout_s = event.timeout_s
+        # The decode node first: the prefill node's offer then finds it prepared.
+        ask = DecodeRequest(self.key, ids, prompt_len, sampling, event.prefill, timeout_s, salt)
+        instructions: Instructions = [Send(event.decode, ask)]
+        if event.prefill is not None:
+            self._prefill = _Leg(event.prefill)
+            order = PrefillRequest(self.key, ids, prompt_len, sampling, event.decode, timeout_s, salt)
+            instructions.append(Send(event.prefill, order))
+        return instructions
+
+    def _on_unplaceable(self, event: Unplaceable) -> Instructions:
+        return self._end(Fail(event.error))
+
+    # -- tokens
+
+    def _on_chunk(self, event: Chunk) -> Instructions:
+        chunk, leg = event.chunk, self._leg(event.incarnation)
+        if leg is None or chunk.key.attempt != self.attempt:
+            return []
+        if leg is self._prefill:
+            return self._on_first_token(leg, chunk)
+        if self._first_token_awaited and chunk.start > len(self.token_ids):
+            expected = max(
+                (early.start + len(early.token_ids) for early in self._early), default=len(self.token_ids) + 1
+            )
+            if chunk.start > expected:
+                return self._on_gap(leg, chunk)
+            self._early.append(chunk)
+            return []
+        return self._on_decoded(leg, chunk)
+
+    @property
+    def _first_token_awaited(self) -> bool:
+        return self.state is State.PREFILL and self._prefill is not None
+
+    def _on_first_token(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
+        if chunk.start > len(self.token_ids):
+            return self._on_gap(leg, chunk)
+        instructions = self._accept(leg, chunk)
+        if self.state is State.PREFILL:
+            self.state = State.HANDOVER
+            early, self._early = self._early, []
+            for waiting in early:
+                if self.state in (State.HANDOVER, State.DECODE) and self._decode is not None:
+                    instructions += self._on_decoded(self._decode, waiting)
+        return instructions
+
+    def _on_decoded(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
+        if chunk.start > len(self.token_ids):
+            return self._on_gap(leg, chunk)
+        instructions = self._close_leg(self._prefill)  # it has spoken, or the decode node spoke for it
+        self.state = State.DECODE
+        return instructions + self._accept(leg, chunk)
+
+    def _accept(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
+        """Emit what is new in a chunk that leaves no gap, and end with it if it is the last."""
+        instructions: Instructions = []
+        if chunk.stats is not None:
+            instructions.append(Report(leg is self._prefill, chunk.stats))
+        known = len(self.token_ids) - chunk.start
+        fresh = chunk.token_ids[known:]
+        if fresh:
+            start = len(self.token_ids)
+            logprobs = None if chunk.logprobs is None else chunk.logprobs[known:]
+            ended = chunk.finish_reason == "stop" and fresh[-1] in self.request.sampling.stop_token_ids
+            self.token_ids += fresh
+            instructions.append(Emit(start, fresh, logprobs, ended))
+        if chunk.finish_reason is not None:
+            leg.open, closed = False, leg.open
+            if closed:
+                instructions.append(Release(leg.peer.incarnation, self.key))
+            instructions += self._end(Finish(chunk.finish_reason))
+        return instructions
+
+    def _on_gap(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
+        message = f"{leg.peer.node_id} sent token {chunk.start} where {len(self.token_ids)} was expected"
+        return self._retry(EngineError(message), set())
+
+    # -- things that go wrong
+
+    def _on_leg_failed(self, event: LegFailed) -> Instructions:
+        leg = self._leg(event.incarnation)
+        if leg is None or event.failure.key.attempt != self.attempt:
+            return []
+        if leg is self._prefill and self.state is State.DECODE:
+            return []
+        leg.open = False
+        error = from_code(event.failure.code, event.failure.message)
+        # A failed transfer says little about who is at fault; another source is what can be had without
+        # giving up the decode node. Everything else is the reporter's own trouble.
+        blamed = self._prefill if isinstance(error, TransferError) and self._prefill is not None else leg
+        return [Release(leg.peer.incarnation, self.key), *self._retry(error, {blamed.peer.incarnation})]
+
+    def _on_node_lost(self, event: NodeLost) -> Instructions:
+        leg = self._leg(event.incarnation)
+        if leg is None or (leg is self._prefill and self.state is State.DECODE):
+            return []
+        leg.open = False
+        error = Unavailable(f"node {leg.peer.node_id} was lost: {event.reason}")
+        # It may still live behind a cut link: the abort waits for a new one.
+        gone: Instructions = [Release(leg.peer.incarnation, self.key), Send(leg.peer, Abort(self.key))]
+        return gone + self._retry(error, {event.incarnation})
+
+    def _retry(self, error: KvRelayError, avoid: set[str]) -> Instructions:
+        self._avoid |= avoid
+        sampling = self.request.sampling
+        if len(self.token_ids) >= sampling.max_tokens:  # only the finish itself was lost
+            return self._end(Finish("length"))
+        if not error.retryable:
+            return self._end(Fail(error))
+        if self.attempt >= self.max_attempts:
+            tries = f" (after {self.attempt} attempts)" if self.attempt > 1 else ""
+            return self._end(Fail(type(error)(error.message + tries)))
+        return [*self._close_legs(), *self._place()]
+
+    def _on_client_gone(self, _: ClientGone) -> Instructions:
+        return self._end(Cancelled())
+
+    def _on_give_up(self, event: GiveUp) -> Instructions:
+        return self._end(Fail(event.error))
+
+    def _on_stop_found(self, _: StopFound) -> Instructions:
+        return self._end(Finish("stop"))
+
+    # -- legs
+
+    def _leg(self, incarnation: str) -> _Leg | None:
+        """The open leg at this incarnation."""
+        for leg in (self._prefill, self._decode):
+            if leg is not None and leg.open and leg.peer.incarnation == incarnation:
+                return leg
+        return None
+
+    def _close_leg(self, leg: _Leg | None) -> Instructions:
+        if leg is None or not leg.open:
+            return []
+        leg.open = False
+        return [Release(leg.peer.incarnation, self.key)]
+
+    def _close_legs(self) -> Instructions:
+        """Abort whatever still runs."""
+        instructions: Instructions = []
+        for leg in (self._prefill, self._decode):
+            if leg is not None and leg.open:
+                instructions += [Send(leg.peer, Abort(self.key)), *self._close_leg(leg)]
+        return instructions
+
+    def _end(self, last: Finish | Fail | Cancelled) -> Instructions:
+        instructions = self._close_legs()
+        self.state = State.DONE
+        self._early.clear()
+        return [*instructions, last]
+
+    _PLACING: ClassVar[_Row] = {
+        Placed: _on_placed,
+        Unplaceable: _on_unplaceable,
+        ClientGone: _on_client_gone,
+        GiveUp: _on_give_up,
+        StopFound: _on_stop_found,
+    }
+    _RUNNING: ClassVar[_Row] = {
+        Chunk: _on_chunk,
+        LegFailed: _on_leg_failed,
+        NodeLost: _on_node_lost,
+        ClientGone: _on_client_gone,
+        GiveUp: _on_give_up,
+        StopFound: _on_stop_found,
+    }
+    _TABLE: ClassVar[dict[State, _Row]] = {
+        State.PLACING: _PLACING,
+        State.PREFILL: _RUNNING,
+        State.HANDOVER: _RUNNING,
+        State.DECODE: _RUNNING,
+        State.DONE: {},
+    }

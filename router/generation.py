@@ -1,0 +1,225 @@
+"""One generation: the flow's shell. It carries the flow's instructions out and turns tokens into text.
+
+Runs on the router's event loop. The HTTP side reads deltas and the outcome; the dispatcher feeds events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import KvRelayError, Unavailable
+from common.protocol import (
+    Abort,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    FinishReason,
+    PrefillRequest,
+    SamplingParams,
+    TokenLogprobs,
+)
+from router import flow as f
+from router.detokenizer import TokenPieces
+from router.policy import Decision
+from router.text import TextStream
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """All that one generation needs, validated and bounded."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    client_stop_ids: frozenset[int] = frozenset()
+    """Stop tokens that the client named itself: the ones that `stop_reason` reports."""
+    skip_special_tokens: bool = True
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What some tokens brought. `text` can lag behind `token_ids`: half characters and possible stop strings wait."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a generation ended: with a finish reason, with an error, or (neither) because the client left."""
+
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: KvRelayError | None = None
+
+
+class Shell(Protocol):
+    """What a generation needs from the dispatcher."""
+
+    def place(self, generation: Generation, wanted: f.Place) -> None:
+        """Answer with `feed(Placed)` or `feed(Unplaceable)`, now or later."""
+        ...
+
+    def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
+        """Raises: Unavailable."""
+        ...
+
+    def release(self, incarnation: str, key: AttemptKey) -> None: ...
+
+    def on_tokens(self, generation: Generation, count: int, *, first: bool) -> None: ...
+
+    def on_stats(self, role_is_prefill: bool, stats: AttemptStats) -> None: ...
+
+    def on_end(self, generation: Generation) -> None: ...
+
+
+class Generation:
+    """One prompt's answer in the making.
+
+    `on_news()` is called whenever `take` or `outcome` has something new. Invariant: `outcome` is set exactly
+    once; no delta comes after it.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        pieces: TokenPieces,
+        shell: Shell,
+        *,
+        max_attempts: int,
+        on_news: Callable[[], None],
+    ) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.flow = f.Flow(
+            f.FlowRequest(request_id, request.prompt_ids, request.sampling, request.cache_salt), max_attempts
+        )
+        self.decision: Decision | None = None
+        self.outcome: Outcome | None = None
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.arrived_s = time.perf_counter()
+        self.last_token_s: float | None = None
+        self._cached_known = False
+        self._shell = shell
+        self._on_news = on_news
+        self._text = TextStream(
+            pieces,
+            request.stop,
+            min_tokens=request.sampling.min_tokens,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        self._stop: str | None = None
+        self._ended_by_token = False
+        self._deltas: list[Delta] = []
+        self._events: deque[f.Event] = deque()
+        self._busy = False
+
+    # -- for the HTTP side
+
+    def take(self) -> list[Delta]:
+        """The deltas since the last call."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def cancel(self) -> None:
+        """The client left: abort both legs. Nothing happens if the generation has ended."""
+        self.feed(f.ClientGone())
+
+    # -- for the dispatcher
+
+    def start(self) -> None:
+        """Begin; call once."""
+        self._run(self.flow.start())
+
+    def feed(self, event: f.Event) -> None:
+        """Handle one event.
+
+        Events that come up while another one is carried out wait until all of its instructions are done:
+        otherwise an abort could overtake the request it aborts.
+        """
+        self._events.append(event)
+        if not self._busy:
+            self._run([])
+
+    def _run(self, instructions: f.Instructions) -> None:
+        self._busy = True
+        try:
+            for instruction in instructions:
+                self._carry_out(instruction)
+            while self._events:
+                for instruction in self.flow.handle(self._events.popleft()):
+                    self._carry_out(instruction)
+        finally:
+            self._busy = False
+
+    def _carry_out(self, instruction: f.Instruction) -> None:
+        match instruction:
+            case f.Emit():
+                self._emit(instruction)
+            case f.Send(peer, message):
+                try:
+                    self._shell.send(peer.incarnation, message)
+                except Unavailable as error:
+                    self._events.append(f.NodeLost(peer.incarnation, error.message))
+            case f.Release(incarnation, key):
+                self._shell.release(incarnation, key)
+            case f.Report(role_is_prefill, stats):
+                self._take_stats(role_is_prefill, stats)
+            case f.Place():
+                self._shell.place(self, instruction)
+            case f.Finish(reason):
+                self._end(self._finished(reason))
+            case f.Fail(error):
+                self._end(Outcome(error=error))
+            case f.Cancelled():
+                self._end(Outcome())
+
+    def _emit(self, emit: f.Emit) -> None:
+        if self._stop is not None:
+            return
+        delta = self._text.push(emit.token_ids, ended_by_token=emit.ended_by_token)
+        first = self.completion_tokens == 0
+        self.completion_tokens += delta.consumed
+        self._ended_by_token = emit.ended_by_token
+        logprobs = emit.logprobs
+        if delta.consumed < len(emit.token_ids):
+            logprobs = None if logprobs is None else logprobs[: delta.consumed]
+        self._deltas.append(Delta(delta.text, emit.token_ids[: delta.consumed], logprobs))
+        self._shell.on_tokens(self, delta.consumed, first=first)
+        if delta.stop is not None:
+            self._stop = delta.stop
+            self._events.append(f.StopFound())
+        self._on_news()
+
+    def _take_stats(self, role_is_prefill: bool, stats: AttemptStats) -> None:
+        # Later attempts find what the first one left in the caches; the client is told of the first one's hits.
+        if not self._cached_known and (role_is_prefill or self.flow.prefill_peer is None):
+            self.cached_tokens = min(stats.cached_tokens, len(self.request.prompt_ids))
+            self._cached_known = True
+        self._shell.on_stats(role_is_prefill, stats)
+
+    def _finished(self, reason: FinishReason) -> Outcome:
+        if self._stop is not None:
+            return Outcome("stop", self._stop)
+        rest = self._text.flush()
+        if rest:
+            self._deltas.append(Delta(rest, [], None))
+        last = self.flow.token_ids[-1] if self.flow.token_ids else None
+        if self._ended_by_token and last in self.request.client_stop_ids:
+            return Outcome(reason, last)
+        return Outcome(reason)
+
+    def _end(self, outcome: Outcome) -> None:
+        # A stop string found in the very chunk that ends the attempt has already decided the outcome.
+        if self.outcome is None:
+            self.outcome = outcome
+            self._shell.on_end(self)
+            self._on_news()

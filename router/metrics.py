@@ -1,0 +1,161 @@
+"""Prometheus metrics of the router, in a registry of its own. vLLM's names where they mean the same.
+
+Updated on the router's event loop; node figures are read from the last pongs when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.protocol import AttemptStats, NodeLoad
+from router.generation import Generation
+from router.nodes import Node
+
+_LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+
+_NODE_GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
+    "vllm:num_requests_running": ("Sequences in the running batch.", lambda load: load.running),
+    "vllm:num_requests_waiting": ("Requests that wait for their first step.", lambda load: load.waiting),
+    "vllm:kv_cache_usage_perc": (
+        "Used share of the KV blocks, 0 to 1.",
+        lambda load: load.kv_blocks_used / max(1, load.kv_blocks_total),
+    ),
+    "kvrelay_node_queued_tokens": ("Prompt tokens accepted and not computed.", lambda load: load.queued_tokens),
+    "kvrelay_node_kv_blocks_cached": ("Blocks kept for prefix hits only.", lambda load: load.kv_blocks_cached),
+    "kvrelay_node_step_age_seconds": ("Since the engine loop last came round.", lambda load: load.step_age_s),
+}
+_NODE_COUNTERS: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
+    "vllm:num_preemptions": ("Sequences preempted.", lambda load: load.preemptions),
+    "vllm:prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda load: load.prefix_queries),
+    "vllm:prefix_cache_hits": ("Tokens found in the prefix cache.", lambda load: load.prefix_hits),
+    "kvrelay_node_prompt_tokens": ("Prompt tokens computed.", lambda load: load.prompt_tokens),
+    "kvrelay_node_generated_tokens": ("Tokens generated.", lambda load: load.generated_tokens),
+    "kvrelay_node_relayed_bytes": ("KV bytes relayed.", lambda load: load.relayed_bytes),
+    "kvrelay_node_local_prefills": ("Prompts prefilled by a decode node itself.", lambda load: load.local_prefills),
+    "kvrelay_node_transfers_failed": ("KV transfers that failed.", lambda load: load.transfers_failed),
+}
+
+
+class _NodeCollector(Collector):
+    """Turns the last pongs into metrics; a node that is gone leaves no stale series."""
+
+    def __init__(self, nodes: Callable[[], Iterable[Node]]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterable[Metric]:
+        nodes = list(self._nodes())
+        labels = ["model_name", "node", "role"]
+        usable = GaugeMetricFamily("kvrelay_node_usable", "1 if the node may get new work.", labels=labels)
+        families: list[Metric] = [usable]
+        names = [[node.record.model.name, node.node_id, node.record.role] for node in nodes]
+        for node, values in zip(nodes, names, strict=True):
+            usable.add_metric(values, 1.0 if node.usable else 0.0)
+        for table, family_type in ((_NODE_GAUGES, GaugeMetricFamily), (_NODE_COUNTERS, CounterMetricFamily)):
+            for name, (text, read) in table.items():
+                family = family_type(name, text, labels=labels)
+                for node, values in zip(nodes, names, strict=True):
+                    family.add_metric(values, read(node.load))
+                families.append(family)
+        return families
+
+
+class Metrics:
+    """All metrics of one router process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self._success = Counter("vllm:request_success", "Requests answered.", ["finished_reason"], registry=registry)
+        self._failed = Counter("kvrelay_request_failed", "Requests that failed.", ["code"], registry=registry)
+        self._cancelled = Counter("kvrelay_request_cancelled", "Requests whose client left.", registry=registry)
+        self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens of answered requests.", registry=registry)
+        self._generated = Counter("vllm:generation_tokens", "Tokens sent to clients.", registry=registry)
+        self._ttft = Histogram(
+            "vllm:time_to_first_token_seconds", "Time to first token.", buckets=_LATENCY_S, registry=registry
+        )
+        self._itl = Histogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens.", buckets=_INTER_TOKEN_S, registry=registry
+        )
+        self._e2e = Histogram(
+            "vllm:e2e_request_latency_seconds", "Time per request.", buckets=_LATENCY_S, registry=registry
+        )
+        self._queue = Histogram(
+            "vllm:request_queue_time_seconds", "Time in a node's queue.", buckets=_LATENCY_S, registry=registry
+        )
+        self._prefill = Histogram(
+            "vllm:request_prefill_time_seconds", "Time of prefill.", buckets=_LATENCY_S, registry=registry
+        )
+        self._relayed = Counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.", registry=registry)
+        self._attempts = Counter("kvrelay_attempts", "Attempts placed, by prefill mode.", ["mode"], registry=registry)
+        self._retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry)
+        self._http_errors = Counter("kvrelay_http_errors", "Error responses, by status.", ["status"], registry=registry)
+        self._pending = Gauge(
+            "kvrelay_requests_pending", "Generations in this router that are not over.", registry=registry
+        )
+        self._pending_first = Gauge(
+            "kvrelay_requests_waiting", "Of these, the ones without a token.", registry=registry
+        )
+        for mode in ("relayed", "local"):
+            self._attempts.labels(mode)
+        for reason in ("stop", "length"):
+            self._success.labels(reason)
+
+    def watch_nodes(self, nodes: Callable[[], Iterable[Node]]) -> None:
+        """Export what `nodes` gives at each scrape."""
+        self.registry.register(_NodeCollector(nodes))
+
+    def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Export the router's own queue lengths."""
+        self._pending.set_function(running)
+        self._pending_first.set_function(waiting)
+
+    def attempt(self, mode: str, number: int) -> None:
+        """An attempt was placed."""
+        self._attempts.labels(mode).inc()
+        if number > 1:
+            self._retries.inc()
+
+    def tokens(self, generation: Generation, count: int, *, first: bool) -> None:
+        """`count` tokens went to the client."""
+        now = time.perf_counter()
+        self._generated.inc(count)
+        if first:
+            self._ttft.observe(now - generation.arrived_s)
+        elif generation.last_token_s is not None and count:
+            self._itl.observe((now - generation.last_token_s) / count)
+        generation.last_token_s = now
+
+    def leg(self, role_is_prefill: bool, stats: AttemptStats) -> None:
+        """A leg reported."""
+        if stats.prefill_s > 0:
+            self._queue.observe(stats.queue_s)
+            self._prefill.observe(stats.prefill_s)
+        if not role_is_prefill:  # both legs may count the bytes of one relay; the receiver knows what arrived
+            self._relayed.inc(stats.relayed_bytes)
+
+    def end(self, generation: Generation) -> None:
+        """A generation ended."""
+        outcome = generation.outcome
+        assert outcome is not None
+        if outcome.error is not None:
+            self._failed.labels(outcome.error.code).inc()
+        elif outcome.finish_reason is None:
+            self._cancelled.inc()
+        else:
+            self._success.labels(outcome.finish_reason).inc()
+            self._prompt_tokens.inc(len(generation.request.prompt_ids))
+            self._e2e.observe(time.perf_counter() - generation.arrived_s)
+
+    def http_error(self, status: int) -> None:
+        """An error response was sent."""
+        self._http_errors.labels(str(status)).inc()
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)

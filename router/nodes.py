@@ -1,0 +1,265 @@
+"""The router's live view of the nodes: who is listed, connected and answering, and how loaded each is.
+
+Runs on the router's event loop. A node is usable when membership lists it, its link stands and it has
+ponged within the lease. A broken link, silence past the lease or a new incarnation under the same name is a
+loss: reported at once, once per link. What Redis no longer lists but still answers finishes its work and gets no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from common.clock import Clock, monotonic
+from common.errors import Unavailable
+from common.kv.layout import KVLayout
+from common.protocol import Abort, AttemptKey, DecodeRequest, Message, NodeLoad, NodeRecord, Ping, Pong, PrefillRequest
+from common.rpc import Link
+from router.policy import Candidate
+
+log = logging.getLogger(__name__)
+
+PINGS_PER_LEASE = 6
+_MAX_OWED_ABORTS = 10_000
+
+
+def kv_kind(layout: KVLayout) -> str:
+    """Equal for nodes between which KV can be relayed; the parallel split does not matter."""
+    shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.dtype)
+    return f"{layout.fingerprint}/{shape}"
+
+
+@dataclass
+class Node:
+    """One incarnation as this router knows it."""
+
+    record: NodeRecord
+    link: Link | None = None
+    listed: bool = True
+    load: NodeLoad = field(default_factory=NodeLoad)
+    last_pong_s: float | None = None
+    linked_s: float = 0.0
+    in_flight: set[AttemptKey] = field(default_factory=set[AttemptKey])
+    """Legs that were opened here and not released."""
+    unreported: dict[AttemptKey, tuple[int, int]] = field(default_factory=dict[AttemptKey, tuple[int, int]])
+    """Legs that the last pong cannot include: (order of sending, tokens)."""
+    sent: int = 0
+    pings: deque[int] = field(default_factory=deque[int])
+    """For each unanswered ping, how many requests had been sent before it."""
+    owed_aborts: list[AttemptKey] = field(default_factory=list[AttemptKey])
+    """For attempts given up while there was no link; they might still run there."""
+
+    @property
+    def node_id(self) -> str:
+        return self.record.peer.node_id
+
+    @property
+    def incarnation(self) -> str:
+        return self.record.peer.incarnation
+
+    @property
+    def usable(self) -> bool:
+        """Listed, connected, and has answered."""
+        return self.listed and self.link is not None and self.last_pong_s is not None
+
+    def candidate(self) -> Candidate:
+        """This node as the policies see it."""
+        return Candidate(
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            kv_kind=kv_kind(self.record.layout),
+            waiting=self.load.waiting,
+            running=self.load.running,
+            in_flight=len(self.unreported),
+            queued_tokens=self.load.queued_tokens + sum(tokens for _, tokens in self.unreported.values()),
+        )
+
+
+class NodeTable:
+    """All nodes. `on_message(incarnation, message)` gets everything but pongs; `on_lost(incarnation, reason)`
+    every loss; `on_usable()` is called when a node becomes usable. Call `tick` every `tick_s`.
+    """
+
+    def __init__(
+        self,
+        router_id: str,
+        *,
+        lease_s: float,
+        on_message: Callable[[str, Message], None],
+        on_lost: Callable[[str, str], None],
+        on_usable: Callable[[], None] = lambda: None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.tick_s = lease_s / PINGS_PER_LEASE
+        self._ping = Ping(router_id, lease_s)
+        self._lease_s = lease_s
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_usable = on_usable
+        self._clock = clock
+        self._last_tick_s = clock()
+        self._nodes: dict[str, Node] = {}
+
+    # -- membership
+
+    def update(self, records: list[NodeRecord]) -> None:
+        """Take over what membership lists now."""
+        listed = {record.peer.incarnation: record for record in records}
+        names = {record.peer.node_id: record.peer.incarnation for record in records}
+        for node in list(self._nodes.values()):
+            node.listed = node.incarnation in listed
+            successor = names.get(node.node_id, node.incarnation)
+            if successor != node.incarnation:
+                self._forget(node, f"{node.node_id} restarted")
+            elif not node.listed and node.link is None:
+                del self._nodes[node.incarnation]
+        for incarnation, record in listed.items():
+            if incarnation not in self._nodes:
+                node = self._nodes[incarnation] = Node(record)
+                log.info("%s node %s is listed at %s", record.role, node.node_id, record.peer.control_address)
+                self._connect(node)
+
+    def tick(self) -> None:
+        """Ping every node, give up the silent ones, renew links that broke."""
+        now = self._clock()
+        # If this loop itself was held up, everybody seems silent: hear them out before judging.
+        late = now - self._last_tick_s > self._lease_s / 2
+        self._last_tick_s = now
+        for node in list(self._nodes.values()):
+            if node.link is None:
+                if node.listed:
+                    self._connect(node)
+                else:
+                    del self._nodes[node.incarnation]
+                continue
+            if not late and now - (node.last_pong_s or node.linked_s) > self._lease_s:
+                if node.last_pong_s is not None:
+                    self._drop_link(node, f"{node.node_id} was silent for {self._lease_s:g} s")
+                elif not node.listed:
+                    self._forget(node, f"{node.node_id} never answered")
+                continue
+            self._send_ping(node)
+
+    def close(self) -> None:
+        """Close all links; losses are not reported."""
+        for node in self._nodes.values():
+            if node.link is not None:
+                node.link.close()
+        self._nodes.clear()
+
+    # -- use
+
+    def usable(self, role: str) -> list[Node]:
+        """Nodes of this role that may get new work. Silence is judged by `tick` alone."""
+        return [node for node in self._nodes.values() if node.record.role == role and node.usable]
+
+    def known(self) -> Iterable[Node]:
+        """Every node, usable or not."""
+        return self._nodes.values()
+
+    def get(self, incarnation: str) -> Node | None:
+        """The node with this incarnation, if it is known."""
+        return self._nodes.get(incarnation)
+
+    def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
+        """Send, and count a request as in flight until `release`.
+
+        An abort that cannot be sent is kept for the next link. Raises: Unavailable for a request that cannot be sent.
+        """
+        node = self._nodes.get(incarnation)
+        if isinstance(message, Abort):
+            self._send_abort(node, message)
+            return
+        if node is None or node.link is None:
+            raise Unavailable("it is not connected")
+        node.in_flight.add(message.key)
+        node.sent += 1
+        node.unreported[message.key] = (node.sent, len(message.token_ids))
+        node.link.send(message)
+
+    def release(self, incarnation: str, key: AttemptKey) -> None:
+        """This leg is over."""
+        node = self._nodes.get(incarnation)
+        if node is not None:
+            node.in_flight.discard(key)
+            node.unreported.pop(key, None)
+
+    # -- links
+
+    def _connect(self, node: Node) -> None:
+        incarnation = node.incarnation
+        node.link = Link(
+            node.record.peer.control_address,
+            lambda message: self._receive(incarnation, message),
+            lambda reason: self._lost(incarnation, reason),
+        )
+        node.linked_s, node.last_pong_s = self._clock(), None
+        node.pings.clear()
+        owed, node.owed_aborts = node.owed_aborts, []
+        for key in owed:
+            self._send_abort(node, Abort(key))
+        self._send_ping(node)
+
+    def _send_ping(self, node: Node) -> None:
+        assert node.link is not None
+        try:
+            node.link.send(self._ping)
+        except Unavailable as error:
+            log.warning("cannot ping %s: %s", node.node_id, error)  # silence will decide
+            return
+        node.pings.append(node.sent)
+
+    def _send_abort(self, node: Node | None, message: Abort) -> None:
+        if node is None:
+            return
+        if node.link is not None:
+            try:
+                node.link.send(message)
+                return
+            except Unavailable as error:
+                log.warning("cannot send an abort to %s: %s", node.node_id, error)
+        if len(node.owed_aborts) < _MAX_OWED_ABORTS:
+            node.owed_aborts.append(message.key)
+
+    def _receive(self, incarnation: str, message: Message) -> None:
+        if isinstance(message, Pong):
+            self._take_pong(incarnation, message)
+        else:
+            self._on_message(incarnation, message)
+
+    def _take_pong(self, incarnation: str, pong: Pong) -> None:
+        node = self._nodes.get(incarnation)
+        if node is None:
+            return
+        if pong.incarnation != incarnation:
+            self._drop_link(node, f"{node.record.peer.control_address} now belongs to another incarnation")
+            return
+        first = node.last_pong_s is None
+        node.last_pong_s = self._clock()
+        node.load = pong.load
+        # The link keeps order: the pong's figures include what was sent before its ping, and nothing later.
+        reported = node.pings.popleft() if node.pings else 0
+        node.unreported = {key: value for key, value in node.unreported.items() if value[0] > reported}
+        if first and node.listed:
+            log.info("%s node %s is usable", node.record.role, node.node_id)
+            self._on_usable()
+
+    def _lost(self, incarnation: str, reason: str) -> None:
+        node = self._nodes.get(incarnation)
+        if node is not None:
+            self._drop_link(node, reason)
+
+    def _drop_link(self, node: Node, reason: str) -> None:
+        """Give the link up; a listed node gets a new one with the next tick."""
+        if node.link is not None:
+            node.link.close()
+            node.link = None
+        node.last_pong_s = None
+        log.warning("lost %s node %s: %s", node.record.role, node.node_id, reason)
+        self._on_lost(node.incarnation, reason)
+
+    def _forget(self, node: Node, reason: str) -> None:
+        self._drop_link(node, reason)
+        self._nodes.pop(node.incarnation, None)

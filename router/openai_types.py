@@ -1,0 +1,301 @@
+"""What clients may ask: the request bodies of the two completion calls, and how they become `SamplingParams`.
+
+Pure. Bodies are bounded and checked here, before any tokenization. A field that OpenAI or vLLM define, that
+would change the answer and that this server cannot honour is refused by name; entirely unknown fields are
+ignored, as clients send all kinds of them. No field of a body reaches the wire without passing here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import from_json
+
+from common.errors import BadRequest
+from common.protocol import SamplingParams
+
+MAX_PROMPTS = 64
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
+_ECHO_CHARS = 200
+"""Of what the client sent, at most so much is repeated in an error message."""
+
+_INT64 = 2**63
+
+
+def _absent(value: Any) -> bool:
+    return value is None or value is False or value == [] or value == {} or value == ""
+
+
+def _only(*harmless: Any) -> Callable[[Any], bool]:
+    return lambda value: value is None or any(value == each and type(value) is not bool for each in harmless)
+
+
+_UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    # field -> whether its value changes nothing
+    "n": _only(1),
+    "best_of": _only(1),
+    "frequency_penalty": _only(0),
+    "presence_penalty": _only(0),
+    "repetition_penalty": _only(1),
+    "length_penalty": _only(1),
+    "response_format": lambda value: value is None or value == {"type": "text"},
+    "tool_choice": _only("none", "auto"),
+    "function_call": _only("none", "auto"),
+    "modalities": lambda value: value is None or value == ["text"],
+    **dict.fromkeys(
+        (
+            "tools",
+            "functions",
+            "logit_bias",
+            "echo",
+            "suffix",
+            "audio",
+            "prediction",
+            "web_search_options",
+            "reasoning_effort",
+            "verbosity",
+            "use_beam_search",
+            "include_stop_str_in_output",
+            "truncate_prompt_tokens",
+            "prompt_logprobs",
+            "allowed_token_ids",
+            "bad_words",
+            "logits_processors",
+            "continue_final_message",
+            "chat_template",
+            "documents",
+            "mm_processor_kwargs",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structural_tag",
+            "prompt_embeds",
+            "kv_transfer_params",
+        ),
+        _absent,
+    ),
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides the answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class CompletionRequestBase(BaseModel):
+    """The fields that both calls share."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: list[str] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = False
+    min_tokens: Annotated[int, Field(ge=0)] | None = 0
+    skip_special_tokens: bool | None = True
+    return_token_ids: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _check_stop(cls, value: Any) -> Any:
+        stops = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):  # pyright: ignore[reportUnknownVariableType]
+            raise ValueError("must be a string or a list of strings")
+        if len(stops) > 4:  # pyright: ignore[reportUnknownArgumentType]
+            raise ValueError("at most 4 stop strings are allowed")
+        if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+            raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
+        return stops  # pyright: ignore[reportUnknownVariableType]
+
+    @model_validator(mode="after")
+    def _check_together(self) -> CompletionRequestBase:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in `SamplingParams.logprobs`."""
+        return None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The client's bound on generated tokens."""
+        return self.max_tokens
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.usage_in_stream and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def sampling(self, *, max_tokens: int, eos_token_ids: frozenset[int]) -> SamplingParams:
+        """The token-level part of the request. A seed is drawn here if the client gave none."""
+        min_tokens = self.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} to generate", param="min_tokens")
+        stop_ids = set(self.stop_token_ids or ()) | (frozenset[int]() if self.ignore_eos else eos_token_ids)
+        seed = secrets.randbits(63) if self.seed is None else self.seed % 2**64
+        return SamplingParams(
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else float(self.temperature),
+            top_p=1.0 if self.top_p is None else float(self.top_p),
+            top_k=max(0, self.top_k or 0),
+            min_p=float(self.min_p or 0.0),
+            min_tokens=min_tokens,
+            stop_token_ids=sorted(stop_ids),
+            logprobs=self.num_logprobs,
+        )
+
+
+class TextPart(BaseModel):
+    """A piece of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+    name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_parts(cls, value: Any) -> Any:
+        if value is None:
+            return ""
+        if not isinstance(value, list):
+            return value
+        texts: list[str] = []
+        for part in value:  # pyright: ignore[reportUnknownVariableType]
+            kind = part.get("type") if isinstance(part, dict) else None  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+            if kind != "text":
+                raise ValueError(f"content parts of type {str(kind)[:40]!r} are not supported; only 'text' is")  # pyright: ignore[reportUnknownArgumentType]
+            texts.append(TextPart.model_validate(part).text)
+        return "\n".join(texts)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tools(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("tool_calls"):  # pyright: ignore[reportUnknownMemberType]
+            raise ValueError("tool_calls are not supported yet")
+        return value  # pyright: ignore[reportUnknownVariableType]
+
+
+class ChatRequest(CompletionRequestBase):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed with logprobs=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(CompletionRequestBase):
+    """Body of `POST /v1/completions`. `prompt` is a list of prompts once validated."""
+
+    prompt: list[str] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = True
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        prompts: Any = [value] if isinstance(value, str) else value
+        if isinstance(prompts, list) and prompts and all(type(item) is int for item in prompts):  # pyright: ignore[reportUnknownVariableType]
+            prompts = [prompts]
+        if not isinstance(prompts, list) or not (
+            all(isinstance(item, str) for item in prompts)  # pyright: ignore[reportUnknownVariableType]
+            or all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompts)  # pyright: ignore[reportUnknownVariableType]
+        ):
+            raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+        if not prompts or not all(prompts):  # pyright: ignore[reportUnknownArgumentType]
+            raise ValueError("must not be empty")
+        if len(prompts) > MAX_PROMPTS:  # pyright: ignore[reportUnknownArgumentType]
+            raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed in one request")
+        return prompts  # pyright: ignore[reportUnknownVariableType]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+RequestT = TypeVar("RequestT", bound=CompletionRequestBase)
+
+
+def shorten(value: object) -> str:
+    """How something that the client sent may appear in an error message."""
+    text = repr(value)
+    return text if len(text) <= _ECHO_CHARS else text[:_ECHO_CHARS] + "..."
+
+
+def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
+    """The request in a body.
+
+    Raises: BadRequest naming the first field that is wrong.
+    """
+    try:
+        body = from_json(data, allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {str(error)[:_ECHO_CHARS]}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    for name, is_harmless in _UNSUPPORTED.items():
+        if name in body and not is_harmless(body[name]):
+            raise BadRequest(
+                f"{name}={shorten(body[name])} is not supported yet", param=name, code="unsupported_parameter"
+            )
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = [str(part) for part in first["loc"]]
+        message = first["msg"].removeprefix("Value error, ")
+        where = ".".join(place) + ": " if place else ""
+        got = "" if first["type"] in ("missing", "value_error") else f" (got {shorten(first['input'])})"
+        raise BadRequest(f"{where}{message}{got}", param=place[0] if place else None) from error

@@ -1,0 +1,149 @@
+"""The router process: puts the parts together and runs them until it is told to stop.
+
+One process, one event loop. `serve` is what `kvrelay router` runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from common.config import RouterConfig
+from common.errors import ConfigError, Unavailable
+from common.membership import Directory
+from common.protocol import NodeRecord
+from router.api import Services, build
+from router.dispatch import Dispatcher, DispatchSettings
+from router.metrics import Metrics
+from router.model import ModelCatalog
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 3.0
+"""For connections to end once every request was told that the router stops."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: whoever runs `serve` cancels it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Router:
+    """All parts of a router, without the HTTP server and Redis. Must be made on the event loop.
+
+    Raises: ConfigError for an unknown policy.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.metrics = Metrics()
+        self.catalog = ModelCatalog(
+            model=config.model, served_model_name=config.served_model_name, chat_template=config.chat_template
+        )
+        settings = DispatchSettings(
+            lease_s=config.lease_s,
+            request_timeout_s=config.request_timeout_s,
+            max_waiting=config.max_waiting,
+            local_prefill_tokens=config.local_prefill_tokens,
+            policy=config.policy,
+            max_attempts=config.max_attempts,
+        )
+        self.dispatcher = Dispatcher(settings, self.metrics)
+        self.metrics.watch_nodes(self.dispatcher.nodes.known)
+        self.metrics.watch_queue(lambda: self.dispatcher.running, lambda: self.dispatcher.waiting)
+
+    def set_nodes(self, records: list[NodeRecord]) -> None:
+        """Take over what membership lists now."""
+        self.dispatcher.set_nodes(self.catalog.accept(records))
+
+    def close(self) -> None:
+        """End all requests, close all links."""
+        self.catalog.close()
+        self.dispatcher.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises: ConfigError when the address cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return sock
+
+
+def http_server(router: Router, config: RouterConfig, directory: Directory | None) -> uvicorn.Server:
+    """The HTTP server over a router; not started."""
+    services = Services(
+        dispatcher=router.dispatcher,
+        catalog=router.catalog,
+        metrics=router.metrics,
+        degraded=lambda: directory is not None and directory.degraded,
+        max_body_bytes=int(config.max_body_mb * 1e6),
+        api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
+    )
+    settings = uvicorn.Config(
+        build(services),
+        http="httptools",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=1024,
+        timeout_graceful_shutdown=int(_GRACE_S),
+    )
+    return _Server(settings)
+
+
+async def serve(config: RouterConfig) -> None:
+    """Serve until cancelled; then tell every open request, and return in order.
+
+    Raises: ConfigError, one sentence, when the configuration cannot work.
+    """
+    sock = bind(config.host, config.port)
+    try:
+        router = Router(config)
+        await router.catalog.load_configured()
+    except BaseException:
+        sock.close()
+        raise
+    directory = Directory(config.redis_url, config.cluster, router.set_nodes, grace_s=config.lease_s)
+    server = http_server(router, config, directory)
+    host, port = sock.getsockname()[:2]
+    log.info("listening on http://%s:%d", host, port)
+    http = asyncio.create_task(server.serve(sockets=[sock]))
+    background = [asyncio.create_task(directory.run()), asyncio.create_task(router.dispatcher.run())]
+    try:
+        # Background tasks run for ever: the first to end is the server, or a bug that must not go unseen.
+        await asyncio.wait([http, *background], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        router.dispatcher.fail_all(Unavailable("the router is shutting down; try again"))
+        server.should_exit = True
+        for task in background:
+            task.cancel()
+        results = await asyncio.gather(http, *background, return_exceptions=True)
+        router.close()
+        sock.close()
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
