@@ -162,7 +162,12 @@ class RedisServer:
             time.sleep(_POLL_S)
         complaint = log_path.read_text("utf-8", "replace").strip().splitlines()
         self._end(signal.SIGKILL)
-        return complaint[-1] if complaint else f"no answer within {START_TIMEOUT_S:.0f} s"
+        # Its lines begin with pid, role and date, up to a mark of the level.
+        return (
+            complaint[-1].partition("# ")[2] or complaint[-1]
+            if complaint
+            else f"no answer within {START_TIMEOUT_S:.0f} s"
+        )
 
     def _is_ours(self) -> bool:
         client = redis.Redis.from_url(self.url, socket_timeout=1, socket_connect_timeout=1)

@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Before anything imports torch: test processes share the cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
-    del os.environ[_name]
-
 import psutil
 import pytest
 
 from common import redis_server as embedded
 from common.redis_server import RedisServer
+
+# Before anything imports torch: test processes share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
+    del os.environ[_name]
 
 _GRACE_S = 5.0
 """Threads, children and sockets that are ending may take so long."""

@@ -1,0 +1,195 @@
+"""`kvrelay up` as a process, with a real Redis and stub services that start in no time (tests/stub_services)."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+TESTS = Path(__file__).parents[1]
+READY = "kvrelay is ready at"
+
+
+class Up:
+    """A running `kvrelay up`."""
+
+    def __init__(self, folder: Path, *args: str, **environ: str) -> None:
+        self.pid_file = folder / "pids.json"
+        path = f"{TESTS / 'stub_services'}:{TESTS.parent}"
+        command = [sys.executable, "-m", "common.cli", "up", "--pid-file", str(self.pid_file), *args]
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": path, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def wait_line(self, text: str, timeout_s: float = 30.0) -> str:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                line = None
+            assert line is not None, f"no line with {text!r} in:\n" + "\n".join(self.lines)
+            if text in line:
+                return line
+
+    def wait_end(self, timeout_s: float = 30.0) -> int:
+        code = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return code
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        return {entry["name"]: entry for entry in json.loads(self.pid_file.read_text())}
+
+    def close(self) -> None:
+        self.process.kill()
+        self.wait_end()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip())
+                self._queue.put(line.rstrip())
+        self._queue.put(None)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    running: list[Up] = []
+
+    def go(*args: str, **environ: str) -> Up:
+        running.append(Up(tmp_path, *args, **environ))
+        return running[-1]
+
+    yield go
+    for up in running:
+        up.close()
+
+
+def all_gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_everything_starts_tells_what_it_is_and_stops_in_order(start, free_port, eventually) -> None:
+    up = start("--port", str(free_port), "--prefill", "1", "--decode", "1", "--api-key", "hush")
+    up.wait_line(READY)
+    up.wait_line(f'curl http://127.0.0.1:{free_port}/v1/chat/completions -H "Authorization: Bearer')
+    up.wait_line('"model": "stub-model"')
+    entries = up.entries()
+    assert [(e["name"], e["role"]) for e in entries.values()] == [
+        ("redis", "redis"),
+        ("router", "router"),
+        ("prefill-0", "prefill"),
+        ("decode-0", "decode"),
+    ]
+    assert entries["router"]["address"] == f"http://127.0.0.1:{free_port}"
+    assert entries["redis"]["address"].startswith("redis://127.0.0.1:")
+    assert entries["decode-0"]["address"].startswith("tcp://127.0.0.1:")
+    assert any(line.startswith("router") and line.endswith("| hello") for line in up.lines)
+    assert not [p for e in entries.values() for p in psutil.Process(e["pid"]).cmdline() if "hush" in p]
+    up.process.send_signal(signal.SIGTERM)
+    assert up.wait_end() == 0
+    said = [line.split()[0] for line in up.lines if line.endswith("| bye")]
+    assert said == ["router", "prefill-0", "decode-0"]
+    eventually(lambda: all_gone([e["pid"] for e in entries.values()]))
+    assert not up.pid_file.exists()
+
+
+def test_ctrl_c_in_a_terminal_stops_in_order_too(start, free_port) -> None:
+    up = start("--port", str(free_port))
+    up.wait_line(READY)
+    os.killpg(up.process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    assert up.wait_end() == 0
+    assert [line.split()[0] for line in up.lines if line.endswith("| bye")] == ["router", "prefill-0", "decode-0"]
+
+
+def test_whatever_is_killed_comes_back_under_its_name_and_the_pid_file_says_so(start, free_port, eventually) -> None:
+    up = start("--port", str(free_port))
+    up.wait_line(READY)
+    for name in ("prefill-0", "decode-0", "router", "redis"):
+        before = up.entries()
+        os.kill(before[name]["pid"], signal.SIGKILL)
+        up.wait_line(f"{name} ended (signal 9); starting it again now")
+        up.wait_line(f"{name} is ready again")
+        eventually(lambda name=name: up.entries()[name]["address"])
+        after = up.entries()
+        assert after[name]["pid"] != before[name]["pid"]
+        others = set(before) - {name}
+        assert {n: after[n]["pid"] for n in others} == {n: before[n]["pid"] for n in others}
+    up.process.send_signal(signal.SIGTERM)
+    assert up.wait_end() == 0
+
+
+def test_child_that_cannot_start_ends_all_with_its_sentence_and_its_code(start, free_port) -> None:
+    up = start("--port", str(free_port), STUB_DECODE="refuse")
+    assert up.wait_end() == 78
+    assert up.lines[-1] == (
+        "kvrelay: decode-0 could not start (exit code 78): the model folder /nowhere does not exist"
+    )
+    assert not [line for line in up.lines if "Traceback" in line]
+    assert not up.pid_file.exists()
+
+
+def test_start_that_takes_too_long_says_what_it_waited_for(start, free_port) -> None:
+    up = start("--port", str(free_port), "--start-timeout-s", "4", STUB_DECODE="hang")
+    assert up.wait_end() == 1
+    assert "still waiting for decode-0" in up.lines[-1]
+
+
+def test_port_in_use_is_told_before_anything_starts(start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        up = start("--port", str(holder.getsockname()[1]))
+        assert up.wait_end() == 78
+    assert len(up.lines) == 1
+    assert "cannot listen on 127.0.0.1:" in up.lines[0]
+
+
+def test_nothing_survives_the_death_of_the_supervisor(start, free_port, eventually) -> None:
+    up = start("--port", str(free_port))
+    up.wait_line(READY)
+    pids = [entry["pid"] for entry in up.entries().values()]
+    up.process.kill()
+    eventually(lambda: all_gone(pids))
+
+
+def test_stubborn_child_is_killed_when_asked_twice(start, free_port) -> None:
+    up = start("--port", str(free_port), STUB_PREFILL="stubborn")
+    up.wait_line(READY)
+    pids = [entry["pid"] for entry in up.entries().values()]
+    up.process.send_signal(signal.SIGTERM)
+    up.wait_line("stopping")
+    up.process.send_signal(signal.SIGTERM)
+    up.wait_line("killing prefill-0", 5)
+    assert up.wait_end(15) == 0
+    assert all_gone(pids)
+
+
+def test_foreign_redis_is_used_and_left_alone(start, free_port, redis_server, cluster) -> None:
+    up = start("--port", str(free_port), "--redis-url", redis_server.url, "--cluster", cluster)
+    up.wait_line(READY)
+    assert "redis" not in up.entries()
+    up.process.send_signal(signal.SIGTERM)
+    assert up.wait_end() == 0
+    assert psutil.pid_exists(redis_server.pid)

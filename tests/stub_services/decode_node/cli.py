@@ -1,0 +1,54 @@
+"""Stands in for a node under `kvrelay up`: registers, and misbehaves as the environment says.
+
+STUB_<ROLE>: `refuse` ends with a ConfigError, `hang` never registers, `stubborn` ignores SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from typing import Any
+
+from common.cli import service_app
+from common.config import DecodeConfig, NodeConfig
+from common.config_sources import Resolved
+from common.errors import ConfigError
+from common.kv.layout import KVLayout
+from common.membership import Registrar
+from common.process import run_service
+from common.protocol import ModelInfo, NodeRecord, PeerRef
+
+
+async def _serve(config: NodeConfig, role: Any) -> None:
+    assert config.node_id is not None
+    manner = os.environ.get(f"STUB_{role.upper()}", "")
+    if manner == "refuse":
+        raise ConfigError("the model folder /nowhere does not exist")
+    if manner == "hang":
+        await asyncio.Event().wait()
+    if manner == "stubborn":
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    peer = PeerRef(config.node_id, secrets.token_hex(8), f"tcp://127.0.0.1:{os.getpid() % 60000}", [])
+    layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+    record = NodeRecord(role, peer, ModelInfo("stub-model", "/m", 100, 64), layout, 10, time.time())
+    registrar = Registrar(config.redis_url, config.cluster, record, lease_s=config.lease_s)
+    try:
+        await registrar.run()
+    finally:
+        await registrar.deregister()
+        print("bye", flush=True)
+
+
+def node_app(cls: type[Any], role: str) -> Any:
+    def run(resolved: Resolved[Any]) -> None:
+        run_service(lambda: _serve(resolved.config, role))
+
+    return service_app(cls, help="A stub.", run=run)
+
+
+app = node_app(DecodeConfig, "decode")

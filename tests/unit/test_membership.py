@@ -1,0 +1,257 @@
+"""Registration and discovery over a real Redis, through its outages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import redis
+
+from common.errors import ConfigError
+from common.kv.layout import KVLayout
+from common.membership import Directory, Registrar, check_redis
+from common.protocol import ModelInfo, NodeRecord, PeerRef
+from common.redis_server import RedisServer
+
+LEASE_S = 0.6
+
+
+def a_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
+    peer = PeerRef(node_id, secrets.token_hex(4), "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
+    layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+    return NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, started_at)
+
+
+class View:
+    """A running `Directory` and all that it ever reported."""
+
+    def __init__(self, redis_url: str, cluster: str) -> None:
+        self.changes: list[list[NodeRecord]] = []
+        self.directory = Directory(redis_url, cluster, self.changes.append, poll_s=0.02, grace_s=3 * LEASE_S)
+
+    @property
+    def ids(self) -> list[str]:
+        return [record.peer.node_id for record in self.directory.records]
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 8.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def watching(redis_url: str, cluster: str) -> AsyncIterator[View]:
+    view = View(redis_url, cluster)
+    task = asyncio.create_task(view.directory.run())
+    try:
+        yield view
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def registered(redis_url: str, cluster: str, record: NodeRecord) -> AsyncIterator[asyncio.Task[None]]:
+    registrar = Registrar(redis_url, cluster, record, lease_s=LEASE_S)
+    task = asyncio.create_task(registrar.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await registrar.deregister()
+
+
+def test_node_is_seen_while_registered_and_gone_once_it_deregisters(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        record = a_record("d0")
+        async with watching(redis_server.url, cluster) as view:
+            async with registered(redis_server.url, cluster, record):
+                await view.until(lambda: view.directory.records == [record])
+                await asyncio.sleep(3 * LEASE_S)  # long enough that a lease not renewed would have run out
+                assert view.changes == [[record]]
+            gone_s = time.monotonic()
+            await view.until(lambda: view.directory.records == [])
+            assert time.monotonic() - gone_s < LEASE_S / 2
+
+    asyncio.run(main())
+
+
+def test_node_that_dies_without_a_word_is_gone_after_its_lease(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        async with (
+            watching(redis_server.url, cluster) as view,
+            registered(redis_server.url, cluster, a_record("d0")) as t,
+        ):
+            await view.until(lambda: view.ids == ["d0"])
+            t.cancel()
+            await view.until(lambda: view.ids == [], timeout_s=3 * LEASE_S)
+
+    asyncio.run(main())
+
+
+def test_clusters_do_not_see_each_other(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        here, there = cluster, cluster + "-b"
+        async with (
+            watching(redis_server.url, there) as view,
+            registered(redis_server.url, here, a_record("d0")),
+            registered(redis_server.url, there, a_record("d1")),
+        ):
+            await view.until(lambda: view.ids == ["d1"])
+            assert view.changes == [view.directory.records]
+
+    asyncio.run(main())
+
+
+def test_newer_incarnation_takes_the_id_over_and_the_older_one_ends(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        old, new = a_record("d0", started_at=1.0), a_record("d0", started_at=2.0)
+        async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, old) as old_task:
+            await view.until(lambda: view.directory.records == [old])
+            async with registered(redis_server.url, cluster, new):
+                await view.until(lambda: view.directory.records == [new])
+                with pytest.raises(ConfigError, match="'d0' was taken by a node that started later"):
+                    await asyncio.wait_for(old_task, 5)
+                await asyncio.sleep(2 * LEASE_S)
+                assert view.changes == [[old], [new]]
+
+    asyncio.run(main())
+
+
+def test_older_incarnation_that_deregisters_late_does_not_take_the_newer_away(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    async def main() -> None:
+        old, new = a_record("d0", started_at=1.0), a_record("d0", started_at=2.0)
+        async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, new):
+            await view.until(lambda: view.directory.records == [new])
+            await Registrar(redis_server.url, cluster, old, lease_s=LEASE_S).deregister()
+            await asyncio.sleep(0.2)
+            assert view.directory.records == [new]
+
+    asyncio.run(main())
+
+
+def test_of_two_with_the_same_start_exactly_one_stays(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        first, second = a_record("d0"), a_record("d0")
+        async with (
+            registered(redis_server.url, cluster, first) as a,
+            registered(redis_server.url, cluster, second) as b,
+        ):
+            done, _ = await asyncio.wait([a, b], timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(2 * LEASE_S)
+            assert len([task for task in (a, b) if task.done()]) == len(done) == 1
+
+    asyncio.run(main())
+
+
+def test_view_survives_a_crash_of_redis_and_the_nodes_register_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "common.membership")
+
+    async def main() -> None:
+        with RedisServer() as server:
+            async with watching(server.url, "c") as view, registered(server.url, "c", a_record("d0")):
+                await view.until(lambda: view.ids == ["d0"])
+                await asyncio.to_thread(server.kill)
+                await view.until(lambda: view.directory.degraded)
+                await asyncio.sleep(2 * LEASE_S)
+                assert view.ids == ["d0"]
+                await asyncio.to_thread(server.restart)
+                await view.until(lambda: not view.directory.degraded)
+                with redis.Redis.from_url(server.url) as client:
+                    await view.until(lambda: client.exists("kvrelay:c:node:d0") == 1)
+                await asyncio.sleep(4 * LEASE_S)
+                assert len(view.changes) == 1
+
+    asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records]
+    for beginning in ("Redis is away (", "Redis is back"):
+        assert len([line for line in lines if line.startswith(beginning)]) == 2, lines  # one of each end
+
+
+def test_node_that_died_during_the_outage_is_dropped_after_the_grace(cluster: str) -> None:
+    async def main() -> None:
+        with RedisServer() as server:
+            async with watching(server.url, cluster) as view, registered(server.url, cluster, a_record("d0")):
+                async with registered(server.url, cluster, a_record("d1")) as dying:
+                    await view.until(lambda: view.ids == ["d0", "d1"])
+                    await asyncio.to_thread(server.kill)
+                    dying.cancel()
+                    await asyncio.to_thread(server.restart)
+                    await view.until(lambda: view.ids == ["d0"])
+                assert len(view.changes) <= 3
+
+    asyncio.run(main())
+
+
+def test_flushed_redis_makes_no_node_vanish(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        records = [a_record(f"d{i}") for i in range(3)]
+        async with AsyncExitStack() as stack:
+            view = await stack.enter_async_context(watching(redis_server.url, cluster))
+            for record in records:
+                await stack.enter_async_context(registered(redis_server.url, cluster, record))
+            await view.until(lambda: view.directory.records == records)
+            seen = len(view.changes)
+            with redis.Redis.from_url(redis_server.url) as client:
+                client.delete(*client.keys(f"kvrelay:{cluster}:*"))
+            await asyncio.sleep(5 * LEASE_S)
+            assert view.directory.records == records
+            assert len(view.changes) == seen
+
+    asyncio.run(main())
+
+
+def test_malformed_record_is_skipped_loudly_and_once(
+    redis_server: RedisServer, cluster: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.zadd(f"kvrelay:{cluster}:nodes", {"bad": 1, b"\xff": 2})
+            client.set(f"kvrelay:{cluster}:node:bad", b"\x00garbage")
+        async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, a_record("d0")):
+            await view.until(lambda: view.ids == ["d0"])
+            await asyncio.sleep(0.3)
+            assert view.ids == ["d0"]
+
+    asyncio.run(main())
+    assert len([r for r in caplog.records if "ignoring node 'bad'" in r.getMessage()]) == 1
+
+
+def test_node_started_before_redis_registers_once_it_is_there(free_port: int) -> None:
+    async def main() -> None:
+        url = f"redis://127.0.0.1:{free_port}/0"
+        async with registered(url, "c", a_record("d0")), watching(url, "c") as view:
+            await view.until(lambda: view.directory.degraded)
+            with RedisServer(port=free_port):
+                await view.until(lambda: view.ids == ["d0"])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "redis://nowhere.invalid:6379/0", "unix:///nowhere.sock"])
+def test_unreachable_redis_is_one_sentence_soon(url: str) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(ConfigError, match="cannot reach Redis at") as caught:
+        asyncio.run(check_redis(url))
+    assert time.monotonic() - started_s < 6
+    assert "\n" not in str(caught.value)
+
+
+def test_redis_that_accepts_and_says_nothing_is_told_soon() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="cannot reach Redis"):
+        asyncio.run(asyncio.wait_for(check_redis(f"redis://127.0.0.1:{silent.getsockname()[1]}/0"), 6))
+
+
+def test_password_is_never_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(check_redis("redis://user:secret@127.0.0.1:1/0"))
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,130 @@
+"""What `kvrelay up` decides to run and to restart."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from common.config_sources import Resolved, resolve
+from common.supervisor.plan import ChildSpec, plan_children
+from common.supervisor.restarts import GiveUp, RestartAfter, RestartPolicy
+
+CLASSES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+
+
+def plan(up: Resolved[UpConfig], *, own_redis: bool = True) -> list[ChildSpec]:
+    return plan_children(
+        up.config,
+        up.sources,
+        redis_url="redis://:pw@127.0.0.1:7/0",
+        port=9000,
+        own_redis=("redis-server",) if own_redis else None,
+        host_name="box",
+    )
+
+
+def resolved(*, environ: dict[str, str] | None = None, file: str | None = None, **flags: str) -> Resolved[UpConfig]:
+    return resolve(UpConfig, flags=flags, environ=environ or {}, file=file)
+
+
+def as_the_child_sees_it(spec: ChildSpec, file: str | None = None):
+    arguments = list(spec.argv[spec.argv.index("common.cli") + 2 :])
+    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    return resolve(CLASSES[spec.role], flags=flags, environ=dict(spec.environ), file=file).config
+
+
+def test_default_is_one_of_each_with_redis_first() -> None:
+    assert [spec.name for spec in plan(resolved())] == ["redis", "router", "prefill-0", "decode-0"]
+
+
+def test_foreign_redis_is_not_run_and_node_ids_then_differ_between_machines() -> None:
+    specs = plan(resolved(redis_url="redis://there"), own_redis=False)
+    assert [spec.name for spec in specs] == ["router", "prefill-0", "decode-0"]
+    assert specs[1].node_id == "prefill-0-box-9000"
+
+
+def test_options_reach_the_services_that_have_them() -> None:
+    up = resolved(prefill="2", decode="2", max_waiting="7", dtype="bfloat16", served_model_name="m", model="/m")
+    specs = {spec.name: as_the_child_sees_it(spec) for spec in plan(up) if spec.role != "redis"}
+    assert list(specs) == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
+    assert specs["router"].max_waiting == 7
+    assert specs["router"].port == 9000
+    assert {c.served_model_name for c in specs.values()} == {"m"}
+    assert {c.redis_url for c in specs.values()} == {"redis://:pw@127.0.0.1:7/0"}
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        node = specs[name]
+        assert (node.node_id, node.dtype, node.model, node.port) == (name, "bfloat16", "/m", 0)
+
+
+def test_secrets_are_not_on_any_command_line() -> None:
+    specs = plan(resolved(api_key="hush"))
+    assert not [spec for spec in specs if "hush" in " ".join(spec.argv) or ":pw@" in " ".join(spec.argv)]
+    assert as_the_child_sees_it(specs[1]).api_key == "hush"
+
+
+def test_a_services_own_table_beats_the_top_level_but_not_a_flag_of_up(tmp_path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text("max_num_seqs = 1\nseed = 1\n[decode]\nmax_num_seqs = 2\nseed = 2\n")
+    decode = plan(resolved(file=str(path), seed="3"))[-1]
+    config = as_the_child_sees_it(decode, file=str(path))
+    assert (config.max_num_seqs, config.seed) == (2, 3)
+
+
+def test_port_in_the_environment_is_ups_and_not_the_nodes() -> None:
+    environ = {"KVRELAY_PORT": "9000", "KVRELAY_HOST": "0.0.0.0"}
+    for spec in plan(resolved(environ=environ))[2:]:
+        config = as_the_child_sees_it(ChildSpec(spec.name, spec.role, spec.argv, {**environ, **spec.environ}))
+        assert (config.port, config.host) == (0, "127.0.0.1")
+
+
+def test_favor_lets_the_other_side_stand_back() -> None:
+    def niceness(favor: str) -> list[int]:
+        return [as_the_child_sees_it(spec).nice for spec in plan(resolved(favor=favor))[2:]]
+
+    assert niceness("balanced") == [0, 0]
+    assert niceness("itl") == [10, 0]
+    assert niceness("ttft") == [0, 10]
+
+
+def test_child_that_was_never_ready_ends_everything_with_its_code() -> None:
+    assert RestartPolicy().died(1.0, 78) == GiveUp(78)
+    assert RestartPolicy().died(1.0, -9) == GiveUp(137)
+    assert RestartPolicy().died(1.0, 0) == GiveUp(1)
+
+
+def test_child_that_worked_comes_back_at_once() -> None:
+    policy = RestartPolicy()
+    policy.ready(0.0)
+    assert policy.died(1.0, -9) == RestartAfter(0.0)
+
+
+def test_crash_loop_slows_down_to_a_bound_and_never_gives_up() -> None:
+    policy = RestartPolicy()
+    policy.ready(0.0)
+    delays = [decision.delay_s for _ in range(100) if isinstance(decision := policy.died(1.0, 1), RestartAfter)]
+    assert delays[:5] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert delays == sorted(delays)
+    assert (len(delays), delays[-1]) == (100, 30.0)
+
+
+def test_steady_time_forgives_earlier_deaths() -> None:
+    policy = RestartPolicy()
+    for now_s in (0.0, 1.0, 2.0, 3.0):
+        policy.ready(now_s)
+        policy.died(now_s + 0.5, 1)
+    policy.ready(10.0)
+    assert policy.died(25.0, 1) == RestartAfter(0.0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=30))
+def test_once_ready_every_death_leads_to_a_bounded_restart(events: list[tuple[bool, float]]) -> None:
+    policy, now_s = RestartPolicy(), 0.0
+    policy.ready(now_s)
+    for becomes_ready, wait_s in events:
+        now_s += wait_s
+        if becomes_ready:
+            policy.ready(now_s)
+        decision = policy.died(now_s, 1)
+        assert isinstance(decision, RestartAfter)
+        assert 0 <= decision.delay_s <= 30
