@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from router.detokenizer import REPLACEMENT, Detokenizer, TokenPieces
 
-CORPUS = ["the capital of France is Paris, naïve café", "你好，世界 中文 ", "emoji 🎉👩‍👩‍👧 end", "  two  spaces\n\n"]
+CORPUS = ["the capital of France is Paris, naïve café", "你好 世界 中文 ", "emoji 🎉👩‍👩‍👧 end", "  two  spaces\n\n"]
 
 
 def make_byte_level() -> Tokenizer:
@@ -96,25 +96,12 @@ def test_byte_run_that_turns_invalid_keeps_the_characters_already_sent() -> None
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, FALLBACK[True]])
 def test_character_split_over_tokens_comes_whole_with_its_last_byte(tokenizer: Tokenizer) -> None:
     if tokenizer is BYTE_LEVEL:
-        table = {value: key for key, value in _char_of_byte().items()}
-        ids = [tokenizer.token_to_id(table[byte]) for byte in "🎈".encode()]
+        chars = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("🎈")[0][0]
+        ids = [tokenizer.token_to_id(char) for char in chars]
     else:
         ids = byte_ids(tokenizer, "🎈".encode())
     assert deltas(tokenizer, ids) == ["", "", "", "🎈", ""]
     assert "".join(deltas(tokenizer, ids[:3])) == tokenizer.decode(ids[:3])
-
-
-def _char_of_byte() -> dict[str, int]:
-    chars = BYTE_LEVEL.get_vocab()
-    return {char: BYTE_LEVEL_BYTES[char] for char in BYTE_LEVEL_BYTES if char in chars}
-
-
-BYTE_LEVEL_BYTES = {
-    pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(chr(byte))[0][0]: byte
-    for byte in range(0x21, 0x7F)
-} | {chr(256 + index): byte for index, byte in enumerate([*range(0x21), *range(0x7F, 0xA1), 0xAD])} | {
-    chr(byte): byte for byte in [*range(0xA1, 0xAD), *range(0xAE, 0x100)]
-}
 
 
 @pytest.mark.parametrize(
