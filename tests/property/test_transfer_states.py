@@ -1,0 +1,309 @@
+"""The state machines of both ends under random orders of everything, against a model of who may touch what.
+
+The wire between them loses nothing but delays and reorders; copies are open-ended (a batch stays in hand, a
+claim stays in hand), so every abort meets them in every phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.errors import CorruptSlice, TransferError
+from common.hashing import HASH_BYTES
+from common.kv.layout import KVLayout
+from common.protocol import AttemptKey, Grant, PeerRef
+from kvtransfer.base import (
+    DestinationReleased,
+    IncomingTransfer,
+    OutgoingTransfer,
+    Received,
+    ReceiveFailed,
+    SourceReleased,
+)
+from kvtransfer.ends import ReceivingEnd, SendingEnd
+from kvtransfer.state import Batch, Claim
+from kvtransfer.wire import SliceHeader
+
+NUM_BLOCKS = 64
+LAYOUTS = [
+    KVLayout("m", 3, 2, 4, "float32", block_size=2, tp_size=tp, pp_layers=pp)
+    for tp, pp in [(1, ()), (2, ()), (4, ()), (1, (2, 1)), (2, (1, 2))]
+]
+Cell = tuple[int, int, int]
+
+
+class Relay(RuleBasedStateMachine):
+    """Several attempts of two requests, from every source rank to every destination rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.attempts: dict[AttemptKey, dict[str, Any]] = {}
+        self.batches: list[tuple[int, Batch]] = []
+        self.wire: list[tuple[SliceHeader, int]] = []
+        self.delivered: list[tuple[SliceHeader, int]] = []
+        self.claims: list[tuple[int, Claim]] = []
+        self.opened: dict[tuple[str, int, AttemptKey], int] = {}
+        self.released: dict[tuple[str, int, AttemptKey], int] = {}
+        self.received: set[tuple[int, AttemptKey]] = set()
+        self.failed: set[tuple[int, AttemptKey]] = set()
+        self.offered: dict[tuple[int, int, AttemptKey], set[Cell]] = {}
+        self.placed: dict[tuple[int, AttemptKey], set[Cell]] = {}
+
+    @initialize(src=st.sampled_from(LAYOUTS), dst=st.sampled_from(LAYOUTS))
+    def nodes(self, src: KVLayout, dst: KVLayout) -> None:
+        self.src, self.dst = src, dst
+        self.senders = [SendingEnd(src, r, NUM_BLOCKS) for r in range(src.world_size)]
+        self.receivers = [ReceivingEnd(dst, r, NUM_BLOCKS, "d1") for r in range(dst.world_size)]
+
+    # ---------------------------------------------------------------- what the nodes do
+
+    @rule(request=st.sampled_from("ab"), blocks=st.integers(1, 4), held=st.integers(0, 4), timeout=st.integers(5, 60))
+    def begin(self, request: str, blocks: int, held: int, timeout: int) -> None:
+        attempt = 1 + sum(k.request_id == request for k in self.attempts)
+        key = AttemptKey(request, attempt)
+        hashes = [bytes([ord(request), attempt, i]).ljust(HASH_BYTES) for i in range(blocks)]
+        ids = list(range(blocks))
+        held = min(held, blocks)
+        final = [[0] * (s.layer_hi - s.layer_lo) for s in self.src.shards()]
+        self.attempts[key] = {"blocks": blocks, "held": held, "hashes": hashes, "final": final, "granted": False}
+        src = PeerRef("p", "s1", "", [])
+        for r, receiver in enumerate(self.receivers):
+            receiver.open(IncomingTransfer(key, src, self.src, ids, hashes, held, float(timeout)), self.now)
+            self.opened["d", r, key] = 1
+        for r, sender in enumerate(self.senders):
+            sender.open(OutgoingTransfer(key, "s1", ids, hashes, blocks * 2, float(timeout)), self.now)
+            self.opened["s", r, key] = 1
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data())
+    def grant(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(list(self.attempts)))
+        a = self.attempts[key]
+        a["granted"] = True
+        dst = PeerRef("d", "d1", "", [f"tcp://{r}" for r in range(self.dst.world_size)])
+        for sender in self.senders:
+            sender.grant(Grant(key, dst, self.dst, a["held"], list(range(a["blocks"]))))
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), everything=st.booleans())
+    def compute(self, data: st.DataObject, everything: bool) -> None:
+        key = data.draw(st.sampled_from(list(self.attempts)))
+        a = self.attempts[key]
+        upto = a["blocks"] if everything else data.draw(st.integers(0, a["blocks"]))
+        for rank, final in enumerate(a["final"]):
+            layers = range(len(final)) if everything else [data.draw(st.integers(0, len(final) - 1))]
+            for layer in layers:
+                if upto >= final[layer]:
+                    final[layer] = upto
+                    self.senders[rank].blocks_final(key, layer, upto)
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), source=st.booleans())
+    def abort(self, data: st.DataObject, source: bool) -> None:
+        key = data.draw(st.sampled_from(list(self.attempts)))
+        if source:
+            data.draw(st.sampled_from(self.senders)).fail(key, TransferError("aborted"))
+        else:
+            data.draw(st.sampled_from(self.receivers)).abort(key)
+
+    @rule(seconds=st.integers(0, 10))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+        for end in [*self.senders, *self.receivers]:
+            end.expire(self.now)
+
+    # ---------------------------------------------------------------- what the transports do
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), units=st.integers(1, 9), minimum=st.sampled_from([1, 1, 10**9]))
+    def read(self, data: st.DataObject, units: int, minimum: int) -> None:
+        key = data.draw(st.sampled_from(list(self.attempts)))
+        src_rank = data.draw(st.integers(0, self.src.world_size - 1))
+        shard = self.src.shards()[src_rank]
+        unit_bytes = (shard.head_hi - shard.head_lo) * self.src.slice_bytes_per_block
+        for dst_rank in range(self.dst.world_size):
+            batch = self.senders[src_rank].take(key, dst_rank, max_bytes=units * unit_bytes, min_bytes=minimum)
+            if batch is not None:
+                assert batch.size_bytes <= units * unit_bytes
+                self.check_offer(src_rank, batch)
+                self.batches.append((src_rank, batch))
+
+    def check_offer(self, src_rank: int, batch: Batch) -> None:
+        a, shard = self.attempts[batch.key], self.src.shards()[src_rank]
+        assert a["granted"]
+        cells = [cell for s in batch.slices for cell in cells_of(s)]
+        assert batch.size_bytes == len(cells) * self.src.slice_bytes_per_block
+        before = self.offered.setdefault((src_rank, batch.dst_rank, batch.key), set())
+        assert len(set(cells)) == len(cells)
+        assert not before & set(cells), "offered twice"
+        before |= set(cells)
+        for layer, _, block in cells:
+            assert a["held"] <= block < a["final"][src_rank][layer - shard.layer_lo], "held or not final"
+
+    @precondition(lambda self: self.batches)
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        src_rank, batch = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
+        header = self.senders[src_rank].state_of(batch).header(batch, "d1", 0)
+        self.senders[src_rank].handed(batch)
+        self.wire.append((header, batch.size_bytes))
+
+    @precondition(lambda self: self.wire)
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        header, size = self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
+        receiver = self.receivers[header.dst_rank]
+        try:
+            claim = receiver.accept(header, size)
+        except CorruptSlice as error:
+            raise AssertionError(f"a good message was called corrupt: {error}") from error
+        except TransferError:
+            for sender in self.senders:
+                sender.fail(header.key, TransferError("refused"))
+            return
+        self.delivered.append((header, size))
+        self.claims.append((header.dst_rank, claim))
+
+    @precondition(lambda self: self.delivered)
+    @rule(data=st.data(), how=st.sampled_from(["again", "attempt", "source", "destination", "rank", "hash", "size"]))
+    def deliver_wrongly(self, data: st.DataObject, how: str) -> None:
+        """A duplicate, a stale or a corrupt message never makes progress."""
+        header, size = data.draw(st.sampled_from(self.delivered))
+        live = self.is_live(header.dst_rank, header.key)
+        changed = {
+            "again": lambda: header,
+            "attempt": lambda: dataclasses.replace(header, key=AttemptKey(header.key.request_id, 99)),
+            "source": lambda: dataclasses.replace(header, src_incarnation="s0"),
+            "destination": lambda: dataclasses.replace(header, dst_incarnation="d0"),
+            "rank": lambda: dataclasses.replace(header, dst_rank=99),
+            "hash": lambda: dataclasses.replace(header, block_hashes=bytes(len(header.block_hashes))),
+            "size": lambda: header,
+        }[how]()
+        try:
+            self.receivers[header.dst_rank].accept(changed, size - 1 if how == "size" else size)
+        except CorruptSlice:
+            assert live
+            assert how in ("again", "hash", "size")
+            self.failed.add((header.dst_rank, header.key))
+        except TransferError:
+            assert not live or how in ("attempt", "source", "destination", "rank")
+        else:
+            raise AssertionError(f"{how} was accepted")
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        rank, claim = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
+        assert ("d", rank, claim.key) not in self.released, "written after the release"
+        cells = [cell for s in claim.slices for cell in cells_of(s)]
+        done = self.placed.setdefault((rank, claim.key), set())
+        assert not done & set(cells), "written twice"
+        done |= set(cells)
+        self.receivers[rank].placed(claim)
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        """Let one attempt run to its end, unless something stopped it before."""
+        key = data.draw(st.sampled_from(list(self.attempts)))
+        a = self.attempts[key]
+        for rank, final in enumerate(a["final"]):
+            for layer in range(len(final)):
+                final[layer] = a["blocks"]
+                self.senders[rank].blocks_final(key, layer, a["blocks"])
+        a["granted"] = True
+        dst = PeerRef("d", "d1", "", [f"tcp://{r}" for r in range(self.dst.world_size)])
+        for src_rank, sender in enumerate(self.senders):
+            sender.grant(Grant(key, dst, self.dst, a["held"], list(range(a["blocks"]))))
+            for dst_rank in range(self.dst.world_size):
+                while batch := sender.take(key, dst_rank, max_bytes=2**20):
+                    self.check_offer(src_rank, batch)
+                    self.batches.append((src_rank, batch))
+        while self.batches:
+            self.send(data)
+        while self.wire:
+            self.deliver(data)
+        while self.claims:
+            self.write(data)
+
+    # ---------------------------------------------------------------- what must always hold
+
+    def is_live(self, rank: int, key: AttemptKey) -> bool:
+        return key in self.receivers[rank]._live
+
+    @invariant()
+    def events_are_legal(self) -> None:
+        for rank, sender in enumerate(getattr(self, "senders", [])):
+            for event in sender.take_events():
+                self.on_source_released(rank, event)
+        for rank, receiver in enumerate(getattr(self, "receivers", [])):
+            for event in receiver.take_events():
+                if isinstance(event, DestinationReleased):
+                    self.release("d", rank, event.key)
+                    assert all((rank, event.key) != (r, c.key) for r, c in self.claims), "released under a write"
+                elif isinstance(event, Received):
+                    assert (rank, event.key) not in self.failed
+                    assert self.placed.get((rank, event.key), set()) == self.wanted(rank, event.key)
+                    self.received.add((rank, event.key))
+                elif isinstance(event, ReceiveFailed):
+                    assert (rank, event.key) not in self.received
+                    self.failed.add((rank, event.key))
+
+    def on_source_released(self, rank: int, event: SourceReleased) -> None:
+        self.release("s", rank, event.key)
+        assert all((rank, event.key) != (r, b.key) for r, b in self.batches), "released under a read"
+        if event.error is None:
+            cells = sum(len(c) for (r, _, k), c in self.offered.items() if (r, k) == (rank, event.key))
+            assert event.bytes_sent == cells * self.src.slice_bytes_per_block
+
+    def release(self, side: str, rank: int, key: AttemptKey) -> None:
+        assert (side, rank, key) not in self.released, "released twice"
+        assert (side, rank, key) in self.opened
+        self.released[side, rank, key] = 1
+
+    def wanted(self, rank: int, key: AttemptKey) -> set[Cell]:
+        shard, a = self.dst.shards()[rank], self.attempts[key]
+        return {
+            (layer, head, block)
+            for layer in range(shard.layer_lo, shard.layer_hi)
+            for head in range(shard.head_lo, shard.head_hi)
+            for block in range(a["held"], a["blocks"])
+        }
+
+    def teardown(self) -> None:
+        """Left alone, everything ends: copies finish, the rest is aborted, each open has its release."""
+        if not hasattr(self, "senders"):
+            return
+        for rank, batch in self.batches:
+            self.senders[rank].handed(batch)
+        for rank, claim in self.claims:
+            self.receivers[rank].placed(claim)
+        self.batches, self.claims = [], []
+        for sender in self.senders:
+            sender.fail_all(TransferError("closed"))
+        for receiver in self.receivers:
+            receiver.abort_all()
+        self.placed = {}
+        for side, rank, key in self.opened:
+            end = self.senders[rank] if side == "s" else self.receivers[rank]
+            events = [e for e in end._events if e.key == key and isinstance(e, (SourceReleased, DestinationReleased))]
+            assert len(events) + self.released.get((side, rank, key), 0) == 1, (side, rank, key)
+
+
+def cells_of(s: Any) -> list[Cell]:
+    return [
+        (layer, head, block)
+        for layer in range(s.layer_lo, s.layer_hi)
+        for head in range(s.head_lo, s.head_hi)
+        for block in range(s.block_lo, s.block_hi)
+    ]
+
+
+TestRelay = Relay.TestCase
+TestRelay.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
