@@ -83,6 +83,17 @@ async def _ping(client: redis.asyncio.Redis) -> None:
     await answer
 
 
+def _honour_cancellation() -> None:
+    """End a loop whose cancellation was swallowed below.
+
+    The Redis client waits with `asyncio.wait_for`, which before Python 3.12 may lose a cancellation that comes
+    in the very moment in which the wait is over.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 def _short(error: BaseException) -> str:
     cause = error.__cause__ or error.__context__
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
@@ -131,6 +142,7 @@ class Registrar:
             else:
                 self._note(reachable=True)
                 self.registered.set()
+            _honour_cancellation()
             await asyncio.sleep(self._lease_s / 3)
 
     async def deregister(self) -> None:
@@ -246,6 +258,7 @@ class Directory:
                     self._lost(_short(error))
                 else:
                     self._update(epoch, answer)
+                _honour_cancellation()
                 await asyncio.sleep(self._poll_s)
         finally:
             await self._client.aclose()

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 import redis
@@ -255,3 +255,30 @@ def test_password_is_never_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         asyncio.run(check_redis("redis://user:secret@127.0.0.1:1/0"))
     assert "secret" not in str(caught.value)
+
+
+def test_cancellation_that_the_client_swallows_still_ends_the_loops(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def swallow(self: object) -> tuple[None, dict[str, bytes]]:
+        # What asyncio.wait_for of Python 3.11 does when its wait is over in the moment of the cancellation.
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return None, {}
+
+    monkeypatch.setattr(Directory, "_fetch", swallow)
+    monkeypatch.setattr(Registrar, "_renew", swallow)
+
+    async def main() -> None:
+        loops = [
+            Directory(redis_server.url, cluster, lambda records: None).run(),
+            Registrar(redis_server.url, cluster, a_record("d0"), lease_s=LEASE_S).run(),
+        ]
+        for loop in loops:
+            task = asyncio.create_task(loop)
+            await asyncio.sleep(0)
+            task.cancel()
+            _, pending = await asyncio.wait([task], timeout=5)
+            assert not pending
+
+    asyncio.run(main())
