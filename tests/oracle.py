@@ -85,7 +85,7 @@ TINY: dict[str, Tiny] = {
 }
 
 
-def make_tiny(name: str, folder: Path, seed: int = 0) -> Path:
+def make_tiny(name: str, folder: Path, seed: int = 1) -> Path:
     """Write the model `name` to `folder`: config, weights (sharded where `TINY` says so), tokenizer. Returns `folder`."""
     tiny = TINY[name]
     model = AutoModelForCausalLM.from_config(tiny.config, dtype=torch.float32)

@@ -1,0 +1,158 @@
+"""The runner against `transformers`: every family, chunk size, prompt length and mix of sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import TINY, agreed, first_difference, greedy, make_tiny
+
+from common.attention.base import AttentionShape
+from common.attention.cpu import CpuAttention
+from common.engine.runner import ModelRunner
+from common.engine.step import SampleSpec, StepInput
+from common.errors import EngineError
+from common.kv.layout import KVLayout, blocks_for
+from common.kv.storage import KVStorage
+from common.model.config import load_model_config
+from common.model.loader import load_model
+from common.protocol import SamplingParams
+
+BLOCK = 16
+NUM_BLOCKS = 400
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: make_tiny(name, root / name) for name in TINY}
+
+
+def make_runner(path: Path, dtype: str = "float32") -> ModelRunner:
+    config = load_model_config(path)
+    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
+    # What a reused block may hold must never reach a result.
+    storage.data.fill_(1e4)
+    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, BLOCK)
+    model = load_model(path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True)
+    return ModelRunner(model, storage, CpuAttention(storage, shape))
+
+
+@dataclass
+class Sequence:
+    """One request as a scheduler would see it."""
+
+    tokens: list[int]
+    blocks: list[int]
+    want: int = NUM_TOKENS
+    computed: int = 0
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+def drive(runner: ModelRunner, prompts: list[list[int]], chunk: int, want: int = NUM_TOKENS) -> list[Sequence]:
+    """All prompts together, at most `chunk` prompt tokens of each per step, greedy, in scattered blocks."""
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(len(prompts))).tolist()
+    sequences = [Sequence(list(p), [free.pop() for _ in range(blocks_for(len(p) + want) + 1)], want) for p in prompts]
+    while running := [s for s in sequences if len(s.generated) < s.want]:
+        lens = [min(chunk, len(s.tokens) - s.computed) for s in running]
+        samples = [
+            SampleSpec(i, SamplingParams(0, want, temperature=0.0, logprobs=2), len(s.tokens), len(s.generated))
+            for i, (s, n) in enumerate(zip(running, lens, strict=True))
+            if s.computed + n == len(s.tokens)
+        ]
+        places = [(s, p) for s, n in zip(running, lens, strict=True) for p in range(s.computed, s.computed + n)]
+        output = runner.execute(
+            StepInput(
+                step_id=1,
+                token_ids=[s.tokens[p] for s, p in places],
+                positions=[p for _, p in places],
+                slot_mapping=[s.blocks[p // BLOCK] * BLOCK + p % BLOCK for s, p in places],
+                query_lens=lens,
+                context_lens=[s.computed + n for s, n in zip(running, lens, strict=True)],
+                block_tables=[s.blocks for s in running],
+                samples=samples,
+            )
+        )
+        for s, n in zip(running, lens, strict=True):
+            s.computed += n
+        for spec, drawn in zip(samples, output.sampled, strict=True):
+            assert drawn.logprobs is not None
+            assert drawn.logprobs.top_ids[0] == drawn.token_id
+            s = running[spec.seq_index]
+            s.tokens.append(drawn.token_id)
+            s.generated.append(drawn.token_id)
+            s.logprobs.append(drawn.logprobs.logprob)
+    return sequences
+
+
+def prompt(length: int, vocab: int) -> list[int]:
+    return [(37 * i + 11 * length) % (vocab - 3) + 3 for i in range(length)]
+
+
+def check(path: Path, prompts: list[list[int]], sequences: list[Sequence], want: int = NUM_TOKENS) -> None:
+    excused = 0
+    for tokens, sequence in zip(prompts, sequences, strict=True):
+        expected = greedy(path, tokens, want)
+        assert first_difference(expected, sequence.generated) is None, (len(tokens), expected.gaps)
+        same = agreed(expected, sequence.generated)
+        excused += same < want
+        assert sequence.logprobs[:same] == pytest.approx(expected.logprobs[:same], abs=1e-4)
+    print(f"excused divergences: {excused} of {len(prompts)}")
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("chunk", [16, 64, 10**6])
+def test_a_mixed_batch_matches_transformers(tiny_dirs: dict[str, Path], name: str, chunk: int) -> None:
+    vocab = TINY[name].config.vocab_size
+    prompts = [prompt(n, vocab) for n in (1, 15, 16, 17, 100)]
+    check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk))
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
+def test_prefill_of_one_token_a_step_matches_transformers(tiny_dirs: dict[str, Path], name: str) -> None:
+    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1, 17, 100)]
+    check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, 1))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("chunk", [64, 10**6])
+def test_a_long_prompt_beside_short_ones_matches_transformers(
+    tiny_dirs: dict[str, Path], name: str, chunk: int
+) -> None:
+    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1000, 5, 300, 16)]
+    check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk, 12), 12)
+
+
+def test_every_layers_kv_is_final_when_it_is_announced(tiny_dirs: dict[str, Path]) -> None:
+    """A transfer may read layer i's blocks from the moment `on_layer(i)` is called."""
+    runner = make_runner(tiny_dirs["qwen3"])
+    storage = runner._attention._data  # pyright: ignore
+    seen: list[tuple[int, torch.Tensor]] = []
+    slots = list(range(32, 52))
+    step = StepInput(1, list(range(20)), list(range(20)), slots, [20], [20], [[2, 3]])
+    runner.execute(step, lambda i: seen.append((i, storage[i].clone())))
+    assert [i for i, _ in seen] == [0, 1, 2]
+    assert all(torch.equal(copy, storage[i]) for i, copy in seen)
+    assert not torch.equal(storage[2, 0, 2], torch.full_like(storage[2, 0, 2], 1e4))
+
+
+def test_a_step_that_does_not_fit_together_fails_alone(tiny_dirs: dict[str, Path]) -> None:
+    runner = make_runner(tiny_dirs["llama"])
+    with pytest.raises(EngineError, match="step 7"):
+        runner.execute(StepInput(7, [10**6], [0], [16], [1], [1], [[1]]))
+    prompts = [prompt(17, 250)]
+    check(tiny_dirs["llama"], prompts, drive(runner, prompts, 16))
+
+
+def test_bfloat16_stays_near_float32(tiny_dirs: dict[str, Path]) -> None:
+    """Whatever dtype a step computes in on this machine, single rows and wide batches agree with the exact logits."""
+    prompts = [prompt(33, 250)]
+    expected = greedy(tiny_dirs["llama"], prompts[0], 4)
+    for chunk in (1, 64):
+        (sequence,) = drive(make_runner(tiny_dirs["llama"], "bfloat16"), prompts, chunk, 1)
+        assert sequence.logprobs[0] == pytest.approx(expected.logprobs[0], abs=0.3)
