@@ -1,0 +1,72 @@
+"""What the data plane's header check lets through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import pytest
+
+from common.errors import ProtocolError
+from common.hashing import HASH_BYTES
+from common.protocol import PROTOCOL_VERSION, AttemptKey
+from kvtransfer.wire import MAX_HEADER_BYTES, KVSlice, SliceAck, SliceHeader, decode_ack, decode_header, encode
+
+HEADER = SliceHeader(
+    key=AttemptKey("r", 1),
+    src_incarnation="s",
+    dst_incarnation="d",
+    src_rank=0,
+    dst_rank=1,
+    sequence=7,
+    slices=[KVSlice(0, 2, 0, 1, 3, 5)],
+    first_block=3,
+    block_hashes=bytes(2 * HASH_BYTES),
+)
+
+
+def test_header_and_ack_survive_the_wire() -> None:
+    ack = SliceAck(AttemptKey("r", 1), 7, "corrupt_slice", "why")
+    assert decode_header(memoryview(encode(HEADER))) == HEADER
+    assert decode_ack(encode(ack)) == ack
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"slices": []},
+        {"slices": [KVSlice(0, 2, 0, 1, 2, 5)]},
+        {"slices": [KVSlice(0, 2, 0, 1, 3, 6)]},
+        {"slices": [KVSlice(0, 2, 0, 1, 5, 3)]},
+        {"slices": [KVSlice(-1, 2, 0, 1, 3, 5)]},
+        {"slices": [KVSlice(0, 2**40, 0, 1, 3, 5)]},
+        {"block_hashes": bytes(HASH_BYTES + 1)},
+        {"block_hashes": bytes(MAX_HEADER_BYTES)},
+        {"sequence": -1},
+        {"src_incarnation": "x" * 10_000},
+        {"key": AttemptKey("r", "one")},  # type: ignore[arg-type]
+        {"dst_rank": None},
+    ],
+)
+def test_malformed_header_is_refused(changed: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        decode_header(encode(dataclasses.replace(HEADER, **changed)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        bytes(MAX_HEADER_BYTES + 1),
+        msgpack.packb([PROTOCOL_VERSION + 1, "SliceHeader", {}]),
+        msgpack.packb([PROTOCOL_VERSION, "Abort", {}]),
+        msgpack.packb([PROTOCOL_VERSION, "SliceHeader", []]),
+        msgpack.packb([PROTOCOL_VERSION, ["SliceHeader"], {}]),
+        b"\x91" * 5000,
+        encode(SliceAck(AttemptKey("r", 1), 7)),
+    ],
+)
+def test_bytes_that_are_no_header_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_header(data)

@@ -1,0 +1,315 @@
+"""What only the ZMQ transport promises: bounded memory per peer, isolation of peers, a hostile wire."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
+
+from common.clock import Clock, MockClock
+from common.errors import ConfigError, DeadlineExceeded, PeerLost
+from common.hashing import HASH_BYTES
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from common.protocol import AttemptKey, PeerRef
+from kvtransfer import wire
+from kvtransfer.base import ReceiveFailed, SourceReleased
+from kvtransfer.zmq import ZmqReceiver, ZmqSender
+
+
+@dataclasses.dataclass
+class Transport:
+    options: dict[str, Any]
+
+    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ZmqSender:
+        return ZmqSender(storage, kv, rank, on_event, clock=clock, **self.options)
+
+    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ZmqReceiver:
+        return ZmqReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, clock)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    clusters: list[Cluster] = []
+
+    def factory(src: KVLayout | None = None, dst: KVLayout | None = None, clock: Any = None, **options: Any) -> Cluster:
+        defaults = {"staging_bytes": 1024, "window": 4, "min_message_bytes": 1}
+        extra = {"clock": clock} if clock else {}
+        clusters.append(Cluster(Transport(defaults | options), src or layout(), dst or layout(), **extra))
+        return clusters[-1]
+
+    yield factory
+    for cluster in clusters:
+        cluster.close()
+
+
+class FakeReceiver:
+    """A raw socket in a receiver's place: sees frames, acks only when told to."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.peer = PeerRef("decode", "dst-1", "", [self.socket.getsockopt_string(zmq.LAST_ENDPOINT)])
+
+    def next(self, timeout_s: float = DEADLINE_S) -> tuple[bytes, wire.SliceHeader, bytes] | None:
+        if not self.socket.poll(1000 * timeout_s):
+            return None
+        identity, header, payload = self.socket.recv_multipart()
+        return identity, wire.decode_header(header), payload
+
+    def ack(self, identity: bytes, header: wire.SliceHeader) -> None:
+        self.socket.send_multipart([identity, wire.encode(wire.SliceAck(header.key, header.sequence))])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeReceiver]:
+    receiver = FakeReceiver()
+    yield receiver
+    receiver.close()
+
+
+def test_unacknowledged_messages_are_bounded_and_each_ack_lets_one_more_go(make: Any, fake: FakeReceiver) -> None:
+    cluster = make(window=3)
+    transfer = cluster.transfer(tokens=100)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final()
+    seen = [fake.next() for _ in range(3)]
+    assert fake.next(timeout_s=0.1) is None, "the window is full"
+    assert not cluster.senders[0].recorder.events
+    for identity, header, _ in list(seen):
+        fake.ack(identity, header)
+    while not cluster.senders[0].recorder.events:
+        got = fake.next(timeout_s=0.1)
+        if got is not None:
+            fake.ack(*got[:2])
+            seen.append(got)
+    assert cluster.senders[0].recorder.events[0].error is None
+    assert sum(len(payload) for _, _, payload in seen) == cluster.src_layout.bytes_per_block * transfer.total
+
+
+def test_staging_is_not_rewritten_before_its_ack(make: Any, fake: FakeReceiver) -> None:
+    """The first messages are read off the socket only after later ones were staged."""
+    cluster = make(window=2)
+    transfer = cluster.transfer(tokens=100)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final()
+    copies: dict[int, bytes] = {}
+    while not cluster.senders[0].recorder.events or len(copies) < 3:
+        got = fake.next(timeout_s=0.2)
+        if got is None:
+            break
+        identity, header, payload = got
+        (piece,) = header.slices
+        want = transfer.truth[piece.layer_lo : piece.layer_hi, :, piece.block_lo : piece.block_hi]
+        assert payload == want.tobytes()
+        copies[header.sequence] = payload
+        fake.ack(identity, header)
+
+
+def test_a_silent_peer_delays_nobody_else_and_ends_at_its_deadline(make: Any, fake: FakeReceiver) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock)
+    stuck = [cluster.transfer(f"stuck{i}", tokens=120, timeout_s=5.0) for i in range(3)]
+    for t in stuck:
+        t.compute()
+        t.open_senders()
+        t.grant(fake.peer)
+        t.final()
+    for i in range(3):
+        cluster.transfer(f"ok{i}", tokens=60, seed=i).run()
+    assert not any(cluster.senders[0].recorder.of(t.key, SourceReleased) for t in stuck)
+    clock.advance(6.0)
+    cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+    for t in stuck:
+        assert isinstance(cluster.senders[0].recorder.wait(t.key, SourceReleased).error, DeadlineExceeded)
+
+
+def test_unreachable_peer_ends_at_the_deadline(make: Any) -> None:
+    cluster = make()
+    transfer = cluster.transfer(tokens=120, timeout_s=0.3)
+    transfer.open_senders()
+    transfer.grant(PeerRef("decode", "dst-1", "", ["tcp://127.0.0.1:1"]))
+    transfer.final()
+    released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
+    assert isinstance(released.error, DeadlineExceeded)
+
+
+def test_nonsense_address_fails_the_transfer(make: Any) -> None:
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.open_senders()
+    transfer.grant(PeerRef("decode", "dst-1", "", ["carrier-pigeon"]))
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+    cluster.transfer("good").run()
+
+
+def test_peer_that_acks_nothing_is_given_up_after_the_idle_time(make: Any, fake: FakeReceiver) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock, idle_s=10.0)
+    transfer = cluster.transfer(tokens=120, timeout_s=1000.0)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final()
+    assert fake.next() is not None
+    clock.advance(11.0)
+    cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+
+
+def test_idle_connection_is_closed_and_made_again_on_demand(make: Any) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock, idle_s=10.0)
+    sender = cluster.senders[0].end
+    cluster.transfer("first").run()
+    wait_until(lambda: all(not p.in_flight for p in sender._peers.values()), "every ack is in")
+    clock.advance(11.0)
+    sender.abort(AttemptKey("nobody", 1))
+    wait_until(lambda: not sender._peers, "the connection is closed")
+    cluster.transfer("second").run()
+
+
+def test_new_incarnation_at_an_address_ends_transfers_to_the_old_one(make: Any, fake: FakeReceiver) -> None:
+    cluster = make()
+    old, new = cluster.transfer("old", tokens=120), cluster.transfer("new", tokens=4)
+    for t in (old, new):
+        t.compute()
+        t.open_senders()
+    old.grant(fake.peer)
+    old.final()
+    assert fake.next() is not None
+    new.grant(dataclasses.replace(fake.peer, incarnation="dst-2"))
+    new.final()
+    assert isinstance(cluster.senders[0].recorder.wait(old.key, SourceReleased).error, PeerLost)
+    assert cluster.senders[0].recorder.wait(new.key, SourceReleased).error is None
+    headers = []
+    while (got := fake.next(timeout_s=0.2)) is not None:
+        headers.append(got[1])
+    assert {h.dst_incarnation for h in headers if h.key == new.key} == {"dst-2"}
+
+
+def test_small_layers_wait_for_company_unless_they_are_the_last(make: Any, fake: FakeReceiver) -> None:
+    kv = layout()
+    per_layer = kv.bytes_per_block // kv.num_layers
+    cluster = make(staging_bytes=2**20, min_message_bytes=2 * per_layer)
+    transfer = cluster.transfer(tokens=4)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final(layers=range(1))
+    assert fake.next(timeout_s=0.1) is None
+    transfer.final(layers=range(1, 2))
+    got = fake.next()
+    assert got is not None
+    assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(0, 2)]
+    transfer.final(layers=range(3, 4))
+    assert fake.next(timeout_s=0.1) is None
+    transfer.final(layers=range(2, 3))
+    got = fake.next()
+    assert got is not None
+    assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(2, 4)]
+    assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
+
+
+def test_staging_smaller_than_one_block_of_one_layer_still_works(make: Any) -> None:
+    make(layout(tp=1, heads=4), layout(tp=2, heads=4), staging_bytes=1).transfer(tokens=30).run()
+
+
+def test_block_of_one_layer_above_the_wire_limit_is_a_config_error() -> None:
+    huge = KVLayout("m", 1, 4096, 256, "float32")
+    storage = KVStorage(dataclasses.replace(huge, num_kv_heads=1), huge.shard(0, 0), 0)
+    with pytest.raises(ConfigError, match="one block"):
+        ZmqSender(storage, huge, 0, Recorder())
+
+
+def test_port_in_use_is_a_config_error(make: Any) -> None:
+    cluster = make()
+    port = int(cluster.receivers[0].end.address.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match=str(port)):
+        ZmqReceiver(cluster.receivers[0].storage, cluster.dst_layout, 0, "127.0.0.1", port, Recorder())
+
+
+HOSTILE = {
+    "no frames": [b""],
+    "garbage header": [b"\xff" * 50, b"payload"],
+    "three frames": [b"a", b"b", b"c"],
+    "a thousand frames": [b"x"] * 1000,
+    "an ack": [wire.encode(wire.SliceAck(AttemptKey("r", 1), 1)), b""],
+    "header too large": [bytes(wire.MAX_HEADER_BYTES + 1), b""],
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_malformed_frames_are_dropped_and_the_receiver_goes_on(make: Any, what: str) -> None:
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.compute()
+    transfer.open_receivers()
+    receiver = cluster.receivers[0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(receiver.end.address)
+        socket.send_multipart(HOSTILE[what])
+        wait_until(lambda: receiver.end.discarded_messages == 1, "the message is counted")
+    assert not receiver.recorder.events
+    transfer.open_senders()
+    transfer.grant()
+    transfer.final()
+    transfer.check_received()
+
+
+def test_payload_above_the_limit_is_refused_by_the_socket(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_PAYLOAD_BYTES", 10_000)
+    cluster = make()
+    receiver = cluster.receivers[0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(receiver.end.address)
+        socket.send_multipart([b"header", bytes(20_000)])
+        assert monitor.poll(1000 * DEADLINE_S), "the receiver hangs up"
+        socket.disable_monitor()
+        monitor.close()
+    assert receiver.end.discarded_messages == 0
+    cluster.transfer().run()
+
+
+@pytest.mark.parametrize("wrong", ["layers", "heads", "blocks", "held", "short", "long", "overlap"])
+def test_slice_out_of_place_is_corrupt_and_writes_nothing(make: Any, wrong: str) -> None:
+    cluster = make(layout(), layout(tp=2))
+    transfer = cluster.transfer(tokens=16, held=1)
+    transfer.open_receivers()
+    transfer.poison_destination()
+    receiver = cluster.receivers[0]
+    piece = {
+        "layers": wire.KVSlice(3, 5, 0, 1, 1, 3),
+        "heads": wire.KVSlice(0, 1, 1, 2, 1, 3),
+        "blocks": wire.KVSlice(0, 1, 0, 1, 3, 5),
+        "held": wire.KVSlice(0, 1, 0, 1, 0, 2),
+    }.get(wrong, wire.KVSlice(0, 1, 0, 1, 1, 3))
+    size = piece.size_bytes(cluster.src_layout) + {"short": -1, "long": 1}.get(wrong, 0)
+    slices = [piece, piece] if wrong == "overlap" else [piece]
+    hashes = [*transfer.hashes, bytes(HASH_BYTES)][piece.block_lo : piece.block_hi]
+    header = wire.SliceHeader(transfer.key, "src-1", "dst-1", 0, 0, 1, slices, piece.block_lo, b"".join(hashes))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(receiver.end.address)
+        socket.send_multipart([wire.encode(header), bytes(size * len(slices))])
+        failed = receiver.recorder.wait(transfer.key, ReceiveFailed)
+        assert failed.error.code == "corrupt_slice"
+        assert socket.poll(1000 * DEADLINE_S)
+        assert wire.decode_ack(socket.recv()).code == "corrupt_slice"
+    transfer.check_destination_untouched()
