@@ -1,0 +1,138 @@
+"""A measuring process beside the benchmark's own: one object whose methods are called over a pipe, as JSON lines.
+
+Separate processes keep what is measured apart: its OpenMP team, its interpreter lock, its memory.
+Run by itself (`python worker.py PARENT_PID load.module:Class JSON`), this file is the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SEARCH_PATH = [str(ROOT), str(ROOT / "tests")]
+CHILD_ENV = {"PYTHONPATH": os.pathsep.join(SEARCH_PATH)}
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""As the nodes run: an OpenMP team that waits passively leaves the cores to others at once."""
+
+
+class WorkerFailed(Exception):
+    """A call raised in the worker, or the worker ended; the message is its traceback."""
+
+
+class Worker:
+    """A child process that holds one `load.<module>:<Class>(**arguments)`; ends with `close` or with its parent."""
+
+    def __init__(self, target: str, *, environ: dict[str, str] | None = None, **arguments: Any) -> None:
+        command = [sys.executable, __file__, str(os.getpid()), target, json.dumps(arguments)]
+        # Not what the caller's shell happens to set: a worker's wait policy is part of what it measures.
+        inherited = {k: v for k, v in os.environ.items() if k not in PASSIVE}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**inherited, **CHILD_ENV, **(environ or {})},
+            text=True,
+        )
+        self._target = target
+        try:
+            self.result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Run a method there and wait for what it returns.
+
+        Raises: WorkerFailed.
+        """
+        self.start(method, **arguments)
+        return self.result()
+
+    def start(self, method: str, **arguments: Any) -> None:
+        """Begin a call whose result `result` will fetch."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([method, arguments]) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerFailed(f"the worker {self._target} has ended") from error
+
+    def result(self) -> Any:
+        """What the call begun by `start` returned."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerFailed(f"the worker {self._target} ended with code {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerFailed(f"{self._target}:\n{answer['error']}")
+        return answer["result"]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            with contextlib.suppress(BrokenPipeError):
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def _child(parent_pid: int, target: str, arguments: dict[str, Any]) -> None:
+    from common.process import die_with_parent
+
+    die_with_parent(parent_pid)
+    # Answers have the pipe for themselves; whatever is printed goes to the terminal.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def attempt(action: Any) -> Any:
+        try:
+            result = action()
+        except Exception:  # told to the parent, which raises it there
+            answer: dict[str, Any] = {"error": traceback.format_exc()}
+            result = None
+        else:
+            answer = {"result": None if action is make else result}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        return result
+
+    module, _, name = target.partition(":")
+
+    def make() -> Any:
+        return getattr(importlib.import_module(module), name)(**arguments)
+
+    held = attempt(make)
+    if held is None:
+        return
+    for line in sys.stdin:
+        method, keywords = json.loads(line)
+        attempt(lambda method=method, keywords=keywords: getattr(held, method)(**keywords))
+    close = getattr(held, "close", None)
+    if close is not None:
+        close()
+
+
+if __name__ == "__main__":
+    sys.path[:0] = SEARCH_PATH
+    _child(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
