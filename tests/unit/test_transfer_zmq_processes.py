@@ -38,6 +38,7 @@ sys.path.insert(0, sys.argv[1])
 from test_transfer_zmq_processes import *
 kv = KVStorage(KV, KV.shard(0, 0), 16)
 kv.words[:] = 7
+print("imported", flush=True)
 end = ZmqSender(kv, KV, 0, print, min_message_bytes=1)
 end.open(OutgoingTransfer(KEY, "src-1", list(range(BLOCKS)), HASHES, 32, 60.0))
 end.grant(Grant(KEY, PeerRef("d", "dst-1", "", [sys.argv[2]]), KV, 0, list(range(BLOCKS))))
@@ -92,6 +93,7 @@ def test_killed_sender_fails_the_reception_at_its_deadline_and_not_before(spawn:
     try:
         child = spawn(SENDER, receiver.address)
         receiver.open(IncomingTransfer(KEY, PeerRef("p", "src-1", "", []), KV, list(range(BLOCKS)), HASHES, 0, 60.0))
+        assert child.stdout.readline().strip() == "imported"
         _wait_for_words(storage)
         child.kill()
         child.wait()
