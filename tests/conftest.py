@@ -80,7 +80,7 @@ def _belongings() -> dict[str, str]:
     """What this process holds that a test could forget to give back."""
     me = psutil.Process()
     found: dict[str, str] = {}
-    for child in me.children(recursive=True):
+    for child in me.children():
         try:
             if child.status() != psutil.STATUS_ZOMBIE:
                 found[f"p{child.pid}"] = f"process {child.pid} {' '.join(child.cmdline())[:120]}"
