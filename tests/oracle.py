@@ -79,7 +79,9 @@ TINY: dict[str, Tiny] = {
     ),
     "mistral": Tiny(MistralConfig(**_shape(64, 4, 2, 112, 257, tied=False), sliding_window=None)),
     "qwen2": Tiny(
-        Qwen2Config(**_shape(112, 14, 2, 160, 301, tied=True), rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+        Qwen2Config(
+            **_shape(112, 14, 2, 160, 301, tied=True), rope_parameters={"rope_theta": 1e6, "rope_type": "default"}
+        )
     ),
     "qwen3": Tiny(Qwen3Config(**_shape(64, 4, 2, 112, 259, tied=False), head_dim=32), max_shard_size="100KB"),
 }
@@ -112,7 +114,12 @@ def _save_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": "w2", "bos_token": "w1"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": template,
+        "eos_token": "w2",
+        "bos_token": "w1",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -166,4 +173,6 @@ def first_difference(expected: Expected, tokens: list[int]) -> int | None:
 
 def agreed(expected: Expected, tokens: list[int]) -> int:
     """How many leading tokens are the expected ones."""
-    return next((i for i, pair in enumerate(zip(expected.tokens, tokens, strict=False)) if pair[0] != pair[1]), len(tokens))
+    return next(
+        (i for i, pair in enumerate(zip(expected.tokens, tokens, strict=False)) if pair[0] != pair[1]), len(tokens)
+    )
