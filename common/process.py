@@ -65,8 +65,11 @@ def prepare_compute(threads: int | None, nice: int) -> None:
             raise ConfigError(f"cannot add {nice} to the niceness of this process: {error.strerror}") from error
 
 
-def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a service's coroutine until it returns; the first SIGTERM or SIGINT cancels it, which is an orderly end."""
+def run_service(
+    serve: Callable[[], Coroutine[Any, Any, None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
+    """Run a service's coroutine until it returns; SIGTERM or SIGINT cancels it, which is an orderly end."""
 
     async def main() -> None:
         task = asyncio.ensure_future(serve())
@@ -86,8 +89,8 @@ def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
             if not stopping:
                 raise
 
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main())
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
 
 
 def _launch(arguments: list[str]) -> None:

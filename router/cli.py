@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from common.cli import service_app
 from common.config import RouterConfig
@@ -24,7 +25,16 @@ def _run(resolved: Resolved[RouterConfig]) -> None:
     asyncio.run(check_redis(resolved.config.redis_url))
     from router.service import serve
 
-    run_service(lambda: serve(resolved.config))
+    run_service(lambda: serve(resolved.config), loop_factory=_loop_factory())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it exists, which is everywhere but on Windows."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 app = service_app(RouterConfig, help=_HELP, run=_run)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections import deque
 
 from common.config_sources import SUPERVISOR_VARIABLE
 from common.supervisor.console import Console
@@ -14,6 +15,7 @@ from common.supervisor.plan import ChildSpec
 from common.supervisor.restarts import RestartPolicy
 
 _READ_BYTES = 65536
+_KEPT_LINES = 20
 _DRAIN_S = 1.0
 """After a child's end its output may be held open by a grandchild that is about to die."""
 
@@ -37,6 +39,7 @@ class Child:
         self._console = console
         self._process: Process | None = None
         self._pump: asyncio.Task[None] | None = None
+        self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
 
     @property
     def pid(self) -> int | None:
@@ -78,6 +81,11 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signum)
 
+    def show_unshown(self) -> None:
+        """Show the last lines of a quiet child, which ended unasked."""
+        while self._unshown:
+            self._console.child_line(self.spec.name, self._unshown.popleft())
+
     @staticmethod
     def _kill_group(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -100,4 +108,7 @@ class Child:
         line = raw.decode("utf-8", "replace").rstrip()
         if line:
             self.last_line = line
-        self._console.child_line(self.spec.name, line)
+        if self.spec.quiet:
+            self._unshown.append(line)
+        else:
+            self._console.child_line(self.spec.name, line)

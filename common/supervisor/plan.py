@@ -29,6 +29,8 @@ class ChildSpec:
     """Added to ours; carries what must not be seen in a process list."""
     node_id: str | None = None
     """By which it is found in the membership."""
+    quiet: bool = False
+    """Its output is shown only when it ends unasked."""
 
 
 def plan_children(
@@ -47,7 +49,7 @@ def plan_children(
     """
     children: list[ChildSpec] = []
     if own_redis is not None:
-        children.append(ChildSpec("redis", "redis", own_redis))
+        children.append(ChildSpec("redis", "redis", own_redis, quiet=True))
     router = {"host": config.host, "port": str(port), "redis_url": redis_url, "cluster": config.cluster}
     children.append(_service("router", RouterConfig, config, sources, router, None))
     for role, cls, count in (("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)):

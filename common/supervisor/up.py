@@ -203,6 +203,7 @@ class Cluster:
             return_code = await child.wait()
             if self._stop.is_set():
                 return
+            child.show_unshown()
             decision = child.policy.died(time.monotonic(), return_code)
             if isinstance(decision, GiveUp):
                 raise ChildFailed(failure_line(name, return_code, child.last_line), decision.exit_code)

@@ -1,0 +1,43 @@
+"""`kvrelay up` with the real services: what cannot start says so in one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from oracle import make_tiny
+from system import free_port
+
+
+def failed_start(model: Path, *args: str) -> str:
+    """The last line of a `kvrelay up` that must end by itself, with the exit code of a configuration mistake."""
+    command = [sys.executable, "-m", "common.cli", "up", "--port", str(free_port()), "--model", str(model), *args]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
+    everything = result.stdout + result.stderr
+    assert result.returncode == 78, everything
+    assert "Traceback" not in everything
+    return result.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("up") / "tiny")
+
+
+def test_missing_model_folder_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path / "nowhere") in failed_start(tmp_path / "nowhere")
+
+
+def test_corrupt_weights_are_named(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "model.safetensors" in failed_start(tmp_path)
+
+
+def test_cache_too_small_for_anything_is_refused(model: Path) -> None:
+    assert "kv" in failed_start(model, "--kv-memory-gb", "0.000001").lower()
