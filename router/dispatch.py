@@ -24,7 +24,7 @@ from common.protocol import (
     PrefillRequest,
     TokenBatch,
 )
-from router import flow as f
+from router import flow_events as f
 from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
 from router.metrics import Metrics

@@ -23,18 +23,26 @@ from enum import Enum
 from typing import ClassVar
 
 from common.errors import EngineError, KvRelayError, TransferError, Unavailable, from_code
-from common.protocol import (
-    Abort,
-    AttemptFailed,
-    AttemptKey,
-    AttemptStats,
-    DecodeRequest,
-    FinishReason,
-    PeerRef,
-    PrefillRequest,
-    SamplingParams,
-    TokenChunk,
-    TokenLogprobs,
+from common.protocol import Abort, AttemptKey, DecodeRequest, PeerRef, PrefillRequest, SamplingParams, TokenChunk
+from router.flow_events import (
+    Cancelled,
+    Chunk,
+    ClientGone,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    GiveUp,
+    Instructions,
+    LegFailed,
+    NodeLost,
+    Place,
+    Placed,
+    Release,
+    Report,
+    Send,
+    StopFound,
+    Unplaceable,
 )
 
 
@@ -47,143 +55,6 @@ class State(Enum):
     DECODE = "decode"
     """Only the decode node matters."""
     DONE = "done"
-
-
-# ---------------------------------------------------------------- events
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The answer to `Place`. `prefill` is None where the decode node computes the prompt itself."""
-
-    prefill: PeerRef | None
-    decode: PeerRef
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class Unplaceable:
-    """The other answer to `Place`: nobody can serve this."""
-
-    error: KvRelayError
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens from the node with this incarnation."""
-
-    incarnation: str
-    chunk: TokenChunk
-
-
-@dataclass(frozen=True)
-class LegFailed:
-    """The node with this incarnation gave its leg up."""
-
-    incarnation: str
-    failure: AttemptFailed
-
-
-@dataclass(frozen=True)
-class NodeLost:
-    """This incarnation is gone, silent or replaced. Nothing more will come from it."""
-
-    incarnation: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class ClientGone:
-    """Nobody reads the answer any more."""
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """The router ends the request: its time is up, or the router stops."""
-
-    error: KvRelayError
-
-
-@dataclass(frozen=True)
-class StopFound:
-    """The text of the tokens emitted so far contains a stop string."""
-
-
-Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveUp | StopFound
-
-
-# ---------------------------------------------------------------- instructions
-
-
-@dataclass(frozen=True)
-class Place:
-    """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event."""
-
-    attempt: int
-    num_tokens: int
-    """To be prefilled: the prompt and what earlier attempts generated."""
-    avoid: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send to this incarnation. A node that cannot be reached is answered with `NodeLost`."""
-
-    peer: PeerRef
-    message: PrefillRequest | DecodeRequest | Abort
-
-
-@dataclass(frozen=True)
-class Release:
-    """The leg `key` at this incarnation is over for us; it no longer counts as in flight."""
-
-    incarnation: str
-    key: AttemptKey
-
-
-@dataclass(frozen=True)
-class Emit:
-    """Tokens for the client; `start` is the index of the first one."""
-
-    start: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    ended_by_token: bool = False
-    """The last token is a stop token."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """A leg's account of how it served the attempt."""
-
-    role_is_prefill: bool
-    stats: AttemptStats
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Terminal: the answer is complete."""
-
-    reason: FinishReason
-
-
-@dataclass(frozen=True)
-class Fail:
-    """Terminal: the client must be told."""
-
-    error: KvRelayError
-
-
-@dataclass(frozen=True)
-class Cancelled:
-    """Terminal: there is nobody to tell."""
-
-
-Instruction = Place | Send | Release | Emit | Report | Finish | Fail | Cancelled
-Instructions = list[Instruction]
-
-
-# ---------------------------------------------------------------- the machine
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from common.protocol import (
     SamplingParams,
     TokenLogprobs,
 )
-from router import flow as f
+from router import flow_events as f
 from router.detokenizer import TokenPieces
+from router.flow import Flow, FlowRequest
 from router.policy import Decision
 from router.text import TextStream
 
@@ -98,8 +99,8 @@ class Generation:
     ) -> None:
         self.request_id = request_id
         self.request = request
-        self.flow = f.Flow(
-            f.FlowRequest(request_id, request.prompt_ids, request.sampling, request.cache_salt), max_attempts
+        self.flow = Flow(
+            FlowRequest(request_id, request.prompt_ids, request.sampling, request.cache_salt), max_attempts
         )
         self.decision: Decision | None = None
         self.outcome: Outcome | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
@@ -25,6 +25,22 @@ _ECHO_CHARS = 200
 """Of what the client sent, at most so much is repeated in an error message."""
 
 _INT64 = 2**63
+
+
+def shorten(value: object) -> str:
+    """How something that the client sent may appear in an error message."""
+    text = repr(value)
+    return text if len(text) <= _ECHO_CHARS else text[:_ECHO_CHARS] + "..."
+
+
+def _items(value: Any) -> list[Any] | None:
+    """`value` if it is a list."""
+    return cast("list[Any]", value) if isinstance(value, list) else None
+
+
+def _object(value: Any) -> dict[str, Any] | None:
+    """`value` if it is a JSON object."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def _absent(value: Any) -> bool:
@@ -117,15 +133,15 @@ class CompletionRequestBase(BaseModel):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _check_stop(cls, value: Any) -> Any:
-        stops = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):  # pyright: ignore[reportUnknownVariableType]
+    def _check_stop(cls, value: Any) -> list[str]:
+        stops = [] if value is None else [value] if isinstance(value, str) else _items(value)
+        if stops is None or not all(isinstance(stop, str) for stop in stops):
             raise ValueError("must be a string or a list of strings")
-        if len(stops) > 4:  # pyright: ignore[reportUnknownArgumentType]
+        if len(stops) > 4:
             raise ValueError("at most 4 stop strings are allowed")
-        if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+        if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
             raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
-        return stops  # pyright: ignore[reportUnknownVariableType]
+        return stops
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionRequestBase:
@@ -192,22 +208,23 @@ class Message(BaseModel):
     def _join_parts(cls, value: Any) -> Any:
         if value is None:
             return ""
-        if not isinstance(value, list):
+        parts = _items(value)
+        if parts is None:
             return value
         texts: list[str] = []
-        for part in value:  # pyright: ignore[reportUnknownVariableType]
-            kind = part.get("type") if isinstance(part, dict) else None  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+        for part in parts:
+            kind = (_object(part) or {}).get("type")
             if kind != "text":
-                raise ValueError(f"content parts of type {str(kind)[:40]!r} are not supported; only 'text' is")  # pyright: ignore[reportUnknownArgumentType]
+                raise ValueError(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
             texts.append(TextPart.model_validate(part).text)
         return "\n".join(texts)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_tools(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("tool_calls"):  # pyright: ignore[reportUnknownMemberType]
+        if (_object(value) or {}).get("tool_calls"):
             raise ValueError("tool_calls are not supported yet")
-        return value  # pyright: ignore[reportUnknownVariableType]
+        return value
 
 
 class ChatRequest(CompletionRequestBase):
@@ -246,32 +263,30 @@ class CompletionRequest(CompletionRequestBase):
     @field_validator("prompt", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        prompts: Any = [value] if isinstance(value, str) else value
-        if isinstance(prompts, list) and prompts and all(type(item) is int for item in prompts):  # pyright: ignore[reportUnknownVariableType]
+        prompts = [value] if isinstance(value, str) else _items(value)
+        if prompts and all(type(item) is int for item in prompts):
             prompts = [prompts]
-        if not isinstance(prompts, list) or not (
-            all(isinstance(item, str) for item in prompts)  # pyright: ignore[reportUnknownVariableType]
-            or all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompts)  # pyright: ignore[reportUnknownVariableType]
+        if prompts is None or not (
+            all(isinstance(item, str) for item in prompts) or all(_are_token_ids(item) for item in prompts)
         ):
             raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
-        if not prompts or not all(prompts):  # pyright: ignore[reportUnknownArgumentType]
+        if not prompts or not all(prompts):
             raise ValueError("must not be empty")
-        if len(prompts) > MAX_PROMPTS:  # pyright: ignore[reportUnknownArgumentType]
+        if len(prompts) > MAX_PROMPTS:
             raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed in one request")
-        return prompts  # pyright: ignore[reportUnknownVariableType]
+        return prompts
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
 
+def _are_token_ids(value: Any) -> bool:
+    tokens = _items(value)
+    return tokens is not None and all(type(token) is int for token in tokens)
+
+
 RequestT = TypeVar("RequestT", bound=CompletionRequestBase)
-
-
-def shorten(value: object) -> str:
-    """How something that the client sent may appear in an error message."""
-    text = repr(value)
-    return text if len(text) <= _ECHO_CHARS else text[:_ECHO_CHARS] + "..."
 
 
 def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
@@ -280,10 +295,10 @@ def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
     Raises: BadRequest naming the first field that is wrong.
     """
     try:
-        body = from_json(data, allow_inf_nan=False, cache_strings=False)
+        body = _object(from_json(data, allow_inf_nan=False, cache_strings=False))
     except ValueError as error:
         raise BadRequest(f"the body is not valid JSON: {str(error)[:_ECHO_CHARS]}", code="invalid_json") from error
-    if not isinstance(body, dict):
+    if body is None:
         raise BadRequest("the body must be a JSON object")
     for name, is_harmless in _UNSUPPORTED.items():
         if name in body and not is_harmless(body[name]):

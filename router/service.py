@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import uvicorn
 
@@ -32,7 +32,7 @@ class _Server(uvicorn.Server):
     """uvicorn without signal handlers of its own: whoever runs `serve` cancels it."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         yield
 
 

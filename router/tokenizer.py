@@ -6,14 +6,14 @@ Runs in the router process. Loading reads files and may take seconds for a large
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer as RawTokenizer
 
 from common.errors import BadRequest, ConfigError
+from common.model.config import read_json_object
 from router.chat_template import ChatTemplate
 from router.detokenizer import TokenPieces
 
@@ -22,15 +22,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return found
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -39,7 +31,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         value = merged.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
+        text = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
             tokens[name] = text
     return tokens
@@ -57,7 +49,8 @@ def _template_source(folder: Path, config: Mapping[str, Any], override: str | No
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name; the one for plain chat is called "default"
-        named = {entry["name"]: entry["template"] for entry in found if isinstance(entry, dict)}
+        entries = cast("list[dict[str, str]]", found)
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         found = named.get("default", next(iter(named.values()), None))
     return found if isinstance(found, str) else None
 

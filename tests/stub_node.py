@@ -65,9 +65,10 @@ def make_model_folder(folder: Path, *, vocab_size: int = 400) -> Path:
     )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, again and again."] * 3, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
     config = {
         "bos_token": "<s>",
-        "eos_token": {"content": "</s>", "special": True},
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True, **flags},
         "chat_template": CHAT_TEMPLATE,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }

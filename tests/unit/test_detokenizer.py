@@ -52,7 +52,7 @@ def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     return [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=40), skip=st.booleans())
 def test_byte_level_deltas_join_to_the_whole_decoding_for_any_ids(ids: list[int], skip: bool) -> None:
     joined = "".join(deltas(BYTE_LEVEL, ids, skip_special_tokens=skip))
@@ -64,7 +64,7 @@ runs = st.text(min_size=1, max_size=4).filter(lambda text: not any(0xD800 <= ord
 broken_runs = st.binary(min_size=1, max_size=5).map(lambda data: b"\xff" + data)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     strip=st.booleans(),
     parts=st.lists(

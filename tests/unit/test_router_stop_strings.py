@@ -22,14 +22,14 @@ def run(stop_strings: list[str], parts: list[str]) -> tuple[str, str | None]:
     return out + matcher.flush(), None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(stop_strings=stops, parts=st.lists(small, max_size=8))
 def test_result_does_not_depend_on_where_the_text_is_cut(stop_strings: list[str], parts: list[str]) -> None:
     text = "".join(parts)
     assert run(stop_strings, parts) == run(stop_strings, list(text)) == run(stop_strings, [text])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(stop_strings=stops, text=small)
 def test_output_is_cut_before_the_first_complete_stop_string(stop_strings: list[str], text: str) -> None:
     out, stop = run(stop_strings, list(text))

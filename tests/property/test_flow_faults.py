@@ -1,0 +1,245 @@
+"""A request's flow between simulated nodes, under random interleavings and faults."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import EngineError, Overloaded, PeerLost, Unavailable
+from common.protocol import (
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    DecodeRequest,
+    PeerRef,
+    PrefillRequest,
+    SamplingParams,
+    TokenChunk,
+)
+from router.flow import Flow, FlowRequest, State
+from router.flow_events import (
+    Cancelled,
+    Chunk,
+    ClientGone,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    Instructions,
+    LegFailed,
+    NodeLost,
+    Place,
+    Placed,
+    Release,
+    Send,
+    StopFound,
+    Unplaceable,
+)
+
+PROMPT = [1, 2, 3]
+
+
+def truth(index: int) -> int:
+    return 1000 + index * 7
+
+
+@dataclass
+class Work:
+    """What a node still has to generate for one attempt."""
+
+    key: AttemptKey
+    generated: int
+    max_tokens: int
+    waits_for: AttemptKey | None
+    """A decode node starts only after the prefill node's token for this attempt."""
+
+
+@dataclass
+class FakeNode:
+    role: str
+    peer: PeerRef
+    work: list[Work] = field(default_factory=list)
+    link: deque[Event] = field(default_factory=deque)
+    """What it said and the router has not heard yet."""
+
+
+class World:
+    def __init__(self, data: st.DataObject, max_tokens: int, max_attempts: int) -> None:
+        self.data = data
+        self.flow = Flow(FlowRequest("r", PROMPT, SamplingParams(seed=1, max_tokens=max_tokens)), max_attempts)
+        self.max_tokens = max_tokens
+        self.born = 0
+        self.nodes = [self.new_node(role) for role in ("prefill", "prefill", "decode", "decode")]
+        self.emitted: list[int] = []
+        self.terminal: Finish | Fail | Cancelled | None = None
+        self.open_legs: Counter[tuple[str, AttemptKey]] = Counter()
+        self.prefilled: set[AttemptKey] = set()
+        self.faults = 0
+
+    def new_node(self, role: str) -> FakeNode:
+        self.born += 1
+        return FakeNode(role, PeerRef(f"{role}{self.born % 4}", f"inc{self.born}", "tcp://x", []))
+
+    # -- the router's side
+
+    def run(self, instructions: Instructions) -> None:
+        events: deque[Event] = deque()
+        self.carry_out(instructions, events)
+        while events:
+            self.carry_out(self.flow.handle(events.popleft()), events)
+
+    def feed(self, event: Event) -> None:
+        self.run(self.flow.handle(event))
+
+    def carry_out(self, instructions: Instructions, events: deque[Event]) -> None:
+        for instruction in instructions:
+            assert self.terminal is None, f"{instruction} after {self.terminal}"
+            match instruction:
+                case Place():
+                    assert instruction.num_tokens == len(PROMPT) + len(self.emitted)
+                    events.append(self.place())
+                case Send(peer, message):
+                    self.deliver_to_node(peer, message)
+                case Release(incarnation, key):
+                    self.open_legs[incarnation, key] -= 1
+                    assert self.open_legs[incarnation, key] == 0
+                case Emit(start, token_ids):
+                    assert start == len(self.emitted)
+                    self.emitted += token_ids
+                case Finish() | Fail() | Cancelled():
+                    self.terminal = instruction
+                case _:
+                    pass
+
+    def place(self) -> Placed | Unplaceable:
+        prefill = self.data.draw(st.sampled_from([*self.of_role("prefill"), None]))
+        decode = self.data.draw(st.sampled_from(self.of_role("decode")))
+        return Placed(None if prefill is None else prefill.peer, decode.peer, 10.0)
+
+    def deliver_to_node(self, peer: PeerRef, message: PrefillRequest | DecodeRequest | Abort) -> None:
+        node = next((node for node in self.nodes if node.peer == peer), None)
+        if isinstance(message, Abort):
+            if node is not None:
+                node.work = [work for work in node.work if work.key != message.key]
+            return
+        self.open_legs[peer.incarnation, message.key] += 1
+        assert self.open_legs[peer.incarnation, message.key] == 1
+        assert message.token_ids == PROMPT + self.emitted
+        assert message.prompt_len == len(PROMPT)
+        assert node is not None
+        known = len(self.emitted)
+        relayed = isinstance(message, DecodeRequest) and message.prefill is not None
+        waits = message.key if relayed else None
+        node.work.append(Work(message.key, known + relayed, message.sampling.max_tokens, waits))
+
+    # -- the nodes' side
+
+    def of_role(self, role: str) -> list[FakeNode]:
+        return [node for node in self.nodes if node.role == role]
+
+    def compute(self, node: FakeNode, count: int = 1) -> None:
+        """One step of one node: it says the next tokens of its first sequence that can go on."""
+        for work in node.work:
+            if work.waits_for is not None and work.waits_for not in self.prefilled:
+                continue
+            start = work.generated
+            end = min(work.max_tokens, start + (1 if node.role == "prefill" else count))
+            if start >= end:
+                continue
+            work.generated = end
+            finish = "length" if end == work.max_tokens else None
+            chunk = TokenChunk(work.key, start, [truth(i) for i in range(start, end)], finish_reason=finish)
+            node.link.append(Chunk(node.peer.incarnation, chunk))
+            if node.role == "prefill":
+                self.prefilled.add(work.key)
+            if finish or node.role == "prefill":
+                node.work.remove(work)
+            return
+
+    def hear(self, node: FakeNode) -> None:
+        if node.link:
+            self.feed(node.link.popleft())
+
+    def kill(self, node: FakeNode) -> None:
+        self.faults += 1
+        self.nodes[self.nodes.index(node)] = self.new_node(node.role)
+        self.feed(NodeLost(node.peer.incarnation, "killed"))
+
+    def fail_leg(self, node: FakeNode) -> None:
+        if node.work:
+            self.faults += 1
+            key = node.work.pop(0).key
+            code = self.data.draw(st.sampled_from([EngineError.code, PeerLost.code, Overloaded.code, "never heard of"]))
+            node.link.append(LegFailed(node.peer.incarnation, AttemptFailed(key, code, "scripted")))
+
+    def drop(self, node: FakeNode) -> None:
+        """Lose a chunk that another one follows: a hole."""
+        chunks = [said for said in node.link if isinstance(said, Chunk)]
+        if node.role == "decode" and len(chunks) >= 2 and chunks[0].chunk.key == chunks[-1].chunk.key:
+            self.faults += 1
+            node.link.remove(chunks[0])
+
+    def repeat(self, node: FakeNode) -> None:
+        if node.link:
+            node.link.appendleft(node.link[0])
+
+    def finish_undisturbed(self) -> None:
+        for _ in range(1000):
+            if self.terminal is not None:
+                return
+            for node in list(self.nodes):
+                self.compute(node)
+                self.hear(node)
+        raise AssertionError(f"stuck in {self.flow.state}")
+
+
+ACTIONS = ["compute"] * 6 + ["hear"] * 6 + ["kill", "fail", "drop", "repeat"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), max_tokens=st.integers(1, 8), max_attempts=st.integers(1, 4))
+def test_whatever_happens_the_tokens_are_exact_and_the_request_ends_once(
+    data: st.DataObject, max_tokens: int, max_attempts: int
+) -> None:
+    world = World(data, max_tokens, max_attempts)
+    world.run(world.flow.start())
+    ended_by_us: Event | None = None
+    for _ in range(data.draw(st.integers(0, 60))):
+        node = world.nodes[data.draw(st.integers(0, 3))]
+        match data.draw(st.sampled_from(ACTIONS)):
+            case "compute":
+                world.compute(node, data.draw(st.integers(1, 3)))
+            case "hear":
+                world.hear(node)
+            case "kill":
+                world.kill(node)
+            case "fail":
+                world.fail_leg(node)
+            case "drop":
+                world.drop(node)
+            case _:
+                world.repeat(node)
+    if data.draw(st.booleans()):
+        ended_by_us = data.draw(st.sampled_from([ClientGone(), StopFound()]))
+        world.feed(ended_by_us)
+    else:
+        world.finish_undisturbed()
+
+    assert world.flow.state is State.DONE
+    assert world.terminal is not None
+    assert world.emitted == [truth(i) for i in range(len(world.emitted))]
+    assert not +world.open_legs
+    if world.terminal == Finish("length"):
+        assert len(world.emitted) == max_tokens
+    elif ended_by_us is None:
+        assert isinstance(world.terminal, Fail)
+        assert world.flow.attempt == max_attempts
+        assert world.faults >= max_attempts
+    if ended_by_us is None:
+        # Nobody is left working for a request that is over.
+        assert not [work for node in world.nodes for work in node.work]
+    for event in (ClientGone(), StopFound(), Unplaceable(Unavailable("late")), NodeLost("inc1", "late")):
+        assert world.flow.handle(event) == []

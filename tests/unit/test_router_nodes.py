@@ -1,0 +1,120 @@
+"""The live view of nodes: in-flight credit and what an incarnation may say. Real links on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from stub_node import StubNode
+
+from common.clock import MockClock
+from common.protocol import AttemptKey, DecodeRequest, Message, SamplingParams
+from router.nodes import NodeTable
+
+
+class View:
+    def __init__(self) -> None:
+        self.clock = MockClock(100.0)
+        self.lost: list[tuple[str, str]] = []
+        self.messages: list[Message] = []
+        self.changed = asyncio.Event()
+        self.table = NodeTable(
+            "router",
+            lease_s=3.0,
+            on_message=lambda _, message: self.messages.append(message),
+            on_lost=lambda incarnation, reason: (self.lost.append((incarnation, reason)), self.changed.set()),
+            on_usable=self.changed.set,
+            clock=self.clock,
+        )
+
+    async def change(self) -> None:
+        async with asyncio.timeout(5):
+            await self.changed.wait()
+        self.changed.clear()
+
+
+def play(scene: Callable[[View, StubNode], Awaitable[None]]) -> None:
+    async def main() -> None:
+        view, node = View(), StubNode("decode", "d0", automatic=False)
+        try:
+            view.table.update([node.record])
+            await view.change()
+            await scene(view, node)
+        finally:
+            view.table.close()
+            await node.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def ask(number: int) -> DecodeRequest:
+    return DecodeRequest(AttemptKey(f"r{number}", 1), [1] * 100, 100, SamplingParams(seed=0, max_tokens=9), None, 9.0)
+
+
+def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch: object) -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        table = view.table
+        table.send(node.incarnation, ask(1))
+        table.tick()  # its pong will include request 1 ...
+        table.send(node.incarnation, ask(2))  # ... but not request 2
+        candidate = table.usable("decode")[0].candidate()
+        assert (candidate.in_flight, candidate.queued_tokens) == (2, 200)
+        async with asyncio.timeout(5):
+            while table.usable("decode")[0].load.running != 1:
+                await asyncio.sleep(0.001)
+        candidate = table.usable("decode")[0].candidate()
+        assert (candidate.running, candidate.in_flight, candidate.queued_tokens) == (1, 1, 100)
+        table.release(node.incarnation, AttemptKey("r2", 1))
+        table.release(node.incarnation, AttemptKey("r2", 1))
+        table.release(node.incarnation, AttemptKey("r1", 1))
+        known = table.usable("decode")[0]
+        assert known.candidate().in_flight == 0
+        assert not known.in_flight
+
+    play(scene)
+
+
+def test_new_incarnation_under_the_same_name_loses_the_old_one_at_once() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        reborn = StubNode("decode", "d0", automatic=False)
+        try:
+            view.table.update([reborn.record])
+            assert [incarnation for incarnation, _ in view.lost] == [node.incarnation]
+            view.changed.clear()
+            await view.change()
+            assert [each.incarnation for each in view.table.usable("decode")] == [reborn.incarnation]
+        finally:
+            await reborn.close()
+
+    play(scene)
+
+
+def test_node_that_is_no_longer_listed_finishes_its_work_but_gets_no_more() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        view.table.update([])
+        assert view.table.usable("decode") == []
+        assert view.lost == []
+        assert view.table.get(node.incarnation) is not None
+        await node.close()
+        await view.change()
+        assert len(view.lost) == 1
+        view.table.tick()
+        assert view.table.get(node.incarnation) is None
+
+    play(scene)
+
+
+def test_silence_is_not_judged_when_the_router_itself_was_held_up() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        node.pings_answered = False
+        view.table.tick()
+        view.clock.advance(10)
+        view.table.tick()
+        assert view.lost == []
+        for _ in range(5):
+            view.clock.advance(0.5)
+            view.table.tick()
+        assert [incarnation for incarnation, _ in view.lost] == [node.incarnation]
+        assert "silent" in view.lost[0][1]
+
+    play(scene)
