@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
 import sys
 import time
 import traceback
@@ -68,9 +69,11 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the chosen benchmarks. Returns 1 if one of them broke; a missed target breaks nothing."""
     arguments = _arguments()
+    # As an exception, so that the processes of the run are ended in order.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
     from load.results import print_table, save
-    from load.session import RESULTS, Options, Session
+    from load.session import Options, Session
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -90,11 +93,11 @@ def main() -> int:
                 continue
             result.details["took_s"] = round(time.monotonic() - started, 1)
             results.append(result)
-            save(result, about, RESULTS)
+            save(result, about, session.results)
     finally:
         session.close()
     print_table(results, about, console)
-    console.print(f"JSON: {RESULTS}/<name>.json", highlight=False)
+    console.print(f"JSON: {session.results}/<name>.json", highlight=False)
     if broken:
         console.print(f"[red]could not be measured: {', '.join(broken)}[/red]")
     if arguments.json is not None:

@@ -9,10 +9,19 @@ import asyncio
 import itertools
 import json
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httptools
+import uvloop
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on the event loop that costs least: the client shares its cores with what it measures."""
+    return uvloop.run(main)
 
 
 class RequestFailed(Exception):
@@ -43,10 +52,9 @@ class Stream(asyncio.Protocol):
     # ---- asyncio and httptools call these
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         self.sent_s = time.perf_counter()
-        transport.write(self._request)
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._read_s = time.perf_counter()
@@ -148,6 +156,8 @@ class Stream(asyncio.Protocol):
 async def post(url: str, body: dict[str, Any]) -> Stream:
     """Send `body` as JSON on a fresh connection; the answer arrives in the background."""
     parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
     payload = json.dumps(body).encode()
     head = (
         f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"

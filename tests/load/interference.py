@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from load import client
 from load.client import Stream, complete, gaps
 from load.prefill import PROMPT, first_token_s
 from load.results import Result, Target, median, percentile
@@ -33,8 +34,8 @@ def run(session: Session) -> Result:
     for favor in session.options.favors:
         session.stop_plain()
         url = session.system(favor).url
-        asyncio.run(first_token_s(session, url))
-        quiet = [asyncio.run(first_token_s(session, url)) for _ in range(session.repeats(3))]
+        client.run(first_token_s(session, url))
+        quiet = [client.run(first_token_s(session, url)) for _ in range(session.repeats(3))]
         quiet_s = median(quiet)
         intervals = {session.options.arrival_s: f"every {session.options.arrival_s:g} s"}
         utilisation = quiet_s / session.options.arrival_s
@@ -42,7 +43,7 @@ def run(session: Session) -> Result:
             scaled = quiet_s / _REFERENCE_UTILISATION
             intervals[scaled] = f"every {scaled:.0f} s ({_REFERENCE_UTILISATION:.0%} utilisation, as the reference has)"
         for interval_s, label in intervals.items():
-            measured = asyncio.run(_measure(session, url, interval_s))
+            measured = client.run(_measure(session, url, interval_s))
             session.system(favor).wait_whole()
             _report(result, f"{favor}, {label}", measured, quiet_s)
             result.details[f"{favor} {interval_s:g}"] = {"ttfts": measured.ttfts, "quiet_ttfts": quiet}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
+from load import client
 from load.bare_http import BareServer, round_trip_s
 from load.raw_zmq import raw_zmq_rate
 from load.results import Result, median
@@ -34,7 +33,7 @@ def run(session: Session) -> Result:
             f"ZMQ tcp loopback, {size} MiB messages", rate / 1e9, "GB/s", limit=limits.memcpy / 1e9, limit_name="memcpy"
         )
     with BareServer() as server:
-        trips = asyncio.run(round_trip_s(server.url, session.repeats(300, 30)))
+        trips = client.run(round_trip_s(server.url, session.repeats(300, 30)))
     result.add("HTTP round trip, bare FastAPI", 1e3 * median(trips), "ms", note="new connection each, median")
     result.details = {"read": limits.read, "gemm": limits.gemm}
     return result

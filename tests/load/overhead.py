@@ -7,7 +7,7 @@ from typing import Any
 from load.results import Result, Target, median
 from load.session import Session
 
-_BATCH, _PROMPT = 8, 256
+_BATCH, _PROMPT = 8, 128
 
 
 def run(session: Session) -> Result:

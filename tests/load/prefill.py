@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
+from load import client
 from load.client import complete
 from load.results import Result, Target, median
 from load.session import Session
@@ -17,11 +16,12 @@ def run(session: Session) -> Result:
     """The same prompt length through the cluster and through the plain engine, alternating, against GEMM rates."""
     result = Result("prefill")
     system, plain, limits = session.system(), session.plain, session.limits
-    asyncio.run(first_token_s(session, system.url))
+    client.run(first_token_s(session, system.url))
     served, alone = [], []
+    bf16 = fp32 = 0.0
     for _ in range(session.repeats(4)):
         bf16, fp32 = limits.measure_gemm("bfloat16"), limits.measure_gemm("float32")
-        served.append(asyncio.run(first_token_s(session, system.url)))
+        served.append(client.run(first_token_s(session, system.url)))
         alone.append(plain.call("prefill", tokens=PROMPT, chunk=_CHUNK))
     flop = session.shape.prefill_flop(PROMPT)
     ttft_s, plain_s = median(served), median(alone)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import zmq
 from load.worker import Worker
 
@@ -50,7 +49,7 @@ class RawSender:
 
     def send(self, message_bytes: int, count: int) -> None:
         """Send `count` messages and one before them."""
-        payload = np.ones(message_bytes, np.uint8)
+        payload = bytearray(message_bytes)
         for _ in range(count + 1):
             self._socket.send(payload, copy=False)
 

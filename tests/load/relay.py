@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from load import client
 from load.direct import DirectRouter, find_nodes
 from load.prefill import PROMPT
 from load.raw_zmq import raw_zmq_rate
@@ -22,7 +23,7 @@ def run(session: Session) -> Result:
     _throughput(session, result)
     session.stop_plain()
     system = session.system()
-    asyncio.run(_hidden(session, result, system.process("redis")["address"]))
+    client.run(_hidden(session, result, system.process("redis")["address"]))
     return result
 
 

@@ -75,7 +75,7 @@ class _End:
         assert words is not None
         value = 0
         for blocks in self.blocks:
-            value = zlib.crc32(np.ascontiguousarray(words[:, :, blocks]), value)
+            value = zlib.crc32(words[:, :, blocks].tobytes(), value)
         return value
 
 

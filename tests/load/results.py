@@ -130,7 +130,13 @@ def _cells(figure: Figure) -> list[str]:
     target = ""
     if figure.target is not None:
         bound = figure.target.bound
-        text = f"{bound:.0%} of it" if figure.target.of_share and bound < 1 else f"{bound:g}"
+        text = (
+            f"{bound:.0%} of it"
+            if figure.target.of_share and bound < 1
+            else f"{bound:.3g}"
+            if bound < 1000
+            else f"{bound:,.0f}"
+        )
         text += " x it" if figure.target.of_share and bound >= 1 else ""
         target = ("<= " if figure.target.at_most else ">= ") + text
     met = {None: "", True: "[green]met[/green]", False: "[red]not met[/red]"}[figure.met]

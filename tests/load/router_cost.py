@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import httpx
 import psutil
+from load import client
 from load.bare_http import BareServer, events_per_s, round_trip_s
 from load.client import complete, post
 from load.direct import DirectRouter, find_nodes
@@ -42,8 +43,8 @@ def run(session: Session) -> Result:
     result = Result("router")
     session.stop_system()
     with _running_router(session) as stack, BareServer() as bare:
-        asyncio.run(_added_ttft(session, result, stack, bare.url))
-        asyncio.run(_relayed(session, result, stack, bare.url))
+        client.run(_added_ttft(session, result, stack, bare.url))
+        client.run(_relayed(session, result, stack, bare.url))
     return result
 
 

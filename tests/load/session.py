@@ -16,6 +16,7 @@ from system import System, running_system
 
 RESULTS = ROOT / "bench-results"
 _KV_MEMORY_GB = 1.0
+_START_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Session:
         self._limits: BestLimits | None = None
         self._plain: Worker | None = None
         self._system: tuple[str, System, contextlib.ExitStack] | None = None
+
+    @property
+    def results(self) -> Path:
+        """Where JSON goes: figures that mean nothing are kept apart."""
+        return RESULTS if self.options.shape == "0.5b" else RESULTS / self.options.shape
 
     @property
     def model_name(self) -> str:
@@ -82,19 +88,19 @@ class Session:
         stack = contextlib.ExitStack()
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrelay-bench-")))
-            system = stack.enter_context(running_system(folder, *self.node_arguments(), "--favor", favor))
-            system.wait_usable()
+            system = stack.enter_context(running_system(folder, *self._up_arguments(), "--favor", favor))
+            system.wait_usable(timeout_s=_START_TIMEOUT_S)
         except BaseException:
             stack.close()
             raise
         self._system = (favor, system, stack)
         return system
 
-    def node_arguments(self) -> list[str]:
-        """Flags that make a node load the benchmark's model."""
+    def _up_arguments(self) -> list[str]:
         return [
             *("--model", str(self.folder), "--load-format", "dummy", "--dtype", "bfloat16"),
             *("--kv-memory-gb", str(_KV_MEMORY_GB), "--log-level", "warning"),
+            *("--start-timeout-s", str(_START_TIMEOUT_S)),
         ]
 
     def stop_system(self) -> None:
