@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from common.protocol import SamplingParams
 VOCAB = 2000
 
 
-def spec(position: int = 5, num_generated: int = 3, **params: object) -> SampleSpec:
-    merged = {"seed": 1, "max_tokens": 100, **params}
-    return SampleSpec(0, SamplingParams(**merged), position, num_generated)  # pyright: ignore
+def spec(position: int = 5, num_generated: int = 3, **params: Any) -> SampleSpec:
+    merged: dict[str, Any] = {"seed": 1, "max_tokens": 100, **params}
+    return SampleSpec(0, SamplingParams(**merged), position, num_generated)
 
 
 def random_logits(rows: int, spread: float, vocab: int = VOCAB) -> Tensor:
@@ -45,7 +46,7 @@ def allowed(row: Tensor, params: SamplingParams) -> dict[int, float]:
     return {int(i): p[i] / total for i in nucleus}
 
 
-FILTERS: list[dict[str, object]] = [
+FILTERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.3},
     {"temperature": 3.0},
@@ -64,7 +65,7 @@ FILTERS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("spread", [0.1, 4.0])
-def test_draws_follow_the_filtered_distribution(filters: dict[str, object], spread: float) -> None:
+def test_draws_follow_the_filtered_distribution(filters: dict[str, Any], spread: float) -> None:
     row = random_logits(1, spread)[0]
     draws = 1000
     specs = [spec(position=i, **filters) for i in range(draws)]
@@ -164,7 +165,7 @@ def test_logits_are_not_changed_and_more_logprobs_than_tokens_give_all() -> None
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 2}, {"temperature": 0.0}], ids=str)
-def test_hopeless_logits_still_give_a_token_of_the_vocabulary(value: float, params: dict[str, object]) -> None:
+def test_hopeless_logits_still_give_a_token_of_the_vocabulary(value: float, params: dict[str, Any]) -> None:
     logits = torch.full((2, 10), value)
     logits[1] = torch.arange(10.0)
     out = sample(logits, [spec(**params), spec(**params)])
