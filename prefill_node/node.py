@@ -206,7 +206,9 @@ class PrefillNode:
                 attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason)
             )
         attempt.reported = True
-        if done.finish_reason is not None:
+        if not attempt.offered:
+            self._forget(attempt)
+        elif done.finish_reason is not None:
             self.sender.abort(seq.key)  # nobody will decode: what is not yet sent need not be
 
     def _released(self, attempt: _Attempt, bytes_sent: int, error: Exception | None) -> None:
@@ -219,7 +221,9 @@ class PrefillNode:
                 return
             self._fail(attempt, EngineError(f"the transfer failed: {error}"))
             return
-        self._forget(attempt)
+        # Before the first token: the decode node held every block already. It is still to be computed.
+        if attempt.reported:
+            self._forget(attempt)
 
     def _fail(self, attempt: _Attempt | None, error: KvRelayError) -> None:
         """Tell both the router and the decode node, then forget."""

@@ -170,6 +170,19 @@ def test_second_request_relays_only_the_blocks_that_the_decode_node_lacks() -> N
     pair.assert_whole()
 
 
+def test_prompt_that_the_decode_node_holds_whole_is_still_computed_to_its_first_token() -> None:
+    pair = Pair(chunk=16)
+    prompt = list(range(48))
+    params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("local", 1), prompt, 48, params, None, 600.0)))
+    pair.run()
+    pair.request(prompt=prompt)
+    pair.run()
+    assert pair.wire.blocks_moved == 0
+    assert pair.tokens() == generate(prompt, 5)
+    pair.assert_whole()
+
+
 def test_generated_blocks_are_cached_on_the_decode_node() -> None:
     pair = Pair()
     pair.request(max_tokens=30)
