@@ -154,12 +154,12 @@ class Flow:
         if leg is self._prefill:
             return self._on_first_token(leg, chunk)
         if self._first_token_awaited and chunk.start > len(self.token_ids):
-            expected = max(
-                (early.start + len(early.token_ids) for early in self._early), default=len(self.token_ids) + 1
-            )
+            last = self._early[-1] if self._early else None
+            expected = len(self.token_ids) + 1 if last is None else last.start + len(last.token_ids)
             if chunk.start > expected:
                 return self._on_gap(leg, chunk)
-            self._early.append(chunk)
+            if chunk.start + len(chunk.token_ids) > expected or chunk.finish_reason is not None:
+                self._early.append(chunk)
             return []
         return self._on_decoded(leg, chunk)
 

@@ -83,6 +83,16 @@ def test_overtaking_tokens_that_end_the_request_end_it_with_the_prefill_token() 
     assert aborted(instructions) == []
 
 
+def test_tokens_kept_for_an_attempt_that_is_given_up_are_not_mistaken_for_the_next_ones() -> None:
+    flow = placed_flow(max_tokens=2)
+    flow.handle(say(D, 1, 99, end=True))
+    flow.handle(NodeLost("inc-p", "gone"))
+    other = PeerRef("p2", "inc-p2", "tcp://p2", [])
+    flow.handle(Placed(other, D, 9.0))
+    assert tokens(flow.handle(say(other, 0, 10, attempt=2))) == [10]
+    assert flow.handle(say(D, 1, 11, attempt=2, end=True))[-1] == Finish("length")
+
+
 def test_first_token_that_ends_the_request_aborts_the_decode_leg() -> None:
     instructions = placed_flow(max_tokens=1).handle(say(P, 0, 10, end=True))
     assert aborted(instructions) == ["d"]
