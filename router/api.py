@@ -139,7 +139,7 @@ def build(services: Services) -> FastAPI:
         kwargs, prompt_flag = body.chat_template_kwargs, body.add_generation_prompt is not False
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         text = model.tokenizer.render_chat(messages, add_generation_prompt=prompt_flag, kwargs=kwargs)
-        prompt_ids = await _encode(model, text, add_special_tokens=False)
+        prompt_ids = await _encode(model, text, "messages", add_special_tokens=False)
         options = _options("chatcmpl", body, model)
         generation = _generation_request(body, model, prompt_ids, "messages")
         return await _serve(request, services, model, body, [generation], ChatFormat(options, model.tokenizer), options)
@@ -152,7 +152,9 @@ def build(services: Services) -> FastAPI:
         special = body.add_special_tokens is not False
         generations: list[GenerationRequest] = []
         for prompt in body.prompt:
-            ids = await _encode(model, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            ids = prompt
+            if isinstance(ids, str):
+                ids = await _encode(model, ids, "prompt", add_special_tokens=special)
             generations.append(_generation_request(body, model, ids, "prompt"))
         options = _options("cmpl", body, model)
         form = TextFormat(options, model.tokenizer, len(generations))
@@ -165,10 +167,23 @@ async def _parse(request: Request, services: Services, kind: type[RequestT]) -> 
     return parse_body(await read_body(request, services.max_body_bytes), kind)
 
 
-async def _encode(model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+async def _encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    at_least = model.tokenizer.min_tokens(text)
+    if at_least > model.max_model_len:
+        raise _too_long(model, f"at least {at_least}", at_least, 0, param)
     if len(text) <= _THREAD_CHARS:
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _too_long(model: ServedModel, total: str, prompt: int, completion: int, param: str) -> BadRequest:
+    return BadRequest(
+        f"This model's maximum context length is {model.max_model_len} tokens. However, you requested {total} tokens "
+        f"({prompt} in the {param}, {completion} in the completion). Please reduce the length of the {param} or "
+        "completion.",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def _options(prefix: str, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
@@ -197,13 +212,7 @@ def _generation_request(
     explicit = body.model_fields_set & {"max_tokens", "max_completion_tokens"}
     if room < 1 or (wanted is not None and explicit and wanted > room):
         asked = wanted if wanted is not None and explicit else 1
-        raise BadRequest(
-            f"This model's maximum context length is {model.max_model_len} tokens. However, you requested "
-            f"{len(prompt_ids) + asked} tokens ({len(prompt_ids)} in the {param}, {asked} in the completion). "
-            f"Please reduce the length of the {param} or completion.",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise _too_long(model, str(len(prompt_ids) + asked), len(prompt_ids), asked, param)
     max_tokens = room if wanted is None else min(wanted, room)
     sampling = body.sampling(max_tokens=max_tokens, eos_token_ids=model.eos_token_ids)
     beyond = [token_id for token_id in body.stop_token_ids or () if token_id >= model.vocab_size]
@@ -231,6 +240,7 @@ async def _serve(
     """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
     answer = Answer()
     handed_over = False
+    services.metrics.set_model(model.name)
     try:
         answer.generations = services.dispatcher.submit(
             options.request_id, wanted, model.tokenizer.pieces, answer.on_news

@@ -71,26 +71,24 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
-        self._success = Counter("vllm:request_success", "Requests answered.", ["finished_reason"], registry=registry)
+        named = ["model_name"]
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
+            return Histogram(name, text, named, buckets=buckets, registry=registry)
+
+        success = ["model_name", "finished_reason"]
+        self._success_all = Counter("vllm:request_success", "Requests answered.", success, registry=registry)
+        self._prompt_all = Counter(
+            "vllm:prompt_tokens", "Prompt tokens of answered requests.", named, registry=registry
+        )
+        self._generated_all = Counter("vllm:generation_tokens", "Tokens sent to clients.", named, registry=registry)
+        self._ttft_all = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
+        self._itl_all = histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _INTER_TOKEN_S)
+        self._e2e_all = histogram("vllm:e2e_request_latency_seconds", "Time per request.")
+        self._queue_all = histogram("vllm:request_queue_time_seconds", "Time in a node's queue.")
+        self._prefill_all = histogram("vllm:request_prefill_time_seconds", "Time of prefill.")
         self._failed = Counter("kvrelay_request_failed", "Requests that failed.", ["code"], registry=registry)
         self._cancelled = Counter("kvrelay_request_cancelled", "Requests whose client left.", registry=registry)
-        self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens of answered requests.", registry=registry)
-        self._generated = Counter("vllm:generation_tokens", "Tokens sent to clients.", registry=registry)
-        self._ttft = Histogram(
-            "vllm:time_to_first_token_seconds", "Time to first token.", buckets=_LATENCY_S, registry=registry
-        )
-        self._itl = Histogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens.", buckets=_INTER_TOKEN_S, registry=registry
-        )
-        self._e2e = Histogram(
-            "vllm:e2e_request_latency_seconds", "Time per request.", buckets=_LATENCY_S, registry=registry
-        )
-        self._queue = Histogram(
-            "vllm:request_queue_time_seconds", "Time in a node's queue.", buckets=_LATENCY_S, registry=registry
-        )
-        self._prefill = Histogram(
-            "vllm:request_prefill_time_seconds", "Time of prefill.", buckets=_LATENCY_S, registry=registry
-        )
         self._relayed = Counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.", registry=registry)
         self._attempts = Counter("kvrelay_attempts", "Attempts placed, by prefill mode.", ["mode"], registry=registry)
         self._retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry)
@@ -103,8 +101,22 @@ class Metrics:
         )
         for mode in ("relayed", "local"):
             self._attempts.labels(mode)
-        for reason in ("stop", "length"):
-            self._success.labels(reason)
+        self._model_name = ""
+        self._use_model("unknown")
+
+    def set_model(self, name: str) -> None:
+        """Count requests under this model from now on. Looking labels up per token would cost too much."""
+        if name != self._model_name:
+            self._use_model(name)
+
+    def _use_model(self, name: str) -> None:
+        self._model_name = name
+        self._success = {reason: self._success_all.labels(name, reason) for reason in ("stop", "length")}
+        self._prompt_tokens = self._prompt_all.labels(name)
+        self._generated = self._generated_all.labels(name)
+        self._ttft, self._itl = self._ttft_all.labels(name), self._itl_all.labels(name)
+        self._e2e = self._e2e_all.labels(name)
+        self._queue, self._prefill = self._queue_all.labels(name), self._prefill_all.labels(name)
 
     def watch_nodes(self, nodes: Callable[[], Iterable[Node]]) -> None:
         """Export what `nodes` gives at each scrape."""
@@ -148,7 +160,7 @@ class Metrics:
         elif outcome.finish_reason is None:
             self._cancelled.inc()
         else:
-            self._success.labels(outcome.finish_reason).inc()
+            self._success[outcome.finish_reason].inc()
             self._prompt_tokens.inc(len(generation.request.prompt_ids))
             self._e2e.observe(time.perf_counter() - generation.arrived_s)
 

@@ -78,6 +78,9 @@ class Tokenizer:
         self.pieces = TokenPieces(self._raw)
         self.eos_token_id: int | None = self._raw.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
+        vocab = self._raw.get_vocab(with_added_tokens=True)
+        self._longest_token = max((len(token) for token in vocab), default=1)
+
     @property
     def raw(self) -> RawTokenizer:
         """The library's object underneath."""
@@ -86,6 +89,12 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain text, with the bos token and the like where the model wants them."""
         return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def min_tokens(self, text: str) -> int:
+        """A lower bound of the text's length in tokens, at no cost: spares encoding what cannot fit."""
+        if self.pieces.kind == "text":
+            return 0  # such a tokenizer may fold any word that it does not know into one token
+        return len(text) // self._longest_token
 
     def render_chat(
         self,

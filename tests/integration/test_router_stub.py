@@ -410,10 +410,10 @@ def test_metrics_account_for_what_happened(model_folder: Path) -> None:
         async with httpx.AsyncClient(base_url=bench.stack.url) as http:
             text = (await http.get("/metrics")).text
         for line in (
-            'vllm:request_success_total{finished_reason="length"} 1.0',
-            "vllm:generation_tokens_total 5.0",
-            "vllm:time_to_first_token_seconds_count 1.0",
-            "vllm:inter_token_latency_seconds_count 4.0",
+            'vllm:request_success_total{finished_reason="length",model_name="stub-model"} 1.0',
+            'vllm:generation_tokens_total{model_name="stub-model"} 5.0',
+            'vllm:time_to_first_token_seconds_count{model_name="stub-model"} 1.0',
+            'vllm:inter_token_latency_seconds_count{model_name="stub-model"} 4.0',
             'kvrelay_attempts_total{mode="relayed"} 1.0',
             "kvrelay_relayed_bytes_total 4096.0",
             'kvrelay_node_usable{model_name="stub-model",node="d0",role="decode"} 1.0',
@@ -433,6 +433,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens", "integer"),
     ("completions", {"prompt": "a", "model": "other"}, 404, "model", "other"),
     ("completions", {"prompt": "a " * MAX_LEN}, 400, "prompt", "maximum context length is 512 tokens"),
+    ("completions", {"prompt": "fox " * 900_000}, 400, "prompt", "maximum context length is 512 tokens"),
     ("completions", {"prompt": "a", "max_tokens": MAX_LEN}, 400, "prompt", "maximum context length"),
     ("completions", {"prompt": [5, 100_000]}, 400, "prompt", "below 400"),
     ("completions", {"prompt": [5, -1]}, 400, "prompt", "at least 0"),

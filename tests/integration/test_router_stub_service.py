@@ -1,0 +1,65 @@
+"""The router service as `kvrelay router` runs it: nodes found through a real Redis, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+from stub_node import StubNode, make_model_folder
+from tokenizers import Tokenizer
+
+from common.config import RouterConfig
+from common.membership import Registrar
+from common.redis_server import RedisServer
+from router.service import serve
+
+
+async def _healthy(http: httpx.AsyncClient, decode: int) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                answer = await http.get("/health")
+                if answer.json()["decode"] == decode and (answer.status_code == 200) == (decode > 0):
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.02)
+
+
+def test_nodes_are_found_in_redis_and_open_streams_are_told_of_the_end(
+    tmp_path: Path, redis_server: RedisServer, cluster: str, free_port: int
+) -> None:
+    folder = make_model_folder(tmp_path / "stub-model")
+
+    async def main() -> None:
+        config = RouterConfig(port=free_port, redis_url=redis_server.url, cluster=cluster, lease_s=1.0)
+        decode = StubNode("decode", "d0", str(folder))
+        registrar = Registrar(redis_server.url, cluster, decode.record, lease_s=1.0)
+        renewal = asyncio.create_task(registrar.run())
+        service = asyncio.create_task(serve(config))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}", timeout=20) as http:
+            await _healthy(http, 1)
+            whole = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 4})
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            assert whole.json()["choices"][0]["text"] == tokenizer.decode([65, 66, 67, 68])
+
+            decode.gate.clear()
+            body = {"prompt": "hi", "max_tokens": 100, "stream": True}
+            request = asyncio.create_task(http.post("/v1/completions", json=body))
+            await decode.until(lambda: bool(decode.running))
+            decode.step()
+            await asyncio.sleep(0)
+            service.cancel()
+            await asyncio.gather(service, return_exceptions=True)
+            answer = await request
+            assert "shutting down" in answer.text
+            if answer.status_code == 200:
+                assert answer.text.endswith("data: [DONE]\n\n")
+            await decode.until(lambda: len(decode.aborts()) == 1)
+        renewal.cancel()
+        await asyncio.gather(renewal, return_exceptions=True)
+        await registrar.deregister()
+        await decode.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
