@@ -14,10 +14,11 @@ older attempt can be recognised and dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from common.errors import ProtocolError
@@ -62,7 +63,7 @@ class SamplingParams:
     min_p: float = 0.0
     min_tokens: int = 0
     """Until so many tokens are generated, no token of `stop_token_ids` can be drawn."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list[int])
     """The client's, and the model's end-of-sequence ids unless `ignore_eos`."""
     logprobs: int | None = None
     """None: none. n >= 0: the drawn token's, and those of the n most likely."""
@@ -335,6 +336,11 @@ Message = (
 )
 
 
+# msgpack has no types of its own.
+_pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
+_unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
+
+
 class Codec:
     """One link's set of message types and their MessagePack form, `[PROTOCOL_VERSION, type name, {field: value}]`.
 
@@ -346,7 +352,7 @@ class Codec:
 
     def encode(self, message: object) -> bytes:
         """One message as MessagePack bytes."""
-        return msgpack.packb([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
+        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
 
     def decode(self, data: bytes | memoryview) -> Any:
         """The message in `data`.
@@ -354,12 +360,12 @@ class Codec:
         Raises: ProtocolError for anything that is not a well-formed message of this version.
         """
         try:
-            envelope = msgpack.unpackb(data)
+            envelope = _unpack(data)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise ProtocolError(f"not MessagePack: {error}") from error
-        if not isinstance(envelope, list) or len(envelope) != 3:
+        if not isinstance(envelope, list) or len(cast("list[Any]", envelope)) != 3:
             raise ProtocolError("not a [version, type, body] envelope")
-        version, name, body = envelope
+        version, name, body = cast("list[Any]", envelope)
         if version != PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version differs: theirs is {version!r}, ours is {PROTOCOL_VERSION}")
         adapter = self._adapters.get(name) if isinstance(name, str) else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import cast
 
 import zmq
 import zmq.asyncio
@@ -144,7 +145,7 @@ class Link:
 
 def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
     # With DONTWAIT the future is done when the call returns: sent, or failed because it would wait.
-    sent = socket.send_multipart(frames, zmq.DONTWAIT)
+    sent = cast("asyncio.Future[None]", socket.send_multipart(frames, zmq.DONTWAIT))  # pyright: ignore[reportUnknownMemberType]
     error = sent.exception()
     if error is not None:
         raise Unavailable(f"cannot send: {error}") from error

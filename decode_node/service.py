@@ -23,15 +23,13 @@ _MAX_ACCEPTED = 1024
 
 
 async def serve(config: DecodeConfig) -> None:
-    """Run until SIGINT or SIGTERM.
+    """Run until cancelled.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed.
     """
     shell = NodeShell(config, node_id_for("decode", config))
     await shell.bind()
-    engine = await asyncio.to_thread(
-        build_engine, config, prefill_chunk=config.local_prefill_chunk, small_batches=True
-    )
+    engine = await asyncio.to_thread(build_engine, config, prefill_chunk=config.local_prefill_chunk, small_batches=True)
     receiver = ZmqReceiver(engine.storage, engine.layout, 0, config.host, config.data_port, shell.post)
     me = replace(shell.me, data_addresses=[receiver.address])
     node = DecodeNode(

@@ -197,14 +197,10 @@ class PrefillNode:
             cached_tokens=seq.cached_tokens, queue_s=started_s - seq.arrival_s, prefill_s=now_s - started_s
         )
         logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
-        chunk = TokenChunk(
-            seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats
-        )
+        chunk = TokenChunk(seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats)
         if not attempt.reported:
             self.outbox.tokens(attempt.identity, chunk)
-            self.outbox.to_peer(
-                attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason)
-            )
+            self.outbox.to_peer(attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason))
         attempt.reported = True
         if not attempt.offered:
             self._forget(attempt)

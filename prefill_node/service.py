@@ -22,7 +22,7 @@ _MAX_ACCEPTED = 1024
 
 
 async def serve(config: PrefillConfig) -> None:
-    """Run until SIGINT or SIGTERM.
+    """Run until cancelled.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed.
     """

@@ -296,9 +296,7 @@ def _step_input(step_id: int, rows: list[tuple[Sequence, int]]) -> StepInput:
         block_tables=[list(seq.blocks) for seq, _ in rows],
         samples=samples,
         relay=[
-            RelayProgress(seq.key, _final_blocks(seq, seq.num_computed + count))
-            for seq, count in rows
-            if seq.relays
+            RelayProgress(seq.key, _final_blocks(seq, seq.num_computed + count)) for seq, count in rows if seq.relays
         ],
     )
 

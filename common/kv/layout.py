@@ -55,7 +55,9 @@ class KVLayout:
                 f"pipeline split {list(self.pp_layers)} does not cover {self.num_layers} layers, at least one per stage"
             )
         if self.num_kv_heads % self.tp_size and self.tp_size % self.num_kv_heads:
-            fitting = [n for n in range(1, 2 * self.num_kv_heads + 1) if not (self.num_kv_heads % n and n % self.num_kv_heads)]
+            fitting = [
+                n for n in range(1, 2 * self.num_kv_heads + 1) if not (self.num_kv_heads % n and n % self.num_kv_heads)
+            ]
             raise ConfigError(
                 f"tensor-parallel size {self.tp_size} does not fit {self.num_kv_heads} KV heads; sizes that would: {fitting}"
             )

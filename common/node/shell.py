@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import signal
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from common.clock import monotonic
 from common.config import NodeConfig
@@ -29,10 +28,11 @@ _LINK_IDLE_S = 900.0
 """A link unused for so long is closed; longer than any request lasts, so that no answer is lost."""
 
 
-class MeasuredLogic(NodeLogic):
+class MeasuredLogic(NodeLogic, Protocol):
     """What the shell needs of a node's logic beside what the loop needs."""
 
-    load: NodeLoad
+    @property
+    def load(self) -> NodeLoad: ...
 
 
 class NodeShell:
@@ -48,7 +48,7 @@ class NodeShell:
         self._leases: dict[Identity, float] = {}
         self._links: dict[str, Link] = {}
         self._link_used_s: dict[str, float] = {}
-        self._stop = asyncio.Event()
+        self._crashed = asyncio.Event()
         self._crash: BaseException | None = None
 
     async def bind(self) -> None:
@@ -66,33 +66,36 @@ class NodeShell:
             self._engine.post(event)
 
     async def run(self, logic: MeasuredLogic, record: NodeRecord, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGINT or SIGTERM.
+        """Serve until cancelled; then end in order.
 
-        Raises: EngineError if the engine loop crashed.
+        Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
         """
         self._logic = logic
         self._engine = EngineLoop(logic, self.outbox.flush, self._on_crash)
         self._engine.start()
         registrar = Registrar(self.config.redis_url, self.config.cluster, record, lease_s=self.config.lease_s)
-        tasks = [asyncio.create_task(registrar.run()), asyncio.create_task(self._housekeeping())]
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._stop.set)
-        on_ready()
-        stopped = asyncio.create_task(self._stop.wait())
-        done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in [stopped, *tasks]:
-            task.cancel()
-        await asyncio.gather(stopped, *tasks, return_exceptions=True)
-        await registrar.deregister()
-        if self._crash is None:
-            await asyncio.to_thread(self._engine.stop)
-        for link in self._links.values():
-            link.close()
-        await self._server.close()
+        tasks = [
+            asyncio.create_task(registrar.run()),
+            asyncio.create_task(self._housekeeping()),
+            asyncio.create_task(self._crashed.wait()),
+        ]
+        try:
+            on_ready()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await registrar.deregister()
+            if self._crash is None:
+                await asyncio.to_thread(self._engine.stop)
+            for link in self._links.values():
+                link.close()
+            await self._server.close()
         if self._crash is not None:
             raise EngineError(f"the engine loop crashed: {self._crash}") from self._crash
-        for task in done:
-            task.result()
 
     # ------------------------------------------------------------ in
 
@@ -126,7 +129,7 @@ class NodeShell:
 
     def _on_crash(self, error: BaseException) -> None:
         self._crash = error
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._loop.call_soon_threadsafe(self._crashed.set)
 
     # ------------------------------------------------------------ out
 

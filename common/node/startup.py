@@ -114,7 +114,9 @@ def build_engine(config: NodeConfig, *, prefill_chunk: int, small_batches: bool)
         num_blocks * layout.block_size,
     )
     name = config.served_model_name or (config.model if config.model == "demo" else path.name)
-    return Engine(layout, storage, runner, scheduler, ModelInfo(name, str(path), model_config.vocab_size, max_model_len))
+    return Engine(
+        layout, storage, runner, scheduler, ModelInfo(name, str(path), model_config.vocab_size, max_model_len)
+    )
 
 
 _WARM_UP = StepInput(

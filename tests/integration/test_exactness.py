@@ -47,7 +47,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.model}-chunk{case.chunk}")
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Case, Path, System]]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Case, Path, System]]:
     case: Case = request.param
     folder = tmp_path_factory.mktemp(case.model)
     model = make_tiny(case.model, folder / case.model)
@@ -81,12 +83,10 @@ def make_prompts(vocab_size: int) -> list[list[int]]:
     """Every length, and two that share a long prefix with the longest."""
     draw = random.Random(vocab_size)
     prompts = [[draw.randrange(3, vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
-    return [*prompts, prompts[-1][:333] + [3, 4], prompts[-1][:160]]
+    return [*prompts, [*prompts[-1][:333], 3, 4], prompts[-1][:160]]
 
 
-def test_greedy_tokens_and_logprobs_equal_transformers(
-    served: tuple[Case, Path, System], record_property: Any
-) -> None:
+def test_greedy_tokens_and_logprobs_equal_transformers(served: tuple[Case, Path, System], record_property: Any) -> None:
     case, model, system = served
     vocab_size = TINY[case.model].config.vocab_size
     prompts = make_prompts(vocab_size)
