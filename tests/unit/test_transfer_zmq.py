@@ -89,33 +89,36 @@ def test_unacknowledged_messages_are_bounded_and_each_ack_lets_one_more_go(make:
     assert not cluster.senders[0].recorder.events
     for identity, header, _ in list(seen):
         fake.ack(identity, header)
-    while not cluster.senders[0].recorder.events:
-        got = fake.next(timeout_s=0.1)
-        if got is not None:
-            fake.ack(*got[:2])
-            seen.append(got)
-    assert cluster.senders[0].recorder.events[0].error is None
-    assert sum(len(payload) for _, _, payload in seen) == cluster.src_layout.bytes_per_block * transfer.total
+    total = cluster.src_layout.bytes_per_block * transfer.total
+    while sum(len(payload) for _, _, payload in seen) < total:
+        got = fake.next()
+        assert got is not None
+        fake.ack(*got[:2])
+        seen.append(got)
+    assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
+    assert fake.next(timeout_s=0.1) is None, "each byte once"
 
 
 def test_staging_is_not_rewritten_before_its_ack(make: Any, fake: FakeReceiver) -> None:
-    """The first messages are read off the socket only after later ones were staged."""
-    cluster = make(window=2)
-    transfer = cluster.transfer(tokens=100)
+    """Messages wait unread in the socket while the sender would like to stage many more."""
+    # Above the size under which pyzmq would copy after all.
+    big = KVLayout("model", 4, 2, 512, "float32", block_size=16)
+    cluster = make(big, big, staging_bytes=2**18, window=2, min_message_bytes=1)
+    transfer = cluster.transfer(tokens=32 * 16)
     transfer.compute()
     transfer.open_senders()
     transfer.grant(fake.peer)
     transfer.final()
-    copies: dict[int, bytes] = {}
-    while not cluster.senders[0].recorder.events or len(copies) < 3:
-        got = fake.next(timeout_s=0.2)
-        if got is None:
-            break
+    received = 0
+    while received < big.bytes_per_block * transfer.total:
+        got = fake.next()
+        assert got is not None
         identity, header, payload = got
-        (piece,) = header.slices
-        want = transfer.truth[piece.layer_lo : piece.layer_hi, :, piece.block_lo : piece.block_hi]
-        assert payload == want.tobytes()
-        copies[header.sequence] = payload
+        want = b"".join(
+            transfer.truth[s.layer_lo : s.layer_hi, :, s.block_lo : s.block_hi].tobytes() for s in header.slices
+        )
+        assert payload == want
+        received += len(payload)
         fake.ack(identity, header)
 
 
@@ -313,3 +316,28 @@ def test_slice_out_of_place_is_corrupt_and_writes_nothing(make: Any, wrong: str)
         assert socket.poll(1000 * DEADLINE_S)
         assert wire.decode_ack(socket.recv()).code == "corrupt_slice"
     transfer.check_destination_untouched()
+
+
+def test_message_that_overtakes_its_own_open_in_the_mailbox_is_taken(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`open`, grant, send and arrival may all happen after the thread looked at its mailbox and before it reads."""
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.compute()
+    receiver = cluster.receivers[0].end
+    receive, raced = receiver._receive, []
+
+    def racing() -> Any:
+        if not raced:
+            raced.append(True)
+            transfer.open_receivers()
+            transfer.open_senders()
+            transfer.grant()
+            transfer.final()
+            assert receiver._socket.poll(1000 * DEADLINE_S)
+        return receive()
+
+    monkeypatch.setattr(receiver, "_receive", racing)
+    receiver.abort(AttemptKey("nobody", 1))
+    transfer.check_received()
