@@ -56,6 +56,10 @@ class System:
     def process(self, role: str, index: int = 0) -> dict[str, Any]:
         return [entry for entry in self.processes() if entry["role"] == role][index]
 
+    def is_restarted(self, role: str, old_pid: int) -> bool:
+        """Whether another process has taken the place of `old_pid`."""
+        return any(entry["role"] == role and entry["pid"] != old_pid for entry in self.processes())
+
     def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> int:
         """Send a signal to one of our own processes; returns its pid."""
         pid = self.process(role, index)["pid"]

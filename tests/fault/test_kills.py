@@ -119,7 +119,7 @@ def test_streams_continue_exactly_or_end_in_a_clear_error_and_the_node_comes_bac
     if role == "prefill":
         assert survived == STREAMS, "running streams do not need the prefill node any more"
 
-    wait_until(lambda: system.process(role)["pid"] != before, 60, f"the {role} node is restarted")
+    wait_until(lambda: system.is_restarted(role, before), 60, f"the {role} node is restarted")
     system.wait_usable()
     streams = asyncio.run(stream_through_quietly(system))
     for prompt, stream in zip(prompts(), streams, strict=True):
@@ -157,7 +157,7 @@ def test_new_requests_work_within_5_s_of_a_redis_restart_and_nobody_else_restart
     assert answer.status_code == 200, "serving goes on without Redis"
     assert answer.json()["choices"][0]["token_ids"] == expected
 
-    wait_until(lambda: system.process("redis")["pid"] != redis_before, 30, "Redis is restarted")
+    wait_until(lambda: system.is_restarted("redis", redis_before), 30, "Redis is restarted")
     restarted_s = time.monotonic()
     wait_until(lambda: system.health().get("degraded") is False, 5, "the router sees Redis again")
     answer = ask(system, prompt)
@@ -211,7 +211,7 @@ def test_router_killed_frees_the_nodes_within_its_lease(served: tuple[Path, Syst
             return pid
 
     pid = asyncio.run(start_and_kill())
-    wait_until(lambda: system.process("router")["pid"] != pid, 30, "the router is restarted")
+    wait_until(lambda: system.is_restarted("router", pid), 30, "the router is restarted")
     system.wait_usable()
     system.wait_whole(timeout_s=10)
     assert ask(system, [5, 6, 7]).status_code == 200
