@@ -79,7 +79,8 @@ class Server:
             except ProtocolError as error:
                 log.warning("dropped a control message: %s", error)
                 continue
-            self._on_message(identity, message)
+            _guarded(lambda identity=identity, message=message: self._on_message(identity, message))
+            await asyncio.sleep(0)  # a flood of messages must not keep everything else off the loop
 
 
 class Link:
@@ -131,7 +132,8 @@ class Link:
             except ProtocolError as error:
                 self._lose(f"{self.address} does not speak our protocol: {error}")
                 return
-            self._on_message(message)
+            _guarded(lambda message=message: self._on_message(message))
+            await asyncio.sleep(0)  # as above
 
     async def _watch(self) -> None:
         await self._monitor.recv_multipart()
@@ -141,6 +143,13 @@ class Link:
         if not self.closed:
             self.close()
             self._on_lost(reason)
+
+
+def _guarded(deliver: Callable[[], None]) -> None:
+    try:
+        deliver()
+    except Exception:  # the main loop of a link: one message's bug must not end it
+        log.exception("a control message was not taken")
 
 
 def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:

@@ -78,7 +78,13 @@ class System:
         def usable() -> bool:
             assert self.supervisor.poll() is None, f"kvrelay up ended:\n{self.log_tail()}"
             health = self.health()
-            return (health.get("prefill", 0), health.get("decode", 0)) == (prefill, decode)
+            roles = [entry["role"] for entry in self.processes()]
+            wanted = (prefill, decode)
+            return (
+                (health.get("prefill"), health.get("decode"))
+                == wanted
+                == tuple(map(roles.count, ("prefill", "decode")))
+            )
 
         wait_until(usable, timeout_s, f"{prefill} prefill and {decode} decode nodes usable; log:\n{self.log_tail()}")
 

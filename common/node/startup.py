@@ -8,8 +8,6 @@ import secrets
 import time
 from dataclasses import dataclass
 
-import torch
-
 from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.config import NodeConfig
@@ -24,6 +22,7 @@ from common.model.config import load_model_config, resolve_model
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
 from common.protocol import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
+from common.torch_setup import configure_torch
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +61,7 @@ def build_engine(config: NodeConfig, *, prefill_chunk: int, small_batches: bool)
     `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
     Raises: ConfigError in one sentence for whatever is wrong with the model or the sizes.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    configure_torch(config.threads)
     path = resolve_model(config.model)
     model_config = load_model_config(path)
     dtype = model_config.resolve_dtype(config.dtype)
