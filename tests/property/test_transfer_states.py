@@ -63,8 +63,14 @@ class Relay(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- what the nodes do
 
-    @rule(request=st.sampled_from("ab"), blocks=st.integers(1, 4), held=st.integers(0, 4), timeout=st.integers(5, 60))
-    def begin(self, request: str, blocks: int, held: int, timeout: int) -> None:
+    @rule(
+        request=st.sampled_from("ab"),
+        blocks=st.integers(1, 4),
+        held=st.integers(0, 4),
+        timeout=st.integers(5, 60),
+        ready=st.booleans(),
+    )
+    def begin(self, request: str, blocks: int, held: int, timeout: int, ready: bool) -> None:
         attempt = 1 + sum(k.request_id == request for k in self.attempts)
         key = AttemptKey(request, attempt)
         hashes = [bytes([ord(request), attempt, i]).ljust(HASH_BYTES) for i in range(blocks)]
@@ -79,16 +85,28 @@ class Relay(RuleBasedStateMachine):
         for r, sender in enumerate(self.senders):
             sender.open(OutgoingTransfer(key, "s1", ids, hashes, blocks * 2, float(timeout)), self.now)
             self.opened["s", r, key] = 1
+        if ready:
+            self.all_final(key)
+            self.give_grant(key)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
     def grant(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(list(self.attempts)))
+        self.give_grant(data.draw(st.sampled_from(list(self.attempts))))
+
+    def give_grant(self, key: AttemptKey) -> None:
         a = self.attempts[key]
         a["granted"] = True
         dst = PeerRef("d", "d1", "", [f"tcp://{r}" for r in range(self.dst.world_size)])
         for sender in self.senders:
             sender.grant(Grant(key, dst, self.dst, a["held"], list(range(a["blocks"]))))
+
+    def all_final(self, key: AttemptKey) -> None:
+        a = self.attempts[key]
+        for rank, final in enumerate(a["final"]):
+            for layer in range(len(final)):
+                final[layer] = a["blocks"]
+                self.senders[rank].blocks_final(key, layer, a["blocks"])
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), everything=st.booleans())
@@ -108,9 +126,21 @@ class Relay(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, source: bool) -> None:
         key = data.draw(st.sampled_from(list(self.attempts)))
         if source:
-            data.draw(st.sampled_from(self.senders)).fail(key, TransferError("aborted"))
+            for sender in self.senders:
+                sender.fail(key, TransferError("aborted"))
         else:
-            data.draw(st.sampled_from(self.receivers)).abort(key)
+            for receiver in self.receivers:
+                receiver.abort(key)
+
+    @precondition(lambda self: self.batches or self.claims)
+    @rule(data=st.data())
+    def abort_under_a_copy(self, data: st.DataObject) -> None:
+        if self.claims:
+            rank, claim = data.draw(st.sampled_from(self.claims))
+            self.receivers[rank].abort(claim.key)
+        else:
+            rank, batch = data.draw(st.sampled_from(self.batches))
+            self.senders[rank].fail(batch.key, TransferError("aborted"))
 
     @rule(seconds=st.integers(0, 10))
     def time_passes(self, seconds: int) -> None:
@@ -124,15 +154,14 @@ class Relay(RuleBasedStateMachine):
     @rule(data=st.data(), units=st.integers(1, 9), minimum=st.sampled_from([1, 1, 10**9]))
     def read(self, data: st.DataObject, units: int, minimum: int) -> None:
         key = data.draw(st.sampled_from(list(self.attempts)))
-        src_rank = data.draw(st.integers(0, self.src.world_size - 1))
-        shard = self.src.shards()[src_rank]
-        unit_bytes = (shard.head_hi - shard.head_lo) * self.src.slice_bytes_per_block
-        for dst_rank in range(self.dst.world_size):
-            batch = self.senders[src_rank].take(key, dst_rank, max_bytes=units * unit_bytes, min_bytes=minimum)
-            if batch is not None:
-                assert batch.size_bytes <= units * unit_bytes
-                self.check_offer(src_rank, batch)
-                self.batches.append((src_rank, batch))
+        for src_rank, shard in enumerate(self.src.shards()):
+            max_bytes = units * (shard.head_hi - shard.head_lo) * self.src.slice_bytes_per_block
+            for dst_rank in range(self.dst.world_size):
+                batch = self.senders[src_rank].take(key, dst_rank, max_bytes=max_bytes, min_bytes=minimum)
+                if batch is not None:
+                    assert batch.size_bytes <= max_bytes
+                    self.check_offer(src_rank, batch)
+                    self.batches.append((src_rank, batch))
 
     def check_offer(self, src_rank: int, batch: Batch) -> None:
         a, shard = self.attempts[batch.key], self.src.shards()[src_rank]
@@ -208,28 +237,22 @@ class Relay(RuleBasedStateMachine):
         self.receivers[rank].placed(claim)
 
     @precondition(lambda self: self.attempts)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        """Let one attempt run to its end, unless something stopped it before."""
+    @rule(data=st.data(), until=st.sampled_from(["read", "sent", "delivered", "written", "written"]))
+    def advance(self, data: st.DataObject, until: str) -> None:
+        """Let one attempt run to its end or to some phase before it, unless something stopped it earlier."""
         key = data.draw(st.sampled_from(list(self.attempts)))
-        a = self.attempts[key]
-        for rank, final in enumerate(a["final"]):
-            for layer in range(len(final)):
-                final[layer] = a["blocks"]
-                self.senders[rank].blocks_final(key, layer, a["blocks"])
-        a["granted"] = True
-        dst = PeerRef("d", "d1", "", [f"tcp://{r}" for r in range(self.dst.world_size)])
+        self.all_final(key)
+        self.give_grant(key)
         for src_rank, sender in enumerate(self.senders):
-            sender.grant(Grant(key, dst, self.dst, a["held"], list(range(a["blocks"]))))
             for dst_rank in range(self.dst.world_size):
                 while batch := sender.take(key, dst_rank, max_bytes=2**20):
                     self.check_offer(src_rank, batch)
                     self.batches.append((src_rank, batch))
-        while self.batches:
+        while self.batches and until != "read":
             self.send(data)
-        while self.wire:
+        while self.wire and until in ("delivered", "written"):
             self.deliver(data)
-        while self.claims:
+        while self.claims and until == "written":
             self.write(data)
 
     # ---------------------------------------------------------------- what must always hold
@@ -306,4 +329,4 @@ def cells_of(s: Any) -> list[Cell]:
 
 
 TestRelay = Relay.TestCase
-TestRelay.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestRelay.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
