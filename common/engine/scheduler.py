@@ -5,7 +5,8 @@ prompts that were begun, then new ones while blocks, seats and budget last. A se
 of all its known tokens when it is admitted, and one more at a time while it generates; when none is
 left the youngest running sequence is preempted: it gives its blocks back and is recomputed later.
 
-`schedule` and `update` are apart so that several steps over disjoint sequences can be in flight.
+`schedule` and `update` are apart so that several steps can be in flight, as many as a pipeline has stages.
+Each is over another *group* of the running sequences; a sequence joins the group that holds the fewest blocks.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class SchedulerConfig:
     """Rows of one step."""
     prefill_chunk: int
     """Prompt rows of a step in which others decode; bounds what a prompt adds to their inter-token latency."""
+    num_groups: int = 1
+    """Steps in flight at once; every one of them needs a group of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Plan:
     seqs: list[Sequence]
     admitted: list[Sequence]
     """Of `seqs`, those that got their blocks just now."""
+    group: int
 
 
 class Scheduler:
@@ -69,6 +73,8 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._steps = 0
+        self._busy_groups: set[int] = set()
+        self._next_group = 0
 
     # ------------------------------------------------------------ sequences in and out
 
@@ -112,7 +118,7 @@ class Scheduler:
         seq.num_computed = seq.num_tokens
         self._publish(seq)
         seq.token_ids.append(first_token)
-        self.running[seq.key] = seq
+        self._run(seq, self._lightest_group())
 
     def abort(self, seq: Sequence) -> None:
         """Forget a sequence; one that is in a step right now, at the end of that step.
@@ -139,16 +145,25 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run now."""
-        rows: list[tuple[Sequence, int]] = [(seq, 1) for seq in self._decoding()]
+        for offset in range(self.config.num_groups):
+            group = (self._next_group + offset) % self.config.num_groups
+            plan = None if group in self._busy_groups else self._schedule_group(group)
+            if plan is not None:
+                self._next_group = group + 1
+                return plan
+        return None
+
+    def _schedule_group(self, group: int) -> Plan | None:
+        rows: list[tuple[Sequence, int]] = [(seq, 1) for seq in self._decoding(group)]
         budget = self.config.max_num_batched_tokens - len(rows)
         if rows:
             budget = min(budget, self.config.prefill_chunk)
         for seq in self.running.values():
-            if budget > 0 and not seq.in_flight and seq.num_uncomputed > 1:
+            if budget > 0 and seq.group == group and seq.num_uncomputed > 1:
                 rows.append((seq, min(seq.num_uncomputed, budget)))
                 budget -= rows[-1][1]
-        admitted = []
-        while budget > 0 and self.waiting and self._admit(self.waiting[0]):
+        admitted: list[Sequence] = []
+        while budget > 0 and self.waiting and group == self._lightest_group() and self._admit(self.waiting[0], group):
             seq = self.waiting.popleft()
             admitted.append(seq)
             rows.append((seq, min(seq.num_uncomputed, budget)))
@@ -157,11 +172,13 @@ class Scheduler:
             return None
         for seq, _ in rows:
             seq.in_flight = True
+        self._busy_groups.add(group)
         self._steps += 1
-        return Plan(_step_input(self._steps, rows), [seq for seq, _ in rows], admitted)
+        return Plan(_step_input(self._steps, rows), [seq for seq, _ in rows], admitted, group)
 
     def update(self, plan: Plan, sampled: list[SampledToken]) -> list[Progress]:
         """Enter what a step computed and drew. Finished sequences leave."""
+        self._busy_groups.discard(plan.group)
         drawn = {spec.seq_index: token for spec, token in zip(plan.step.samples, sampled, strict=True)}
         progress = []
         for index, (seq, query_len) in enumerate(zip(plan.seqs, plan.step.query_lens, strict=True)):
@@ -183,6 +200,7 @@ class Scheduler:
 
     def fail(self, plan: Plan) -> None:
         """A step raised: forget its sequences. The others are untouched."""
+        self._busy_groups.discard(plan.group)
         for seq in plan.seqs:
             seq.in_flight = False
             self.abort(seq)
@@ -197,10 +215,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ inside
 
-    def _decoding(self) -> Iterator[Sequence]:
-        """Running sequences that need one row, each with a block for it; preempts where blocks lack."""
+    def _decoding(self, group: int) -> Iterator[Sequence]:
+        """Running sequences of `group` that need one row, each with a block for it; preempts where blocks lack."""
         for seq in list(self.running.values()):
-            if seq.in_flight or seq.num_uncomputed != 1 or seq.key not in self.running:
+            if seq.group != group or seq.num_uncomputed != 1 or seq.key not in self.running:
                 continue
             if len(seq.blocks) * BLOCK_SIZE < seq.num_tokens and not self._grow(seq):
                 continue
@@ -226,12 +244,25 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
 
-    def _admit(self, seq: Sequence) -> bool:
+    def _admit(self, seq: Sequence, group: int) -> bool:
         seats = self.config.max_num_seqs - len(self.running) - len(self.reserved)
         if seats <= 0 or not self._take_blocks(seq, spare_tokens=1, watermark=len(self.running)):
             return False
-        self.running[seq.key] = seq
+        self._run(seq, group)
         return True
+
+    def _run(self, seq: Sequence, group: int) -> None:
+        seq.group = group
+        self.running[seq.key] = seq
+
+    def _lightest_group(self) -> int:
+        """The group that holds the fewest blocks."""
+        if self.config.num_groups == 1:
+            return 0
+        held = [0] * self.config.num_groups
+        for seq in self.running.values():
+            held[seq.group] += len(seq.blocks)
+        return held.index(min(held))
 
     def _take_blocks(self, seq: Sequence, *, spare_tokens: int, watermark: int) -> bool:
         """Blocks for all known tokens, from the prefix cache as far as it reaches.

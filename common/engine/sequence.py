@@ -34,6 +34,8 @@ class Sequence:
     stay its own until the transfer has released them (`Scheduler.free`)."""
     first_step_s: float | None = None
     preemptions: int = 0
+    group: int = 0
+    """Its micro-batch, while it runs."""
     in_flight: bool = False
     """Part of a step that has been scheduled and not yet updated."""
     aborted: bool = False

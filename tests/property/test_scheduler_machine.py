@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from fake_engine import VOCAB, FakeRunner, generate
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.step import SampledToken
 from common.errors import BadRequest
 from common.hashing import root_hash
 from common.kv.pool import BlockPool
@@ -25,16 +28,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 64),
         seats=st.integers(1, 5),
         chunk=st.integers(1, 32),
+        groups=st.integers(1, 3),
     )
-    def start(self, num_blocks: int, budget: int, seats: int, chunk: int) -> None:
+    def start(self, num_blocks: int, budget: int, seats: int, chunk: int, groups: int) -> None:
         self.runner = FakeRunner(num_blocks)
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_model_len=120, max_num_seqs=seats, max_num_batched_tokens=max(budget, seats), prefill_chunk=chunk
+                max_model_len=120,
+                max_num_seqs=seats,
+                max_num_batched_tokens=max(budget, seats),
+                prefill_chunk=chunk,
+                num_groups=groups,
             ),
             BlockPool(num_blocks),
         )
         self.live: dict[AttemptKey, tuple[Sequence, list[int]]] = {}
+        self.flying: deque[tuple[Plan, list[SampledToken]]] = deque()
         self.count = 0
 
     def _sequence(self, prefix: int, cut: int, tail: list[int], max_tokens: int, *, relays: bool = False) -> Sequence:
@@ -77,14 +86,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self._step()
 
-    def _step(self) -> bool:
+    @rule()
+    def launch(self) -> None:
+        """Start a step and leave it in flight, as a pipeline does."""
         plan = self.scheduler.schedule()
         if plan is None:
-            return False
+            return
         step = plan.step
         assert len(step.token_ids) <= self.scheduler.config.max_num_batched_tokens
+        assert not {seq.key for seq in plan.seqs} & {seq.key for other, _ in self.flying for seq in other.seqs}
         assert len(plan.seqs) == len({seq.key for seq in plan.seqs})
-        for done in self.scheduler.update(plan, self.runner.execute(step).sampled):
+        self.flying.append((plan, self.runner.execute(step).sampled))
+        assert len(self.flying) <= self.scheduler.config.num_groups
+
+    @rule()
+    def land(self) -> None:
+        self._land()
+
+    def _step(self) -> bool:
+        self.launch()
+        return self._land()
+
+    def _land(self) -> bool:
+        if not self.flying:
+            return False
+        plan, sampled = self.flying.popleft()
+        for done in self.scheduler.update(plan, sampled):
             if done.finish_reason is not None:
                 seq, expected = self.live.pop(done.seq.key)
                 assert seq.token_ids[seq.prompt_len :] == expected
