@@ -91,7 +91,10 @@ class KVSender(Protocol):
     """The sending end of one prefill rank."""
 
     def open(self, transfer: OutgoingTransfer) -> None:
-        """Announce a transfer. Nothing is sent before `grant`."""
+        """Announce a transfer. Nothing is sent before `grant`.
+
+        Raises: TransferError if this key is open already or this end is closed.
+        """
         ...
 
     def grant(self, grant: Grant) -> None:
@@ -124,7 +127,10 @@ class KVReceiver(Protocol):
         ...
 
     def open(self, transfer: IncomingTransfer) -> None:
-        """Accept slices of this attempt from this source incarnation. Must precede the `Grant`."""
+        """Accept slices of this attempt from this source incarnation. Must precede the `Grant`.
+
+        Raises: TransferError if this key is open already or this end is closed.
+        """
         ...
 
     def abort(self, key: AttemptKey) -> None:
