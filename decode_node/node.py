@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.clock import Clock
-from common.engine.executor import Executor
+from common.engine.executor import Executor, StepDone
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
+from common.engine.step import StepOutput
 from common.errors import CorruptSlice, EngineError, HandshakeRefused, KvRelayError, PeerLost, TransferAborted
 from common.hashing import hash_blocks
 from common.kv.layout import KVLayout, check_compatible
@@ -108,6 +109,8 @@ class DecodeNode:
         self.transfer_timeout_s = transfer_timeout_s
         self.early_s = early_s
         self.attempts: dict[AttemptKey, _Attempt] = {}
+        self._plans: dict[int, Plan] = {}
+        """Steps in flight."""
         self.deferred: deque[_Attempt] = deque()
         self.early: dict[AttemptKey, _Early] = {}
         self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
@@ -135,6 +138,8 @@ class DecodeNode:
                 self._receive_failed(self.attempts[key], error)
             case DestinationReleased(key):
                 self._destination_released(self.attempts[key])
+            case StepDone(output):
+                self._step_done(output)
             case ClientLost(identity):
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
                     self._end(attempt)
@@ -157,20 +162,24 @@ class DecodeNode:
             if seq.first_step_s is None:
                 seq.first_step_s = self.clock()
         self.outbox.flush()  # grants must not wait for the step
+        self._plans[plan.step.step_id] = plan
         try:
-            output = self.executor.execute(plan.step)
-            progress = self.scheduler.update(plan, output.sampled)
+            output = self.executor.submit(plan.step)
         except Exception as error:  # one step's failure must not end the node
             log.exception("step %d failed", plan.step.step_id)
-            self._step_failed(plan, error)
+            self._step_failed(self._plans.pop(plan.step.step_id), error)
             return True
-        for done in progress:
-            if done.sampled is None:
-                continue
-            self._generated_tokens += 1
-            self._token(self.attempts[done.seq.key], done)
-        self._prompt_tokens += sum(n for n in plan.step.query_lens if n > 1)
+        if output is not None:
+            self._step_done(output)
         return True
+
+    def _step_done(self, output: StepOutput) -> None:
+        plan = self._plans.pop(output.step_id)
+        self._prompt_tokens += sum(n for n in plan.step.query_lens if n > 1)
+        for done in self.scheduler.update(plan, output.sampled):
+            if done.sampled is not None:
+                self._generated_tokens += 1
+                self._token(self.attempts[done.seq.key], done)
 
     # ------------------------------------------------------------ admission
 

@@ -30,7 +30,15 @@ async def serve(config: DecodeConfig) -> None:
     shell = NodeShell(config, node_id_for("decode", config))
     await shell.bind()
     engine = await asyncio.to_thread(build_engine, config, prefill_chunk=config.local_prefill_chunk, small_batches=True)
-    receiver = ZmqReceiver(engine.storage, engine.layout, 0, config.host, config.data_port, shell.post)
+    receiver = ZmqReceiver(
+        engine.storage,
+        engine.layout,
+        0,
+        config.host,
+        config.data_port,
+        shell.post,
+        incarnation=shell.me.incarnation,
+    )
     me = replace(shell.me, data_addresses=[receiver.address])
     node = DecodeNode(
         me,

@@ -10,9 +10,10 @@ import logging
 from dataclasses import dataclass
 
 from common.clock import Clock
-from common.engine.executor import Executor
+from common.engine.executor import Executor, StepDone
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
+from common.engine.step import StepOutput
 from common.errors import EngineError, KvRelayError, PeerLost, TransferAborted, from_code
 from common.hashing import BLOCK_SIZE, hash_blocks
 from common.kv.layout import KVLayout, check_compatible
@@ -79,6 +80,8 @@ class PrefillNode:
         self.max_accepted = max_accepted
         self.transfer_timeout_s = transfer_timeout_s
         self.attempts: dict[AttemptKey, _Attempt] = {}
+        self._plans: dict[int, Plan] = {}
+        """Steps in flight."""
         self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
         self._prompt_tokens = 0
         self._relayed_bytes = 0
@@ -100,6 +103,8 @@ class PrefillNode:
                 pass
             case SourceReleased(key, bytes_sent, error):
                 self._released(self.attempts[key], bytes_sent, error)
+            case StepDone(output):
+                self._step_done(output)
             case ClientLost(identity):
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
                     self._forget(attempt)
@@ -121,18 +126,23 @@ class PrefillNode:
         for seq in plan.admitted:
             self._offer(self.attempts[seq.key])
         self.outbox.flush()  # offers must not wait for the step: the grant can be back before its first layer is done
+        self._plans[plan.step.step_id] = plan
         try:
-            output = self.executor.execute(plan.step)
-            progress = self.scheduler.update(plan, output.sampled)
+            output = self.executor.submit(plan.step)
         except Exception as error:  # one step's failure must not end the node
             log.exception("step %d failed", plan.step.step_id)
-            self._step_failed(plan, error)
+            self._step_failed(self._plans.pop(plan.step.step_id), error)
             return True
+        if output is not None:
+            self._step_done(output)
+        return True
+
+    def _step_done(self, output: StepOutput) -> None:
+        plan = self._plans.pop(output.step_id)
         self._prompt_tokens += sum(plan.step.query_lens)
-        for done in progress:
+        for done in self.scheduler.update(plan, output.sampled):
             if done.sampled is not None:
                 self._first_token(self.attempts[done.seq.key], done)
-        return True
 
     # ------------------------------------------------------------ one attempt
 

@@ -1,10 +1,13 @@
-"""Between the leader's scheduler and the ranks that compute. With one rank the executor is in the
-leader's process and thread: no hop.
+"""Between the leader's scheduler and the ranks that compute.
+
+With one rank the executor is in the leader's process and thread: no hop, a step's output comes back at once.
+With several (`common.node.ranks`) a step is started here, and its output may come later as a `StepDone` event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from common.engine.step import StepInput, StepOutput
@@ -14,11 +17,21 @@ OnBlocksFinal = Callable[[AttemptKey, int, int], None]
 """(attempt, layer of this rank, number of leading blocks whose KV in that layer is final)"""
 
 
-class Executor(Protocol):
-    """Runs steps on all ranks of a node."""
+@dataclass(frozen=True)
+class StepDone:
+    """A started step's output, as an event of the engine loop. Steps are done in the order of their start."""
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Raises: EngineError if the step failed; the ranks can go on with another step."""
+    output: StepOutput
+
+
+class Executor(Protocol):
+    """Runs steps on all ranks of a node. The scheduler bounds how many are in flight."""
+
+    def submit(self, step: StepInput) -> StepOutput | None:
+        """Run a step, or start it and have its output come as `StepDone`.
+
+        Raises: EngineError if the step failed; the ranks can go on with another step.
+        """
         ...
 
 
@@ -29,13 +42,13 @@ class Runner(Protocol):
 
 
 class LocalExecutor:
-    """The one rank of a single-rank node. Tells the transfer sender of every layer as it becomes final."""
+    """One rank. Tells the transfer sender of every layer as it becomes final."""
 
     def __init__(self, runner: Runner, on_blocks_final: OnBlocksFinal | None = None) -> None:
         self._runner = runner
         self._on_blocks_final = on_blocks_final
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> StepOutput:
         report = self._on_blocks_final
         if report is None or not step.relay:
             return self._runner.execute(step)

@@ -38,8 +38,8 @@ class _TimedExecutor(LocalExecutor):
         super().__init__(runner)
         self.forward_s = 0.0
 
-    def execute(self, step: StepInput) -> StepOutput:
-        output = super().execute(step)
+    def submit(self, step: StepInput) -> StepOutput:
+        output = super().submit(step)
         self.forward_s += output.forward_s
         return output
 
