@@ -28,6 +28,8 @@ class OutgoingTransfer:
     block_hashes: list[bytes]
     num_tokens: int
     timeout_s: float
+    final_blocks: int = 0
+    """Leading blocks that are final in every layer from the start: those of the prefix cache."""
 
 
 @dataclass(frozen=True)

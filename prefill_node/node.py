@@ -180,10 +180,9 @@ class PrefillNode:
                 block_hashes=hashes,
                 num_tokens=seq.num_tokens,
                 timeout_s=self.transfer_timeout_s,
+                final_blocks=seq.num_computed // BLOCK_SIZE,
             )
         )
-        for layer in range(self.layout.num_layers if seq.num_computed else 0):
-            self.sender.blocks_final(seq.key, layer, seq.num_computed // BLOCK_SIZE)
         self.outbox.to_peer(
             attempt.request.decode, Offer(seq.key, self.me, self.layout, seq.num_tokens, block_hashes=hashes)
         )

@@ -146,6 +146,7 @@ class _FakeSender:
 
     def open(self, transfer: OutgoingTransfer) -> None:
         self.wire.outgoing[transfer.key] = transfer
+        self.wire.final[transfer.key] = transfer.final_blocks
 
     def grant(self, grant: Grant) -> None:
         if grant.key in self.wire.outgoing:
