@@ -58,7 +58,7 @@ class Outgoing:
         self._rank = rank
         shard = layout.shards()[rank]
         self._layer_lo = shard.layer_lo
-        self._final = [0] * (shard.layer_hi - shard.layer_lo)
+        self._final = [transfer.final_blocks] * (shard.layer_hi - shard.layer_lo)
         self._routes: dict[int, _Route] | None = None
 
     @property

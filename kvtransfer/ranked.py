@@ -1,0 +1,214 @@
+"""The transfer ends of a node with several ranks, as its leader sees them: one `KVSender`, one `KVReceiver`.
+
+The leader's own rank is called directly; the others get orders over their link (`common.node.ranks`) and report back.
+An attempt is received when every rank has all its slices, and released when every rank has released it; the first
+failure of any rank fails it for all. Methods are called by the engine's thread, reports come from transfer
+threads and the link's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.errors import KvRelayError, TransferError, from_code
+from common.protocol import AttemptKey, Grant
+from kvtransfer.base import (
+    DestinationReleased,
+    IncomingTransfer,
+    KVReceiver,
+    KVSender,
+    OnReceiverEvent,
+    OnSenderEvent,
+    OutgoingTransfer,
+    Received,
+    ReceiveFailed,
+    ReceiverEvent,
+    SenderEvent,
+    SourceReleased,
+)
+
+# Orders of the leader to the transfer end of another rank.
+
+
+@dataclass(frozen=True)
+class Open:
+    """`KVSender.open` or `KVReceiver.open`; one of the two is set."""
+
+    outgoing: OutgoingTransfer | None = None
+    incoming: IncomingTransfer | None = None
+
+
+@dataclass(frozen=True)
+class Granted:
+    """`KVSender.grant`."""
+
+    grant: Grant
+
+
+@dataclass(frozen=True)
+class Stop:
+    """`abort`."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """An event of a rank's transfer end, errors as (code, message)."""
+
+    rank: int
+    kind: str
+    key: AttemptKey
+    size_bytes: int = 0
+    code: str | None = None
+    message: str = ""
+
+
+TransferOrder = Open | Granted | Stop
+ORDER_TYPES: tuple[type, ...] = (Open, Granted, Stop)
+
+
+def obey(end: KVSender | KVReceiver, order: TransferOrder) -> None:
+    """Carry an order out on a rank."""
+    match order:
+        case Open(outgoing, incoming):
+            transfer = outgoing if outgoing is not None else incoming
+            end.open(transfer)  # type: ignore[arg-type]  # the leader sends each end its own kind
+        case Granted(grant):
+            end.grant(grant)  # type: ignore[union-attr]
+        case Stop(key):
+            end.abort(key)
+
+
+def to_report(rank: int, event: SenderEvent | ReceiverEvent) -> TransferReport:
+    """What travels to the leader."""
+    error = event.error if isinstance(event, SourceReleased | ReceiveFailed) else None
+    size_bytes = 0
+    if isinstance(event, SourceReleased):
+        size_bytes = event.bytes_sent
+    elif isinstance(event, Received):
+        size_bytes = event.bytes_received
+    code = None if error is None else (error.code if isinstance(error, KvRelayError) else TransferError.code)
+    return TransferReport(rank, type(event).__name__, event.key, size_bytes, code, "" if error is None else str(error))
+
+
+@dataclass
+class _Gathered:
+    """What the ranks have said of one attempt."""
+
+    reports: int = 0
+    received: int = 0
+    size_bytes: int = 0
+    error: KvRelayError | None = None
+    failed: bool = False
+
+
+class RankedSender:
+    """`KVSender` over all ranks: `SourceReleased` once, when the last rank has released."""
+
+    def __init__(self, world_size: int, broadcast: Callable[[TransferOrder], None], on_event: OnSenderEvent) -> None:
+        self.local: KVSender
+        self._world_size = world_size
+        self._broadcast = broadcast
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._open: dict[AttemptKey, _Gathered] = {}
+
+    def open(self, transfer: OutgoingTransfer) -> None:
+        with self._lock:
+            self._open[transfer.key] = _Gathered()
+        self._broadcast(Open(outgoing=transfer))
+        self.local.open(transfer)
+
+    def grant(self, grant: Grant) -> None:
+        self._broadcast(Granted(grant))
+        self.local.grant(grant)
+
+    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
+        """For the leader's rank; every other rank reports its own layers."""
+        self.local.blocks_final(key, layer, num_blocks)
+
+    def abort(self, key: AttemptKey) -> None:
+        self._broadcast(Stop(key))
+        self.local.abort(key)
+
+    def close(self) -> None:
+        self.local.close()
+
+    def on_local_event(self, event: SenderEvent) -> None:
+        """For the leader's own end."""
+        self.on_report(to_report(0, event))
+
+    def on_report(self, report: TransferReport) -> None:
+        """Any rank's end has released its source blocks."""
+        with self._lock:
+            gathered = self._open[report.key]
+            gathered.reports += 1
+            gathered.size_bytes += report.size_bytes
+            first_error = gathered.error is None and report.code is not None
+            if first_error and report.code is not None:
+                gathered.error = from_code(report.code, f"rank {report.rank}: {report.message}")
+            done = gathered.reports == self._world_size
+            if done:
+                del self._open[report.key]
+        if done:
+            self._on_event(SourceReleased(report.key, gathered.size_bytes, gathered.error))
+        elif first_error:
+            self.abort(report.key)
+
+
+class RankedReceiver:
+    """`KVReceiver` over all ranks: `Received` when all have all, one `ReceiveFailed`, one `DestinationReleased`."""
+
+    address = ""
+    """Every rank has its own; the leader collects them at start."""
+
+    def __init__(self, world_size: int, broadcast: Callable[[TransferOrder], None], on_event: OnReceiverEvent) -> None:
+        self.local: KVReceiver
+        self._world_size = world_size
+        self._broadcast = broadcast
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._open: dict[AttemptKey, _Gathered] = {}
+
+    def open(self, transfer: IncomingTransfer) -> None:
+        with self._lock:
+            self._open[transfer.key] = _Gathered()
+        self._broadcast(Open(incoming=transfer))
+        self.local.open(transfer)
+
+    def abort(self, key: AttemptKey) -> None:
+        self._broadcast(Stop(key))
+        self.local.abort(key)
+
+    def close(self) -> None:
+        self.local.close()
+
+    def on_local_event(self, event: ReceiverEvent) -> None:
+        """For the leader's own end."""
+        self.on_report(to_report(0, event))
+
+    def on_report(self, report: TransferReport) -> None:
+        """Any rank's end has something to say."""
+        events: list[ReceiverEvent] = []
+        with self._lock:
+            gathered = self._open[report.key]
+            if report.kind == Received.__name__:
+                gathered.received += 1
+                gathered.size_bytes += report.size_bytes
+                if gathered.received == self._world_size:
+                    events.append(Received(report.key, gathered.size_bytes))
+            elif report.kind == ReceiveFailed.__name__:
+                if not gathered.failed:
+                    gathered.failed = True
+                    error = from_code(report.code or TransferError.code, f"rank {report.rank}: {report.message}")
+                    events.append(ReceiveFailed(report.key, error))
+            else:
+                gathered.reports += 1
+                if gathered.reports == self._world_size:
+                    del self._open[report.key]
+                    events.append(DestinationReleased(report.key))
+        for event in events:
+            self._on_event(event)
