@@ -196,6 +196,13 @@ class NodeConfig(ServiceConfig):
         None, "Name in the cluster, kept over restarts; by default <role>-<host name>-<random>.", "Network", own=True
     )
     host: str = _host()
+    advertise_host: str | None = _option(
+        None,
+        "Name or address under which others reach this node; by default --host, and where that is every interface, "
+        "the address that routes to Redis.",
+        "Network",
+        own=True,
+    )
     port: int = _option(0, "Port of the control socket; 0 takes any free one.", "Network", low=0, high=65535, own=True)
     data_port: int = _option(
         0, "Port of the KV data socket; 0 takes any free one.", "Network", low=0, high=65535, own=True

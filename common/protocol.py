@@ -125,7 +125,10 @@ class Abort:
 
 @dataclass(frozen=True)
 class Ping:
-    """The router's lease on a node: a node that hears none for `lease_s` aborts that router's requests."""
+    """The router's lease on a node: a node that hears none for `lease_s` aborts that router's requests.
+
+    With `lease_s` 0 it only asks (a health probe); no lease begins.
+    """
 
     __pydantic_config__ = _STRICT
     router_id: str

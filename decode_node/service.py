@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from common.clock import monotonic
 from common.engine.executor import LocalExecutor
+from common.node.address import advertised
 from common.node.shell import NodeShell
 from common.node.startup import build_engine, node_id_for
 from decode_node.node import DecodeNode
@@ -39,7 +40,7 @@ async def serve(config: DecodeConfig) -> None:
         shell.post,
         incarnation=shell.me.incarnation,
     )
-    me = replace(shell.me, data_addresses=[receiver.address])
+    me = replace(shell.me, data_addresses=[advertised(receiver.address, config)])
     node = DecodeNode(
         me,
         engine.layout,

@@ -18,6 +18,7 @@ from common.config import NodeConfig
 from common.engine.loop import EngineLoop, NodeLogic
 from common.errors import EngineError, Unavailable
 from common.membership import Registrar, check_redis
+from common.node.address import advertised
 from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
 from common.protocol import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong
 from common.rpc import Identity, Link, Server
@@ -58,7 +59,7 @@ class NodeShell:
         """
         await check_redis(self.config.redis_url)
         self._server = Server(self.config.host, self.config.port, self._on_message)
-        self.me = replace(self.me, control_address=self._server.address)
+        self.me = replace(self.me, control_address=advertised(self._server.address, self.config))
 
     def post(self, event: Any) -> None:
         """Hand an event to the logic; for the callbacks of transfer threads."""
@@ -101,7 +102,8 @@ class NodeShell:
 
     def _on_message(self, identity: Identity, message: Message) -> None:
         if isinstance(message, Ping):
-            self._leases[identity] = monotonic() + message.lease_s
+            if message.lease_s > 0:
+                self._leases[identity] = monotonic() + message.lease_s
             self._reply(identity, self._pong())
         elif self._engine is not None:
             self._engine.post(FromClient(identity, message))

@@ -1,0 +1,72 @@
+"""Under which address a node is registered, which need not be the one that its sockets listen on.
+
+Runs once at a node's start, on its asyncio loop; asks the kernel's routing table, sends nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from urllib.parse import urlsplit
+
+from common.config import NodeConfig
+from common.errors import ConfigError
+from common.membership import without_password
+
+log = logging.getLogger(__name__)
+
+_EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
+_LOOPBACK = "127.0.0.1"
+_DEFAULT_REDIS_PORT = 6379
+
+
+def advertised(endpoint: str, config: NodeConfig) -> str:
+    """`endpoint` (`tcp://HOST:PORT`, as a socket reports it) as others must write it to reach this node.
+
+    The host is `config.advertise_host` where that is set. Else it stays, unless the socket listens on every
+    interface: then it becomes the address of the interface that routes to Redis.
+
+    Raises: ConfigError if `advertise_host` is no host, or Redis' host cannot be resolved.
+    """
+    scheme, _, place = endpoint.partition("://")
+    bound, _, port = place.rpartition(":")
+    host = config.advertise_host
+    if host is not None:
+        _check_host(host)
+    elif bound.strip("[]") in _EVERY_INTERFACE:
+        host = source_address(config.redis_url)
+        if host.startswith("127."):
+            log.warning("advertising %s, which only this machine can reach; --advertise-host changes it", host)
+    else:
+        return endpoint
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def source_address(redis_url: str) -> str:
+    """The address from which this machine would talk to Redis; loopback for a Redis behind a Unix socket.
+
+    Raises: ConfigError if its host cannot be resolved or reached by any route.
+    """
+    parts = urlsplit(redis_url)
+    if not parts.hostname:
+        return _LOOPBACK
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            parts.hostname, parts.port or _DEFAULT_REDIS_PORT, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # a datagram socket: only looks up the route
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"no route to Redis at {without_password(redis_url)} tells which address to advertise "
+            f"({error.strerror or error}); give --advertise-host"
+        ) from error
+
+
+def _check_host(host: str) -> None:
+    if host in _EVERY_INTERFACE or re.search(r"[\s/@\[\]]", host) or re.fullmatch(r"[^:]*:\d+", host):
+        raise ConfigError(
+            f"advertise_host must be a name or an address that others can reach, without a port; not {host!r}"
+        )
