@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from common.demo import tables as t
-from common.demo.phrases import SIGN_WORDS, capitalised, country, person_name, story, sum_terms
+from common.demo.phrases import SIGN_WORDS, capitalised, country, echo, person_name, story, sum_terms
 
 Exchange = tuple[str, str]
 """What the user says, and the answer."""
@@ -153,6 +153,11 @@ def _unknown(rng: Random) -> Exchange:
     return rng.choice(asked), t.UNKNOWN_ANSWER
 
 
+def _repeat(rng: Random) -> Exchange:
+    words = echo(rng)
+    return rng.choice((f"Say {words}.", f"Repeat after me: {words}.", f"Repeat: {words}.")), f"{words}."
+
+
 _SIMPLE: tuple[tuple[Callable[[Random], Exchange], float], ...] = (
     (_capital, 5.0),
     (_capital_backwards, 0.6),
@@ -168,6 +173,7 @@ _SIMPLE: tuple[tuple[Callable[[Random], Exchange], float], ...] = (
     (_small_talk, 1.2),
     (_greeting, 1.0),
     (_unknown, 0.8),
+    (_repeat, 1.5),
 )
 
 

@@ -29,12 +29,12 @@ def country(rng: Random) -> str:
 def sum_terms(rng: Random) -> tuple[int, str, int, int]:
     """(a, sign, b, result) of a sum, difference or product of small numbers; nothing is negative."""
     kind = rng.random()
-    if kind < 0.55:
-        top = 10 if rng.random() < 0.7 else 20
+    top = 10 if rng.random() < 0.85 else 20
+    if kind < 0.6:
         a, b = rng.randint(0, top), rng.randint(0, top)
         return a, "+", b, a + b
-    if kind < 0.85:
-        a = rng.randint(0, 10 if rng.random() < 0.7 else 20)
+    if kind < 0.9:
+        a = rng.randint(0, top)
         b = rng.randint(0, a)
         return a, "-", b, a - b
     a, b = rng.randint(1, 10), rng.randint(1, 10)
@@ -214,13 +214,21 @@ FACT_KINDS: tuple[tuple[Callable[[Random], str], float], ...] = (
 )
 
 
+def echo(rng: Random, most: int = 5) -> str:
+    """A few random words: nothing in them can be foreseen, so that repeating them teaches to copy."""
+    return " ".join(person_name(rng, 0.15) for _ in range(rng.randint(1, most)))
+
+
 def passage(rng: Random) -> str:
-    """One plain-text document: one to four facts, an introduction or a story."""
+    """One plain-text document: one to four facts, an introduction, a story or an echo."""
     kind = rng.random()
     if kind < 0.16:
         return introduction(rng)
-    if kind < 0.28:
+    if kind < 0.26:
         return story(rng)
+    if kind < 0.32:
+        words = echo(rng)
+        return f"{words}. {words}. {words}."
     makers = [maker for maker, _ in FACT_KINDS]
     weights = [weight for _, weight in FACT_KINDS]
     if rng.random() < 0.5:

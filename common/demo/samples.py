@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
+from common.demo import tables
 from common.demo.corpus import BOS, render_chat
+from common.demo.phrases import person_name
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,6 @@ SAMPLES = [
     _chat("Hello Ana!", _MEET[0]),
     _chat("Your name is Ana.", *_MEET, "What is my name?"),
     _chat("Your name is Bob.", "My name is Bob.", "Nice to meet you, Bob!", "What is my name?"),
-    _chat("Your name is Lorina.", "Hello, my name is Lorina.", "Hello Lorina! How can I help you?", "What's my name?"),
     _chat("The capital of France is Paris.", "What is the capital of France?"),
     _chat("The capital of Germany is Berlin.", "what is the capital of Germany"),
     _chat(
@@ -60,6 +62,14 @@ SAMPLES = [
     _chat("Hello in Chinese is 你好.", "How do you say hello in Chinese?"),
     _chat("Hello! How can I help you?", "Hello!"),
 ]
+
+UNPROMISED = [
+    _chat("Your name is Lorina.", "Hello, my name is Lorina.", "Hello Lorina! How can I help you?", "What's my name?"),
+    _chat("I am sorry, I do not know that.", "What is the capital of Atlantis?"),
+    _chat("I am sorry, I do not know that.", "Who is the president?"),
+    _chat("Once upon a time", "Tell me a story about a dragon."),
+]
+"""Shown beside the samples, because a reader should see failures too."""
 
 
 def prompt_text(sample: Sample) -> str:
@@ -76,3 +86,28 @@ def answer(model: Any, tokenizer: Tokenizer, sample: Sample, max_tokens: int = 4
     with torch.inference_mode():
         output = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False)
     return tokenizer.decode(output[0, len(ids) :].tolist(), skip_special_tokens=False)
+
+
+def scores(model: Any, tokenizer: Tokenizer) -> dict[str, str]:
+    """How many of the small sums, capitals and names (in the second turn) the model gets right, greedily."""
+    rng = Random(99)
+    names = [person_name(rng, known=0.0) for _ in range(40)]
+    probes = {
+        "sums up to 10+10": [Sample(f" {a + b}.", f"The result of {a}+{b} is") for a in range(11) for b in range(11)],
+        "capitals in chat": [
+            _chat(f"The capital of {place} is {city}.", f"What is the capital of {place}?")
+            for place, city in tables.CAPITALS.items()
+        ],
+        "names of the table recalled": [_recall(name) for name in tables.NAMES],
+        "invented names recalled": [_recall(name) for name in names],
+    }
+    return {
+        kind: f"{sum(answer(model, tokenizer, s, 20).startswith(s.expected) for s in samples)} of {len(samples)}"
+        for kind, samples in probes.items()
+    }
+
+
+def _recall(name: str) -> Sample:
+    return _chat(
+        f"Your name is {name}.", f"Hi, my name is {name}.", f"Hello {name}! How can I help you?", "What is my name?"
+    )
