@@ -3,7 +3,8 @@ of that node (a router, a prefill leader) opens one `Link` to it. Both ends talk
 
 Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it: when
 the connection breaks it is over for good, `on_lost` says so once, and its owner opens a new one
-if membership still lists the node. Silence is not judged here; leases are (`Ping`/`Pong`).
+if membership still lists the node. A connection that stands but carries nothing any more (a cut cable, a stopped
+machine) counts as broken after `SILENCE_S`, by ZMQ's own heartbeats; shorter leases are `Ping`'s and `Pong`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import cast
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from common.errors import ConfigError, ProtocolError, Unavailable
 from common.protocol import MAX_MESSAGE_BYTES, Message, decode, encode
@@ -26,6 +28,11 @@ Identity = bytes
 
 _QUEUE_MESSAGES = 10_000
 """Messages that may wait for a slow peer before sending to it fails."""
+
+SILENCE_S = 5.0
+"""So long both ends of a connection wait for a sign of life, which each gets every second."""
+
+_HEARTBEAT_MS = 1000
 
 
 def _configure(socket: zmq.asyncio.Socket) -> None:
@@ -87,17 +94,29 @@ class Link:
     """A connection to one incarnation's `Server`.
 
     `on_message(message)` runs on the loop for every well-formed message; `on_lost(reason)` at most once.
-    Not called any more after `close`.
+    Not called any more after `close`. A connection that does not stand after `connect_timeout_s` is lost, too;
+    with None it is tried for ever.
     """
 
-    def __init__(self, address: str, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[str], None],
+        *,
+        connect_timeout_s: float | None = None,
+    ) -> None:
         self.address = address
+        self._connect_timeout_s = connect_timeout_s
         self._on_message = on_message
         self._on_lost = on_lost
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _configure(self._socket)
         self._socket.setsockopt(zmq.IMMEDIATE, 0)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * SILENCE_S))  # for the other end to judge us by
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(address)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._receive()), loop.create_task(self._watch())]
@@ -136,8 +155,18 @@ class Link:
             await asyncio.sleep(0)  # as above
 
     async def _watch(self) -> None:
-        await self._monitor.recv_multipart()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                stands = await self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        except TimeoutError:
+            self._lose(f"{self.address} could not be reached within {self._connect_timeout_s:g} s")
+            return
+        if stands:
+            await self._next_event()
         self._lose(f"connection to {self.address} broke")
+
+    async def _next_event(self) -> int:
+        return parse_monitor_message(await self._monitor.recv_multipart())["event"]
 
     def _lose(self, reason: str) -> None:
         if not self.closed:

@@ -21,7 +21,7 @@ from common.membership import Registrar, check_redis
 from common.node.address import advertised
 from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
 from common.protocol import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong
-from common.rpc import Identity, Link, Server
+from common.rpc import SILENCE_S, Identity, Link, Server
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +158,7 @@ class NodeShell:
                 peer.control_address,
                 on_message=lambda answer: self.post(FromPeer(peer.incarnation, answer)),
                 on_lost=lambda reason: self._peer_gone(peer.incarnation, reason),
+                connect_timeout_s=SILENCE_S,
             )
         self._link_used_s[peer.incarnation] = monotonic()
         try:
