@@ -15,7 +15,9 @@
     │   ├── HandshakeRefused     the two ends differ (model, block size, dtype, version)
     │   ├── CorruptSlice         a slice contradicts its grant: hash, shape or place
     │   ├── TransferAborted      one end gave the transfer up on purpose
-    │   └── PeerLost             the other end is gone or restarted
+    │   ├── PeerLost             the other end is gone or restarted
+    │   └── TransferTimedOut     504, the transfer's own deadline passed, not the request's
+    ├── RankLost                 a rank of this node is gone, silent or out of step: the node must end
     └── EngineError              500, a step failed
 
 Third-party exceptions are mapped to these once, at the boundary where they enter.
@@ -146,6 +148,21 @@ class PeerLost(TransferError):
     """The other end of a link is gone, silent past its lease, or came back as a new incarnation."""
 
     code = "peer_lost"
+
+
+class TransferTimedOut(TransferError, DeadlineExceeded):
+    """A transfer's deadline passed. The request may have time left for another attempt, so it is retryable."""
+
+    http_status = 504
+    code = "transfer_timed_out"
+
+
+class RankLost(KvRelayError):
+    """A rank of this node is gone, silent past its deadline or out of step; the node's ranks cannot go on."""
+
+    http_status = 503
+    code = "rank_lost"
+    retryable = True
 
 
 class EngineError(KvRelayError):

@@ -1,4 +1,7 @@
-"""The frame of a decoder-only model: embedding, layers, final norm, head. A family says how one attention is built."""
+"""The frame of a decoder-only model: embedding, layers, final norm, head; on one rank, the part that is its own.
+
+A family says how one attention is built.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend
-from common.model.layers import Attention, Build, Linear, Mlp, RMSNorm, Rope, RopeStep
+from common.model.build import Build
+from common.model.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, RopeStep
 
 OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
@@ -17,8 +21,9 @@ OnProgress = Callable[[int, int], None]
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, build: Build, index: int, attention: Attention) -> None:
-        prefix, config = f"model.layers.{index}", build.config
+    def __init__(self, build: Build, prefix: str, index: int, attention: Attention) -> None:
+        """`index` counts from this rank's first layer."""
+        config = build.config
         self._index = index
         self._attention = attention
         self._mlp = Mlp(build, f"{prefix}.mlp")
@@ -40,33 +45,40 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """A whole model on one rank. Weights never change after construction."""
+    """One rank's part of a model: a stage's layers, of these a share of the heads and of the inner features.
+
+    Only the first stage holds the embedding, only the last the final norm and the head; a head that is tied to
+    the embedding is read by both. Weights never change after construction.
+    """
 
     def __init__(self, build: Build, on_progress: OnProgress = lambda done, total: None) -> None:
-        config = build.config
-        parts = config.num_layers + 2
+        config, place = build.config, build.mesh.place
+        parts = len(build.layers) + 2
         self.config = config
         self.precision = build.precision
-        self._embedding = build.read("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.mesh = build.mesh
+        tied = config.tie_word_embeddings
+        needed = place.is_first_stage or (place.is_last_stage and tied)
+        vocabulary = build.vocabulary("model.embed_tokens.weight") if needed else None
+        self._embedding = Embedding(build, vocabulary) if place.is_first_stage and vocabulary is not None else None
         on_progress(1, parts)
         self._layers: list[DecoderLayer] = []
-        for i in range(config.num_layers):
-            self._layers.append(DecoderLayer(build, i, self.build_attention(build, f"model.layers.{i}.self_attn")))
+        for i, number in enumerate(build.layers):
+            prefix = f"model.layers.{number}"
+            self._layers.append(DecoderLayer(build, prefix, i, self.build_attention(build, f"{prefix}.self_attn")))
             on_progress(i + 2, parts)
-        self._norm = RMSNorm(build.read("model.norm.weight", config.hidden_size), config.rms_norm_eps)
-        self._head = self._build_head(build)
+        self._norm: RMSNorm | None = None
+        self._head: Head | None = None
+        if place.is_last_stage:
+            self._norm = RMSNorm(build.read("model.norm.weight", config.hidden_size), config.rms_norm_eps)
+            own = vocabulary if tied else None
+            self._head = Head(build, build.vocabulary("lm_head.weight") if own is None else own)
         self._rope = Rope(config)
         on_progress(parts, parts)
 
     def build_attention(self, build: Build, prefix: str) -> Attention:
         """The attention of one layer; a family overrides this where its own differs."""
         return Attention(build, prefix)
-
-    def _build_head(self, build: Build) -> Linear:
-        config = build.config
-        if config.tie_word_embeddings:
-            return Linear(self._embedding, None, build.precision)
-        return build.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)
 
     @torch.inference_mode()
     def forward(
@@ -75,20 +87,29 @@ class DecoderModel:
         positions: Tensor,
         attention: AttentionBackend,
         on_layer: Callable[[int], None] | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run all layers over one step's rows; `attention` has been planned for them.
+        """Run this stage's layers over one step's rows; `attention` has been planned for them.
 
-        token_ids, positions: [T] int64. Calls `on_layer(i)` as soon as layer i's KV is final, which is before that
-        layer's output projection and MLP. Returns [T, hidden], after the final norm.
+        token_ids, positions: [T] int64. hidden: [T, hidden], what the previous stage's `forward` returned, changed
+        in place; None on the first stage. Calls `on_layer(i)` as soon as the KV of this stage's i-th layer is final,
+        which is before that layer's output projection and MLP. Returns [T, hidden]; on the last stage, after the
+        final norm.
         """
         dtype = self.precision.for_rows(token_ids.size(0))
-        x = self._embedding.index_select(0, token_ids).to(dtype)
+        if self._embedding is not None:
+            hidden = self._embedding.forward(token_ids, dtype)
+        assert hidden is not None
         rope = self._rope.step(positions, dtype)
         for layer in self._layers:
-            x = layer.forward(x, rope, attention, on_layer)
-        return self._norm.forward(x)
+            hidden = layer.forward(hidden, rope, attention, on_layer)
+        return hidden if self._norm is None else self._norm.forward(hidden)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], of `forward`. Returns [rows, vocab] float32."""
-        return self._head.forward(hidden.to(self.precision.for_rows(hidden.size(0)))).float()
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden: [rows, hidden], of `forward` on the last stage, all of whose ranks call this together.
+
+        Returns [rows, vocab] float32 on that stage's `tp_rank` 0, None on the others.
+        """
+        assert self._head is not None
+        return self._head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))

@@ -15,53 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.attention.base import AttentionBackend
+from common.model.build import Build, Share
 from common.model.config import ModelConfig, RopeConfig
-from common.model.precision import Precision, can_pack
-from common.model.weights import WeightSource
-
-_PACK_ROWS_HINT = 16
-"""oneDNN's packed format for so many rows measured well from 1 to 512."""
-_PACK_MIN_WEIGHTS = 2**17
-"""Below, a oneDNN call's own overhead (30-50 us) outweighs what packing gains."""
-
-
-@dataclass(frozen=True)
-class Build:
-    """What building a part needs: shapes, where weights come from, in which dtypes to keep them."""
-
-    config: ModelConfig
-    weights: WeightSource
-    precision: Precision
-
-    def read(self, name: str, *shape: int) -> Tensor:
-        return self.weights.read(name, shape, self.precision.weight)
-
-    def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
-        """One linear layer of the rows of several named ones, one after the other."""
-        weight = torch.cat(
-            [self.read(f"{n}.weight", out, in_features) for n, out in zip(names, out_features, strict=True)]
-        )
-        biases = [self.read(f"{n}.bias", out) for n, out in zip(names, out_features, strict=True)] if bias else None
-        return Linear(weight, torch.cat(biases) if biases else None, self.precision)
-
-
-class Linear:
-    """y = x W^T + b. Keeps one copy of W per dtype of `precision.packs`, prepacked by oneDNN where it can."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, precision: Precision) -> None:
-        self._weights: dict[torch.dtype, tuple[Tensor, Tensor | None, bool]] = {}
-        for dtype in precision.packs:
-            pack = weight.numel() >= _PACK_MIN_WEIGHTS and can_pack(dtype)
-            own = weight.to(dtype)
-            kept = torch.ops.mkldnn._reorder_linear_weight(own, _PACK_ROWS_HINT) if pack else own
-            self._weights[dtype] = (kept, None if bias is None else bias.to(dtype), pack)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, in], of a dtype in `precision.packs`. Returns a fresh [T, out] of the same dtype."""
-        weight, bias, packed = self._weights[x.dtype]
-        if packed:
-            return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-        return F.linear(x, weight, bias)
+from common.model.linear import Linear
+from common.parallel.split import HeadRange, vocab_range
 
 
 class RMSNorm:
@@ -79,11 +36,11 @@ class RMSNorm:
 class HeadNorm:
     """RMS norm over each head of q and k, which lie side by side: [T, q_heads + kv_heads, head_dim]."""
 
-    def __init__(self, q_weight: Tensor, k_weight: Tensor, config: ModelConfig) -> None:
-        q = q_weight.expand(config.num_q_heads, -1)
-        k = k_weight.expand(config.num_kv_heads, -1)
+    def __init__(self, q_weight: Tensor, k_weight: Tensor, heads: HeadRange, eps: float) -> None:
+        q = q_weight.expand(heads.num_q, -1)
+        k = k_weight.expand(heads.num_kv, -1)
         self._weight = torch.cat((q, k)).float()
-        self._eps = config.rms_norm_eps
+        self._eps = eps
 
     def forward(self, qk: Tensor) -> Tensor:
         return F.rms_norm(qk.float(), (qk.size(-1),), None, self._eps).mul_(self._weight).to(qk.dtype)
@@ -136,20 +93,25 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 class Attention:
-    """Merged q, k, v projection, optional head norm, rope, paged attention, output projection."""
+    """Merged q, k, v projection, optional head norm, rope, paged attention, output projection; this rank's heads."""
 
     def __init__(self, build: Build, prefix: str, head_norm: HeadNorm | None = None) -> None:
-        config = build.config
-        self._heads = (config.num_q_heads, config.num_kv_heads, config.head_dim)
-        q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        config, heads = build.config, build.heads
+        dim = config.head_dim
+        self._heads = (heads.num_q, heads.num_kv, dim)
+        q = Share(config.num_q_heads * dim, heads.q_lo * dim, heads.q_hi * dim)
+        kv = Share(config.num_kv_heads * dim, heads.kv_lo * dim, heads.kv_hi * dim)
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
-        sizes = [q_size, kv_size, kv_size]
-        self._qkv = build.linear(names, sizes, config.hidden_size, bias=config.attention_bias)
-        self._out = build.linear([f"{prefix}.o_proj"], [config.hidden_size], q_size, bias=config.output_bias)
+        self._qkv = build.column_linear(names, [q, kv, kv], config.hidden_size, bias=config.attention_bias)
+        self._out = build.row_linear(f"{prefix}.o_proj", q, config.hidden_size, bias=config.output_bias)
         self._head_norm = head_norm
+        self._mesh = build.mesh
 
     def attend(self, x: Tensor, layer: int, rope: RopeStep, backend: AttentionBackend) -> Tensor:
-        """Everything up to the output projection; the layer's KV is final when it returns. [T, q_heads * head_dim]."""
+        """Everything up to the output projection; the layer's KV is final when it returns.
+
+        Returns [T, q_heads/tp * head_dim].
+        """
         q_heads, kv_heads, head_dim = self._heads
         qkv = self._qkv.forward(x).view(x.size(0), q_heads + 2 * kv_heads, head_dim)
         qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
@@ -159,18 +121,56 @@ class Attention:
         return backend.forward(layer, qk[:, :q_heads], qk[:, q_heads:], v).flatten(1)
 
     def project(self, attended: Tensor) -> Tensor:
-        return self._out.forward(attended)
+        """[T, hidden], the sum over all heads of the model."""
+        return self._mesh.all_reduce(self._out.forward(attended))
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)), gate and up merged."""
+    """down(silu(gate(x)) * up(x)), gate and up merged; this rank's inner features, summed over the ranks."""
 
     def __init__(self, build: Build, prefix: str) -> None:
-        inner, hidden, bias = build.config.intermediate_size, build.config.hidden_size, build.config.mlp_bias
+        hidden, bias = build.config.hidden_size, build.config.mlp_bias
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = build.linear(names, [inner, inner], hidden, bias=bias)
-        self._down = build.linear([f"{prefix}.down_proj"], [hidden], inner, bias=bias)
+        self._gate_up = build.column_linear(names, [build.inner, build.inner], hidden, bias=bias)
+        self._down = build.row_linear(f"{prefix}.down_proj", build.inner, hidden, bias=bias)
+        self._mesh = build.mesh
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up.forward(x).chunk(2, -1)
-        return self._down.forward(F.silu(gate).mul_(up))
+        return self._mesh.all_reduce(self._down.forward(F.silu(gate).mul_(up)))
+
+
+class Embedding:
+    """Token ids to hidden states. Each rank of the stage holds a range of the ids and adds nothing for the others."""
+
+    def __init__(self, build: Build, weight: Tensor) -> None:
+        """weight: [vocab_rows, hidden], of `Build.vocabulary`."""
+        place = build.mesh.place
+        self._mesh = build.mesh
+        self._weight = weight
+        self._lo, self._hi = vocab_range(build.config.vocab_size, place.tp_size, place.tp_rank)
+        self._is_whole = place.tp_size == 1
+
+    def forward(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """token_ids: [T] int64, all in the vocabulary. Returns a fresh [T, hidden] of `dtype`."""
+        if self._is_whole:
+            return self._weight.index_select(0, token_ids).to(dtype)
+        elsewhere = (token_ids < self._lo) | (token_ids >= self._hi)
+        rows = (token_ids - self._lo).masked_fill_(elsewhere, 0)
+        x = self._weight.index_select(0, rows).to(dtype).masked_fill_(elsewhere[:, None], 0.0)
+        return self._mesh.all_reduce(x)
+
+
+class Head:
+    """Hidden states to logits, each rank of the stage those of its range of the vocabulary."""
+
+    def __init__(self, build: Build, weight: Tensor) -> None:
+        """weight: [vocab_rows, hidden], of `Build.vocabulary`."""
+        self._mesh = build.mesh
+        self._linear = Linear(weight, None, build.precision)
+        self._vocab_size = build.config.vocab_size
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        """x: [rows, hidden]. Returns [rows, vocab] float32 on the stage's `tp_rank` 0, None on the others."""
+        logits = self._mesh.gather_columns(self._linear.forward(x).float())
+        return None if logits is None else logits[:, : self._vocab_size]

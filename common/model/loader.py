@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from common.errors import ConfigError
+from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
-from common.model.layers import Build
 from common.model.precision import Precision
 from common.model.registry import MODELS
 from common.model.weights import CheckpointWeights, DummyWeights
+from common.parallel.mesh import SOLO, Mesh
+from common.parallel.split import check_parallel
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +30,37 @@ _REPORT_EVERY_S = 3.0
 
 
 def load_model(
-    path: Path, config: ModelConfig, *, dtype: str, load_format: str, seed: int, small_batches: bool
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    load_format: str,
+    seed: int,
+    small_batches: bool,
+    mesh: Mesh = SOLO,
+    pp_layers: tuple[int, ...] = (),
 ) -> DecoderModel:
-    """Build the model of `config` with the weights in `path`, or with random ones for load format "dummy".
+    """Build this rank's part of the model of `config`, of the weights in `path` or random ones (format "dummy").
 
     `dtype` "auto" takes the files' own. `small_batches` False leaves out what only single-row steps need
-    (see `common.model.precision`).
-    Raises: ConfigError for missing, corrupt or misshapen tensors and for unknown options.
+    (see `common.model.precision`). `pp_layers`: layers per pipeline stage, empty for one stage. All ranks of `mesh`
+    load at the same time, with the same arguments; each reads the bytes of its own part alone.
+    Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
+    cannot be split into and for ranks that would compute in different dtypes; RankLost.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"unknown load format {load_format!r}; known: {', '.join(LOAD_FORMATS)}")
+    check_parallel(config, mesh.place.tp_size, pp_layers)
+    if mesh.place.pp_size != max(1, len(pp_layers)):
+        raise ConfigError(f"pipeline split {list(pp_layers)} is not one of {mesh.place.pp_size} stages")
     precision = Precision.choose(config.resolve_dtype(dtype), small_batches=small_batches)
+    # Hosts may differ in what they compute well in, and a stage expects hidden states of one dtype.
+    mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
     weights = DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
+    build = Build(config, weights, precision, mesh, pp_layers)
     started = time.monotonic()
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
-        model = MODELS[config.architecture](Build(config, weights, precision), on_progress)
+        model = MODELS[config.architecture](build, on_progress)
     log.info("loaded %s from %s in %.1f s", config.architecture, path.name, time.monotonic() - started)
     return model
 

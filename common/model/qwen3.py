@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from common.model.build import Build
 from common.model.decoder import DecoderModel
-from common.model.layers import Attention, Build, HeadNorm
+from common.model.layers import Attention, HeadNorm
 
 
 class Qwen3Model(DecoderModel):
@@ -12,4 +13,4 @@ class Qwen3Model(DecoderModel):
     def build_attention(self, build: Build, prefix: str) -> Attention:
         head_dim = build.config.head_dim
         q_weight, k_weight = (build.read(f"{prefix}.{part}_norm.weight", head_dim) for part in "qk")
-        return Attention(build, prefix, HeadNorm(q_weight, k_weight, build.config))
+        return Attention(build, prefix, HeadNorm(q_weight, k_weight, build.heads, build.config.rms_norm_eps))

@@ -1,0 +1,148 @@
+"""From places to a mesh: the ranks meet, and build the groups that they need. Runs on a rank's main thread."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.errors import RankLost
+from common.parallel import futex
+from common.parallel.gloo import GlooGroup, PipelineLink, make_group
+from common.parallel.mesh import SOLO, Mesh, RankPlace
+from common.parallel.rendezvous import Rendezvous
+from common.parallel.shared_memory import Segment, SharedMemoryGroup
+
+log = logging.getLogger(__name__)
+
+
+class TensorGroup(Protocol):
+    """The ranks of one stage; methods as in `Mesh`."""
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def gather_columns(self, x: Tensor) -> Tensor | None: ...
+
+    def close(self) -> None: ...
+
+
+class RankMesh:
+    """`Mesh` of several ranks: a group for this rank's stage, a link to the neighbouring stages, or both."""
+
+    def __init__(
+        self, place: RankPlace, rendezvous: Rendezvous, group: TensorGroup | None, pipeline: PipelineLink | None
+    ) -> None:
+        self.place = place
+        self.group = group
+        self._rendezvous = rendezvous
+        self._pipeline = pipeline
+
+    def agree(self, what: str, value: str) -> None:
+        self._rendezvous.agree(what, value)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if self.group is None else self.group.all_reduce(x)
+
+    def gather_columns(self, x: Tensor) -> Tensor | None:
+        return x if self.group is None else self.group.gather_columns(x)
+
+    def send_hidden(self, x: Tensor) -> None:
+        assert self._pipeline is not None
+        self._pipeline.send(x)
+
+    def recv_hidden(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        assert self._pipeline is not None
+        return self._pipeline.recv(rows, hidden, dtype)
+
+    def close(self) -> None:
+        for part in (self.group, self._pipeline, self._rendezvous):
+            if part is not None:
+                part.close()
+        self.group = self._pipeline = None
+
+
+def connect_mesh(
+    place: RankPlace,
+    *,
+    master_address: str,
+    master_port: int,
+    interface: str,
+    timeout_s: float,
+    same_host: bool,
+    listener: socket.socket | None = None,
+) -> Mesh:
+    """Meet the node's other ranks. Blocks until all are here and connected.
+
+    Rank 0 listens on `master_address:master_port`, or on `listener` if it is given, a listening socket that it
+    takes over. Everything else is bound to `interface`, an interface's name or an address of this host.
+    `timeout_s` bounds the meeting and later every single exchange, and must exceed the longest step.
+    `same_host`: all ranks of a stage are on this host and may share memory; where they cannot, they use TCP.
+    Raises: RankLost naming who did not come in time; ConfigError if ranks disagree on the sizes, or for an
+    address or interface that cannot be used.
+    """
+    if place.world_size == 1:
+        return SOLO
+    meeting = Rendezvous(place, master_address, master_port, timeout_s, listener)
+    opened: list[TensorGroup | PipelineLink] = []
+    try:
+        meeting.agree("layout", f"tensor-parallel {place.tp_size} x pipeline-parallel {place.pp_size}")
+        group: TensorGroup | None = None
+        if place.tp_size > 1:
+            group = _shared_memory(place, meeting, timeout_s) if same_host else None
+            group = group or _gloo(place, meeting, interface, timeout_s)
+            opened.append(group)
+        pipeline: PipelineLink | None = None
+        if place.pp_size > 1:
+            names = [stage * place.tp_size + place.tp_rank for stage in range(place.pp_size)]
+            store = meeting.group_store(f"pipeline/{place.tp_rank}")
+            pipeline = PipelineLink(make_group(store, place.pp_rank, names, interface, timeout_s), place.pp_rank, names)
+            opened.append(pipeline)
+        meeting.agree("connection", "made")
+    except BaseException:
+        for part in (*opened, meeting):
+            part.close()
+        raise
+    log.info("%s is connected, sums by %s", place, "nobody" if group is None else type(group).__name__)
+    return RankMesh(place, meeting, group, pipeline)
+
+
+def _gloo(place: RankPlace, meeting: Rendezvous, interface: str, timeout_s: float) -> GlooGroup:
+    peers = place.tp_peers
+    store = meeting.group_store(f"stage/{place.pp_rank}")
+    return GlooGroup(make_group(store, place.tp_rank, peers, interface, timeout_s), place.tp_rank, peers)
+
+
+def _shared_memory(place: RankPlace, meeting: Rendezvous, timeout_s: float) -> SharedMemoryGroup | None:
+    """The stage's group in shared memory, or None on all its ranks if one of them cannot map it."""
+    segment = _segment(place, None) if place.tp_rank == 0 else None
+    try:
+        name = meeting.exchange(f"segment/{place.pp_rank}", segment.name if segment else "", place.tp_peers)[0]
+        if segment is None and name:
+            segment = _segment(place, name)
+        attached = meeting.exchange(f"attached/{place.pp_rank}", "yes" if segment else "no", place.tp_peers)
+    except RankLost:
+        if segment is not None:
+            segment.close()
+        raise
+    if segment is None:
+        return None
+    segment.unlink()
+    if set(attached) == {"yes"}:
+        return SharedMemoryGroup(segment, place.tp_rank, place.tp_peers, timeout_s)
+    segment.close()
+    return None
+
+
+def _segment(place: RankPlace, name: str | None) -> Segment | None:
+    if not futex.AVAILABLE:
+        return None
+    try:
+        if name is None:
+            return Segment.create(place.tp_rank, place.tp_size)
+        return Segment.attach(name, place.tp_rank, place.tp_size)
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot share memory in %s, sums go over TCP: %s", place, futex.SHM_DIR, error)
+        return None

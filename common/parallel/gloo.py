@@ -1,0 +1,136 @@
+"""Exchanges among ranks on any hosts: torch's gloo over TCP, in groups of their own. Runs on ranks' engine threads.
+
+Groups are built from a store and an interface, never from torch's global default group.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import GatherOptions, Store
+
+from common.errors import ConfigError, RankLost
+
+_T = TypeVar("_T")
+_Group = Any
+"""A `ProcessGroupGloo`, most of whose methods torch's stubs do not know."""
+
+
+def make_group(store: Store, index: int, names: list[int], interface: str, timeout_s: float) -> _Group:
+    """The gloo group of the ranks `names`, of which this is the `index`-th; listens on `interface` only.
+
+    `interface` is a network interface's name or an address of this host.
+    Raises: ConfigError if there is no such interface; RankLost if a member did not connect within `timeout_s`.
+    """
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1
+    try:
+        options._devices = [_device(interface)]
+    except RuntimeError as error:
+        raise ConfigError(f"cannot use network interface {interface!r}: {_first_line(error)}") from error
+    try:
+        return ProcessGroupGloo(store, index, len(names), options)
+    except RuntimeError as error:
+        raise RankLost(f"ranks {names} did not connect to each other on {interface}: {_first_line(error)}") from error
+
+
+def _device(interface: str) -> object:
+    try:
+        ipaddress.ip_address(interface)
+    except ValueError:
+        return ProcessGroupGloo.create_device(interface=interface)
+    return ProcessGroupGloo.create_device(hostname=interface)
+
+
+class GlooGroup:
+    """The ranks of one pipeline stage, on any hosts."""
+
+    def __init__(self, group: _Group, index: int, names: list[int]) -> None:
+        self._group = group
+        self._index = index
+        self._names = names
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Mesh.all_reduce`."""
+        _complete(lambda: self._group.allreduce([x]), f"sum among ranks {self._names}")
+        return x
+
+    def gather_columns(self, x: Tensor) -> Tensor | None:
+        """See `Mesh.gather_columns`."""
+        parts = [torch.empty_like(x) for _ in self._names] if self._index == 0 else []
+        options = GatherOptions()
+        options.rootRank = 0
+        outputs = [parts] if parts else []
+        _complete(lambda: self._group.gather(outputs, [x], options), f"gather among ranks {self._names}")
+        return torch.cat(parts, 1) if parts else None
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+class PipelineLink:
+    """Hidden states from one pipeline stage to the next, among the ranks with one `tp_rank`.
+
+    Sends complete in the background, so that a stage computes its next micro-batch while the next stage is
+    still busy with an earlier one. Both ends count, so that what was sent first is received first.
+    """
+
+    def __init__(self, group: _Group, pp_rank: int, names: list[int]) -> None:
+        self._group = group
+        self._pp_rank = pp_rank
+        self._names = names
+        self._most_in_flight = len(names)
+        self._in_flight: deque[tuple[Any, Tensor]] = deque()
+        self._sent = 0
+        self._received = 0
+
+    def send(self, x: Tensor) -> None:
+        """See `Mesh.send_hidden`."""
+        to = self._pp_rank + 1
+        what = f"hidden states to rank {self._names[to]}"
+        while len(self._in_flight) >= self._most_in_flight:
+            work, _ = self._in_flight.popleft()
+            _run(work.wait, what)
+        # gloo reads `x` until the work is done: kept beside it.
+        self._in_flight.append((_run(lambda: self._group.send([x], to, _tag(self._sent)), what), x))
+        self._sent += 1
+
+    def recv(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """See `Mesh.recv_hidden`."""
+        out = torch.empty(rows, hidden, dtype=dtype)
+        source = self._pp_rank - 1
+        tag = _tag(self._received)
+        _complete(lambda: self._group.recv([out], source, tag), f"hidden states from rank {self._names[source]}")
+        self._received += 1
+        return out
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self._group.shutdown()
+
+
+def _tag(count: int) -> int:
+    return count % 2**30
+
+
+def _complete(start: Callable[[], Any], what: str) -> None:
+    _run(lambda: start().wait(), what)
+
+
+def _run(operation: Callable[[], _T], what: str) -> _T:
+    try:
+        return operation()
+    except RuntimeError as error:
+        raise RankLost(f"{what} failed: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,132 @@
+"""A node's ranks as model code sees them: my place among them, and what we do together. No torch at import time.
+
+`common.parallel.connect` builds a `Mesh` of several ranks; a single rank uses `SOLO`, which costs nothing.
+All calls belong to the rank's engine thread. Every rank makes the same collective calls in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank of a node of `pp_size` pipeline stages of `tp_size` tensor-parallel ranks each."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.tp_rank < self.tp_size, self
+        assert 0 <= self.pp_rank < self.pp_size, self
+
+    @staticmethod
+    def of(rank: int, tp_size: int, pp_size: int) -> RankPlace:
+        """The place of `rank`, counted as in `common.kv.layout.KVLayout.shards`."""
+        return RankPlace(rank % tp_size, tp_size, rank // tp_size, pp_size)
+
+    @property
+    def rank(self) -> int:
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def tp_peers(self) -> list[int]:
+        """Ranks of this stage, in `tp_rank` order."""
+        return [self.pp_rank * self.tp_size + tp for tp in range(self.tp_size)]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (tp {self.tp_rank} of {self.tp_size}, pp {self.pp_rank} of {self.pp_size})"
+
+
+class Mesh(Protocol):
+    """What the ranks of a node do together.
+
+    After any `RankLost` the mesh is unusable: close it and end the process.
+    """
+
+    @property
+    def place(self) -> RankPlace: ...
+
+    def agree(self, what: str, value: str) -> None:
+        """Make sure that all ranks of the node call this with the same `value`; `what` is unique per call.
+
+        Raises: ConfigError naming two ranks that differ and their values; RankLost.
+        """
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum `x` over the ranks of this stage, in place; bit-identical on all of them. Returns `x`.
+
+        x: contiguous, same shape and dtype on all ranks. Raises: RankLost.
+        """
+        ...
+
+    def gather_columns(self, x: Tensor) -> Tensor | None:
+        """The [rows, columns] of all ranks of this stage side by side, on its `tp_rank` 0; None on the others.
+
+        x: contiguous, same shape and dtype on all ranks. Returns [rows, tp_size * columns]. Raises: RankLost.
+        """
+        ...
+
+    def send_hidden(self, x: Tensor) -> None:
+        """Hand `x` [rows, hidden] to the next stage's rank of the same `tp_rank`.
+
+        Returns before it arrived, so `x` must not change any more; as many sends as there are stages may be
+        under way, then this waits for the oldest. Raises: RankLost.
+        """
+        ...
+
+    def recv_hidden(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """The oldest hidden states sent by the previous stage and not received yet, [rows, hidden]. Raises: RankLost."""
+        ...
+
+    def close(self) -> None:
+        """Give back sockets, threads and shared memory. Peers that still wait for this rank get RankLost."""
+        ...
+
+
+class SoloMesh:
+    """One rank alone: there is nobody to exchange anything with."""
+
+    def __init__(self) -> None:
+        self.place = RankPlace()
+
+    def agree(self, what: str, value: str) -> None:
+        pass
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_columns(self, x: Tensor) -> Tensor | None:
+        return x
+
+    def send_hidden(self, x: Tensor) -> None:
+        raise AssertionError("a single rank has no next stage")
+
+    def recv_hidden(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("a single rank has no previous stage")
+
+    def close(self) -> None:
+        pass
+
+
+SOLO = SoloMesh()

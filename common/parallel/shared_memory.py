@@ -1,0 +1,216 @@
+"""Sums and gathers among ranks on one host, through memory that all of them map. Runs on the ranks' engine threads.
+
+Each rank owns two slots, used in turn, and a counter. It fills its slot, raises its counter and waits until all
+counters are as high; then every slot may be read. A rank reaches the counter value after next only when
+all have finished reading what it wrote two operations ago, so a slot is never overwritten under a reader.
+Plain stores in order suffice on x86, the only processor that `futex.AVAILABLE` admits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.errors import RankLost
+from common.parallel import futex
+
+SLOT_BYTES = 2**20
+_COUNTER_BYTES = 64
+"""One cache line each, so that ranks do not disturb each other's."""
+_HEADER_BYTES = 4096
+_MAX_RANKS = _HEADER_BYTES // _COUNTER_BYTES
+_ONE_PHASE_BYTES = 64 * 1024
+"""Above, with more than two ranks, each sums only its share: less to read, but a second wait."""
+_SPINS = 40
+"""Looks at a counter before sleeping; each yields the core, which may be what the awaited rank needs."""
+_LOOK_EVERY_S = 0.1
+"""How often a waiting rank looks whether the awaited one is alive."""
+_NAME_PREFIX = "kvrelay-"
+_LOCK_FORMAT = "hhqqi4x"
+"""struct flock on 64-bit Linux."""
+
+
+class Segment:
+    """The mapped file. Exists by name only while ranks attach: whoever dies later leaves nothing behind.
+
+    Every rank locks one byte of it, its own; the kernel gives the lock back when the rank dies.
+    """
+
+    def __init__(self, path: Path, flags: int, rank: int, size: int) -> None:
+        self._path: Path | None = None
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+        try:
+            if flags & os.O_CREAT:
+                self._path = path
+                # Reserved now, because a page that cannot be had later ends the process.
+                os.posix_fallocate(self._fd, 0, _HEADER_BYTES + 2 * size * SLOT_BYTES)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(rank))
+            self.map = mmap.mmap(self._fd, _HEADER_BYTES + 2 * size * SLOT_BYTES)
+        except (OSError, ValueError):
+            self.close()
+            raise
+        self.name = path.name
+
+    @classmethod
+    def create(cls, rank: int, size: int) -> Segment:
+        """A new segment for `size` ranks. Raises: OSError."""
+        return cls(futex.SHM_DIR / f"{_NAME_PREFIX}{secrets.token_hex(8)}", os.O_CREAT | os.O_EXCL, rank, size)
+
+    @classmethod
+    def attach(cls, name: str, rank: int, size: int) -> Segment:
+        """The segment that another rank created. Raises: OSError, ValueError if it is not to be had here."""
+        if not name.startswith(_NAME_PREFIX) or "/" in name:
+            raise ValueError(f"{name!r} names no segment")
+        return cls(futex.SHM_DIR / name, 0, rank, size)
+
+    def unlink(self) -> None:
+        """Take the name away; all ranks have attached, or none will."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether `rank` still holds its lock, wherever its process runs."""
+        found = struct.unpack(_LOCK_FORMAT, fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _lock_of(rank)))
+        return found[0] != fcntl.F_UNLCK
+
+    def close(self) -> None:
+        """Let go of the lock and the name; the memory goes with the last tensor that views it."""
+        self.unlink()
+        os.close(self._fd)
+
+
+def _lock_of(rank: int) -> bytes:
+    return struct.pack(_LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+
+
+class SharedMemoryGroup:
+    """The ranks of one pipeline stage, all on this host."""
+
+    def __init__(self, segment: Segment, index: int, names: list[int], timeout_s: float) -> None:
+        """`index` is this rank's place in the group, `names` the node's number of each member."""
+        assert len(names) <= _MAX_RANKS
+        self._segment = segment
+        self._index = index
+        self._names = names
+        self._timeout_s = timeout_s
+        self._size = len(names)
+        self._others = [i for i in range(self._size) if i != index]
+        whole = torch.frombuffer(segment.map, dtype=torch.uint8)
+        slots = whole[_HEADER_BYTES:].view(2, self._size, SLOT_BYTES)
+        self._slots = {dtype: slots.view(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+        self._counters = memoryview(segment.map)[:_HEADER_BYTES].cast("I")
+        self._stride = _COUNTER_BYTES // 4
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(segment.map))
+        self._parity = 0
+        self._count = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Mesh.all_reduce`."""
+        flat = x.view(-1)
+        slots = self._slots[x.dtype]
+        room = slots.size(2)
+        for lo in range(0, flat.numel(), room):
+            piece = flat[lo : lo + room] if flat.numel() > room else flat
+            if self._size > 2 and piece.nbytes > _ONE_PHASE_BYTES:
+                self._reduce_by_shares(piece, slots[self._parity])
+            else:
+                own = slots[self._parity]
+                own[self._index, : piece.numel()].copy_(piece)
+                self._meet()
+                _sum_rows(own[:, : piece.numel()], piece)
+            self._parity ^= 1
+        return x
+
+    def _reduce_by_shares(self, piece: Tensor, slots: Tensor) -> None:
+        """Each rank sums one share over all slots, into its own slot; then all collect the shares."""
+        n = piece.numel()
+        slots[self._index, :n].copy_(piece)
+        self._meet()
+        bounds = [i * n // self._size for i in range(self._size + 1)]
+        lo, hi = bounds[self._index : self._index + 2]
+        # Only the owner of a share reads that part of its slot, so it may write it.
+        _sum_rows(slots[:, lo:hi], slots[self._index, lo:hi])
+        self._meet()
+        for i in range(self._size):
+            share = slice(bounds[i], bounds[i + 1])
+            piece[share].copy_(slots[i, share])
+
+    def gather_columns(self, x: Tensor) -> Tensor | None:
+        """See `Mesh.gather_columns`."""
+        rows, columns = x.shape
+        out = x.new_empty(rows, self._size, columns) if self._index == 0 else None
+        slots = self._slots[x.dtype]
+        width = min(columns, slots.size(2))
+        height = max(1, slots.size(2) // width)
+        for top in range(0, rows, height):
+            for left in range(0, columns, width):
+                piece = x[top : top + height, left : left + width]
+                own = slots[self._parity][:, : piece.numel()]
+                own[self._index].view(piece.shape).copy_(piece)
+                self._meet()
+                if out is not None:
+                    place = out[top : top + height, :, left : left + width]
+                    place.copy_(own.reshape(self._size, *piece.shape).transpose(0, 1))
+                self._parity ^= 1
+        return None if out is None else out.view(rows, -1)
+
+    def _meet(self) -> None:
+        """Announce that my slot is written; return when all have announced as much."""
+        self._count = (self._count + 1) & 0xFFFFFFFF
+        mine = self._index * self._stride
+        self._counters[mine] = self._count
+        futex.wake(self._address + 4 * mine)
+        for other in self._others:
+            if self._behind(other):
+                self._wait_for(other)
+
+    def _behind(self, other: int) -> bool:
+        """Whether `other` has announced less than I have; counters wrap."""
+        return (self._counters[other * self._stride] - self._count) & 0x80000000 != 0
+
+    def _wait_for(self, other: int) -> None:
+        for _ in range(_SPINS):
+            os.sched_yield()
+            if not self._behind(other):
+                return
+        word = other * self._stride
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            seen = self._counters[word]
+            if not self._behind(other):
+                return
+            futex.wait(self._address + 4 * word, seen, _LOOK_EVERY_S)
+            if self._counters[word] != seen:
+                continue
+            # Looked at in this order: a rank may announce its last word and end.
+            gone = not self._segment.is_alive(other)
+            if self._behind(other) and (gone or time.monotonic() > deadline):
+                why = "has ended" if gone else f"did not answer within {self._timeout_s:g} s"
+                raise RankLost(f"rank {self._names[other]} {why}, waited for by rank {self._names[self._index]}")
+
+    def close(self) -> None:
+        """Give the memory back; a rank that still waits for this one gets RankLost."""
+        self._slots.clear()
+        self._counters.release()
+        self._segment.close()
+
+
+def _sum_rows(rows: Tensor, out: Tensor) -> None:
+    """out = sum of `rows` [n, numel] in row order, so that every rank gets the same bits. `out` may be one of them."""
+    if rows.size(0) == 2:
+        torch.add(rows[0], rows[1], out=out)
+        return
+    total = torch.add(rows[0], rows[1]) if rows.dtype == torch.float32 else rows[0].float().add_(rows[1])
+    for i in range(2, rows.size(0)):
+        total.add_(rows[i])
+    out.copy_(total)
