@@ -218,6 +218,19 @@ class NodeConfig(ServiceConfig):
     kv_memory_gb: float = _kv_memory_gb()
     lease_s: float = _lease_s()
     transfer_timeout_s: float = _option(60.0, "Seconds after which a KV transfer is given up.", "Network", low=0.001)
+    tensor_parallel_size: int = _option(
+        1, "Ranks that share every layer of this node's model.", "Ranks", "--tp", low=1, high=64, own=True
+    )
+    nnodes: int = _option(1, "Hosts over which this node's ranks are spread.", "Ranks", low=1, high=64, own=True)
+    node_rank: int = _option(0, "Which of them this is; 0 leads.", "Ranks", low=0, high=63, own=True)
+    master_addr: str = _option("127.0.0.1", "Address of the leading host, for its other ranks.", "Ranks", own=True)
+    master_port: int = _option(
+        0, "Port there; 0 takes a free one, which works on one host only.", "Ranks", low=0, high=65535, own=True
+    )
+    rank_timeout_s: float = _option(30.0, "Seconds that ranks wait for each other inside a step.", "Ranks", low=0.1)
+    start_timeout_s: float = _option(
+        600.0, "Seconds that a node's ranks together may take to start.", "Ranks", low=1, own=True
+    )
     threads: int | None = _option(
         None, "Threads that compute; by default PyTorch's choice, all cores.", "Capacity", low=1
     )
@@ -240,6 +253,16 @@ class DecodeConfig(NodeConfig):
     section: ClassVar[str] = "decode"
 
     max_num_batched_tokens: int = _max_num_batched_tokens(256)
+    pipeline_parallel_size: int = _option(
+        1,
+        "Stages that this node's layers are split into, each of --tensor-parallel-size ranks.",
+        "Ranks",
+        "--pp",
+        low=1,
+        high=64,
+        own=True,
+    )
+    pp_layers: str = _option("", "Layers of each stage, as in 10,14; empty splits evenly.", "Ranks", own=True)
     local_prefill_chunk: int = _option(
         64, "Prompt tokens that one step may prefill beside the running streams.", "Capacity", low=1
     )
@@ -261,6 +284,10 @@ class UpConfig(ServiceConfig):
     max_model_len: int | None = _max_model_len()
     prefill: int = _option(1, "Prefill nodes to run.", "Cluster", low=0, high=64)
     decode: int = _option(1, "Decode nodes to run.", "Cluster", low=1, high=64)
+    prefill_tp: int = _option(1, "Tensor-parallel ranks of each prefill node.", "Cluster", low=1, high=64)
+    decode_tp: int = _option(1, "Tensor-parallel ranks of each stage of each decode node.", "Cluster", low=1, high=64)
+    decode_pp: int = _option(1, "Pipeline stages of each decode node.", "Cluster", low=1, high=64)
+    decode_pp_layers: str = _option("", "Layers of each of these stages, as in 10,14.", "Cluster")
     favor: Favor = _option(
         "balanced",
         "Who gets the processor when both want it: itl the running streams, ttft the new prompts.",

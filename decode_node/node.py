@@ -17,7 +17,7 @@ from common.engine.executor import Executor, StepDone
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
-from common.errors import CorruptSlice, EngineError, HandshakeRefused, KvRelayError, PeerLost, TransferAborted
+from common.errors import CorruptSlice, EngineError, HandshakeRefused, KvRelayError, PeerLost, RankLost, TransferAborted
 from common.hashing import hash_blocks
 from common.kv.layout import KVLayout, check_compatible
 from common.node.intake import make_sequence
@@ -38,7 +38,8 @@ from common.protocol import (
     TransferReceived,
 )
 from common.rpc import Identity
-from kvtransfer.base import DestinationReleased, IncomingTransfer, KVReceiver, Received, ReceiveFailed
+from kvtransfer.base import DestinationReleased, IncomingTransfer, Received, ReceiveFailed
+from kvtransfer.ranked import Opened, RankedReceiver
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class _Attempt:
     phase: Phase = Phase.WAITING
     offer: Offer | None = None
     prefill_identity: Identity = b""
+    held_blocks: int = 0
     first_token: int | None = None
     received_bytes: int | None = None
     """Set once every slice is in."""
@@ -89,7 +91,7 @@ class DecodeNode:
         vocab_size: int,
         scheduler: Scheduler,
         executor: Executor,
-        receiver: KVReceiver,
+        receiver: RankedReceiver,
         outbox: Outbox,
         clock: Clock,
         *,
@@ -132,6 +134,8 @@ class DecodeNode:
                 self._prefill_gave_up(key, code, message)
             case FromClient(_, Abort(key)):
                 self._end(self.attempts.get(key))
+            case Opened(key):
+                self._send_grant(self.attempts[key])
             case Received(key, bytes_received):
                 self._received(self.attempts[key], bytes_received)
             case ReceiveFailed(key, error):
@@ -143,6 +147,8 @@ class DecodeNode:
             case ClientLost(identity):
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
                     self._end(attempt)
+                for attempt in [a for a in self.attempts.values() if a.prefill_identity == identity]:
+                    self._prefill_lost(attempt)
             case _:
                 log.warning("a decode node does not take %s", event)
 
@@ -165,6 +171,8 @@ class DecodeNode:
         self._plans[plan.step.step_id] = plan
         try:
             output = self.executor.submit(plan.step)
+        except RankLost:
+            raise  # the engine loop ends, and the node with it: its ranks share fate
         except Exception as error:  # one step's failure must not end the node
             log.exception("step %d failed", plan.step.step_id)
             self._step_failed(self._plans.pop(plan.step.step_id), error)
@@ -267,19 +275,25 @@ class DecodeNode:
         offer = attempt.offer
         assert offer is not None
         attempt.phase = Phase.RECEIVING
-        blocks = list(attempt.seq.blocks)
-        self.receiver.open(
+        attempt.held_blocks = held
+        opened = self.receiver.open(
             IncomingTransfer(
                 key=attempt.seq.key,
                 src=offer.src,
                 src_layout=offer.layout,
-                dst_blocks=blocks,
+                dst_blocks=list(attempt.seq.blocks),
                 block_hashes=offer.block_hashes,
                 held_blocks=held,
                 timeout_s=self.transfer_timeout_s,
             )
         )
-        self.outbox.reply(attempt.prefill_identity, Grant(attempt.seq.key, self.me, self.layout, held, blocks))
+        if opened:
+            self._send_grant(attempt)
+
+    def _send_grant(self, attempt: _Attempt) -> None:
+        if attempt.phase is Phase.RECEIVING:
+            key, blocks = attempt.seq.key, list(attempt.seq.blocks)
+            self.outbox.reply(attempt.prefill_identity, Grant(key, self.me, self.layout, attempt.held_blocks, blocks))
 
     # ------------------------------------------------------------ arrival
 
@@ -354,6 +368,11 @@ class DecodeNode:
         if attempt is not None and attempt.phase is not Phase.ACTIVE:
             log.warning("%s: the prefill node gave up: %s: %s", key, code, message)
             self._end(attempt)
+
+    def _prefill_lost(self, attempt: _Attempt) -> None:
+        """Nothing more comes from its prefill node; what has all its KV and the first token needs nothing more."""
+        if attempt.phase is not Phase.ACTIVE:
+            self._fail(attempt, PeerLost("the prefill node has been silent past its lease"))
 
     def _fail(self, attempt: _Attempt, error: KvRelayError) -> None:
         """Tell the router, and the prefill node if it has offered; then end."""

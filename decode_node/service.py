@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.clock import monotonic
-from common.engine.executor import LocalExecutor
 from common.node.address import advertised
+from common.node.leader import Leader, follow, share_cores
+from common.node.rank_messages import rank_codec
 from common.node.shell import NodeShell
-from common.node.startup import build_engine, node_id_for
+from common.node.startup import Blueprint, make_record, make_scheduler, node_id_for, plan_node
 from decode_node.node import DecodeNode
+from kvtransfer.ranked import ORDER_TYPES, RankedReceiver, TransferReport
 from kvtransfer.zmq import ZmqReceiver
 
 if TYPE_CHECKING:
@@ -21,44 +23,66 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_ACCEPTED = 1024
+CODEC = rank_codec(*ORDER_TYPES, TransferReport)
+
+
+def blueprint_of(config: DecodeConfig) -> Blueprint:
+    """What the node of `config` will be. Raises: ConfigError."""
+    return plan_node(config, pp_size=config.pipeline_parallel_size, pp_layers=config.pp_layers)
 
 
 async def serve(config: DecodeConfig) -> None:
     """Run until cancelled.
 
-    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed.
+    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
+    blueprint = blueprint_of(config)
+    config = share_cores(config, blueprint.world_size // config.nnodes, os.cpu_count() or 1)
+    if config.node_rank > 0:
+        await follow(config, "decode", blueprint, CODEC)
+        return
     shell = NodeShell(config, node_id_for("decode", config))
     await shell.bind()
-    engine = await asyncio.to_thread(build_engine, config, prefill_chunk=config.local_prefill_chunk, small_batches=True)
-    receiver = ZmqReceiver(
-        engine.storage,
-        engine.layout,
-        0,
-        config.host,
-        config.data_port,
-        shell.post,
-        incarnation=shell.me.incarnation,
-    )
-    me = replace(shell.me, data_addresses=[advertised(receiver.address, config)])
-    node = DecodeNode(
-        me,
-        engine.layout,
-        engine.model.vocab_size,
-        engine.scheduler,
-        LocalExecutor(engine.runner),
-        receiver,
-        shell.outbox,
-        monotonic,
-        max_accepted=_MAX_ACCEPTED,
-        transfer_timeout_s=config.transfer_timeout_s,
-        early_s=config.lease_s,
-    )
+    leader = Leader(config, "decode", blueprint, CODEC)
+    await leader.start(small_batches=True)
     try:
-        await shell.run(
-            node,
-            engine.record("decode", me),
-            on_ready=lambda: log.info("decode node %s ready at %s", me.node_id, me.control_address),
+        receiver = RankedReceiver(
+            blueprint.world_size,
+            leader.broadcast,
+            shell.post,
+            lambda on_event: ZmqReceiver(
+                leader.loaded.storage,
+                blueprint.layout,
+                0,
+                config.host,
+                config.data_port,
+                on_event,
+                incarnation=shell.me.incarnation,
+            ),
         )
+        await leader.begin(shell.me.incarnation, advertised(receiver.address, config))
+        leader.watch(shell.post, receiver.on_report, shell.on_crash)
+        me = replace(shell.me, data_addresses=leader.data_addresses)
+        node = DecodeNode(
+            me,
+            blueprint.layout,
+            blueprint.model.vocab_size,
+            make_scheduler(config, blueprint, leader.num_blocks, prefill_chunk=config.local_prefill_chunk),
+            leader.executor(),
+            receiver,
+            shell.outbox,
+            monotonic,
+            max_accepted=_MAX_ACCEPTED,
+            transfer_timeout_s=config.transfer_timeout_s,
+            early_s=config.lease_s,
+        )
+        try:
+            await shell.run(
+                node,
+                make_record("decode", me, blueprint, leader.num_blocks),
+                on_ready=lambda: log.info("decode node %s ready at %s", me.node_id, me.control_address),
+            )
+        finally:
+            receiver.close()
     finally:
-        receiver.close()
+        leader.close()

@@ -29,6 +29,14 @@ from kvtransfer.base import (
     SourceReleased,
 )
 
+
+@dataclass(frozen=True)
+class Opened:
+    """Every rank accepts slices of this attempt: the grant may go out."""
+
+    key: AttemptKey
+
+
 # Orders of the leader to the transfer end of another rank.
 
 
@@ -82,7 +90,7 @@ def obey(end: KVSender | KVReceiver, order: TransferOrder) -> None:
             end.abort(key)
 
 
-def to_report(rank: int, event: SenderEvent | ReceiverEvent) -> TransferReport:
+def to_report(rank: int, event: SenderEvent | ReceiverEvent | Opened) -> TransferReport:
     """What travels to the leader."""
     error = event.error if isinstance(event, SourceReleased | ReceiveFailed) else None
     size_bytes = 0
@@ -99,6 +107,7 @@ class _Gathered:
     """What the ranks have said of one attempt."""
 
     reports: int = 0
+    opened: int = 1
     received: int = 0
     size_bytes: int = 0
     error: KvRelayError | None = None
@@ -108,13 +117,19 @@ class _Gathered:
 class RankedSender:
     """`KVSender` over all ranks: `SourceReleased` once, when the last rank has released."""
 
-    def __init__(self, world_size: int, broadcast: Callable[[TransferOrder], None], on_event: OnSenderEvent) -> None:
-        self.local: KVSender
+    def __init__(
+        self,
+        world_size: int,
+        broadcast: Callable[[TransferOrder], None],
+        on_event: OnSenderEvent,
+        make_local: Callable[[OnSenderEvent], KVSender],
+    ) -> None:
         self._world_size = world_size
         self._broadcast = broadcast
         self._on_event = on_event
         self._lock = threading.Lock()
         self._open: dict[AttemptKey, _Gathered] = {}
+        self.local = make_local(lambda event: self.on_report(to_report(0, event)))
 
     def open(self, transfer: OutgoingTransfer) -> None:
         with self._lock:
@@ -137,10 +152,6 @@ class RankedSender:
     def close(self) -> None:
         self.local.close()
 
-    def on_local_event(self, event: SenderEvent) -> None:
-        """For the leader's own end."""
-        self.on_report(to_report(0, event))
-
     def on_report(self, report: TransferReport) -> None:
         """Any rank's end has released its source blocks."""
         with self._lock:
@@ -160,24 +171,37 @@ class RankedSender:
 
 
 class RankedReceiver:
-    """`KVReceiver` over all ranks: `Received` when all have all, one `ReceiveFailed`, one `DestinationReleased`."""
+    """`KVReceiver` over all ranks: `Received` when all have all, one `ReceiveFailed`, one `DestinationReleased`.
 
-    address = ""
-    """Every rank has its own; the leader collects them at start."""
+    A slice must not reach a rank that does not expect it yet, so `open` may be answered later, by `Opened`.
+    """
 
-    def __init__(self, world_size: int, broadcast: Callable[[TransferOrder], None], on_event: OnReceiverEvent) -> None:
-        self.local: KVReceiver
+    def __init__(
+        self,
+        world_size: int,
+        broadcast: Callable[[TransferOrder], None],
+        on_event: Callable[[ReceiverEvent | Opened], None],
+        make_local: Callable[[OnReceiverEvent], KVReceiver],
+    ) -> None:
         self._world_size = world_size
         self._broadcast = broadcast
         self._on_event = on_event
         self._lock = threading.Lock()
         self._open: dict[AttemptKey, _Gathered] = {}
+        self.local = make_local(lambda event: self.on_report(to_report(0, event)))
 
-    def open(self, transfer: IncomingTransfer) -> None:
+    def open(self, transfer: IncomingTransfer) -> bool:
+        """As `KVReceiver.open`. Returns whether every rank is open already; if not, `Opened` will follow."""
         with self._lock:
             self._open[transfer.key] = _Gathered()
-        self._broadcast(Open(incoming=transfer))
         self.local.open(transfer)
+        self._broadcast(Open(incoming=transfer))
+        return self._world_size == 1
+
+    @property
+    def address(self) -> str:
+        """The leader's own; `Leader.data_addresses` has all ranks'."""
+        return self.local.address
 
     def abort(self, key: AttemptKey) -> None:
         self._broadcast(Stop(key))
@@ -186,16 +210,16 @@ class RankedReceiver:
     def close(self) -> None:
         self.local.close()
 
-    def on_local_event(self, event: ReceiverEvent) -> None:
-        """For the leader's own end."""
-        self.on_report(to_report(0, event))
-
     def on_report(self, report: TransferReport) -> None:
         """Any rank's end has something to say."""
-        events: list[ReceiverEvent] = []
+        events: list[ReceiverEvent | Opened] = []
         with self._lock:
             gathered = self._open[report.key]
-            if report.kind == Received.__name__:
+            if report.kind == Opened.__name__:
+                gathered.opened += 1
+                if gathered.opened == self._world_size:
+                    events.append(Opened(report.key))
+            elif report.kind == Received.__name__:
                 gathered.received += 1
                 gathered.size_bytes += report.size_bytes
                 if gathered.received == self._world_size:

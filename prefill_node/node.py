@@ -14,7 +14,7 @@ from common.engine.executor import Executor, StepDone
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
-from common.errors import EngineError, KvRelayError, PeerLost, TransferAborted, from_code
+from common.errors import EngineError, KvRelayError, PeerLost, RankLost, TransferAborted, from_code
 from common.hashing import BLOCK_SIZE, hash_blocks
 from common.kv.layout import KVLayout, check_compatible
 from common.node.intake import make_sequence
@@ -129,6 +129,8 @@ class PrefillNode:
         self._plans[plan.step.step_id] = plan
         try:
             output = self.executor.submit(plan.step)
+        except RankLost:
+            raise  # the engine loop ends, and the node with it: its ranks share fate
         except Exception as error:  # one step's failure must not end the node
             log.exception("step %d failed", plan.step.step_id)
             self._step_failed(self._plans.pop(plan.step.step_id), error)

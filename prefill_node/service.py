@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from common.clock import monotonic
-from common.engine.executor import LocalExecutor
+from common.node.leader import Leader, follow, share_cores
+from common.node.rank_messages import rank_codec
 from common.node.shell import NodeShell
-from common.node.startup import build_engine, node_id_for
+from common.node.startup import make_record, make_scheduler, node_id_for, plan_node
+from kvtransfer.ranked import ORDER_TYPES, RankedSender, TransferReport
 from kvtransfer.zmq import ZmqSender
 from prefill_node.node import PrefillNode
 
@@ -19,36 +21,51 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_ACCEPTED = 1024
+CODEC = rank_codec(*ORDER_TYPES, TransferReport)
 
 
 async def serve(config: PrefillConfig) -> None:
     """Run until cancelled.
 
-    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed.
+    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
+    blueprint = plan_node(config)
+    config = share_cores(config, blueprint.world_size // config.nnodes, os.cpu_count() or 1)
+    if config.node_rank > 0:
+        await follow(config, "prefill", blueprint, CODEC)
+        return
     shell = NodeShell(config, node_id_for("prefill", config))
     await shell.bind()
-    engine = await asyncio.to_thread(
-        build_engine, config, prefill_chunk=config.max_num_batched_tokens, small_batches=False
-    )
-    sender = ZmqSender(engine.storage, engine.layout, 0, shell.post)
-    node = PrefillNode(
-        shell.me,
-        engine.layout,
-        engine.model.vocab_size,
-        engine.scheduler,
-        LocalExecutor(engine.runner, sender.blocks_final),
-        sender,
-        shell.outbox,
-        monotonic,
-        max_accepted=_MAX_ACCEPTED,
-        transfer_timeout_s=config.transfer_timeout_s,
-    )
+    leader = Leader(config, "prefill", blueprint, CODEC)
+    await leader.start(small_batches=False)
     try:
-        await shell.run(
-            node,
-            engine.record("prefill", shell.me),
-            on_ready=lambda: log.info("prefill node %s ready at %s", shell.me.node_id, shell.me.control_address),
+        sender = RankedSender(
+            blueprint.world_size,
+            leader.broadcast,
+            shell.post,
+            lambda on_event: ZmqSender(leader.loaded.storage, blueprint.layout, 0, on_event),
         )
+        await leader.begin(shell.me.incarnation, "")
+        leader.watch(shell.post, sender.on_report, shell.on_crash)
+        node = PrefillNode(
+            shell.me,
+            blueprint.layout,
+            blueprint.model.vocab_size,
+            make_scheduler(config, blueprint, leader.num_blocks, prefill_chunk=config.max_num_batched_tokens),
+            leader.executor(sender.blocks_final),
+            sender,
+            shell.outbox,
+            monotonic,
+            max_accepted=_MAX_ACCEPTED,
+            transfer_timeout_s=config.transfer_timeout_s,
+        )
+        try:
+            await shell.run(
+                node,
+                make_record("prefill", shell.me, blueprint, leader.num_blocks),
+                on_ready=lambda: log.info("prefill node %s ready at %s", shell.me.node_id, shell.me.control_address),
+            )
+        finally:
+            sender.close()
     finally:
-        sender.close()
+        leader.close()

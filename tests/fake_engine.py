@@ -170,8 +170,9 @@ class _FakeReceiver:
     def __init__(self, wire: FakeWire) -> None:
         self.wire = wire
 
-    def open(self, transfer: IncomingTransfer) -> None:
+    def open(self, transfer: IncomingTransfer) -> bool:
         self.wire.incoming[transfer.key] = transfer
+        return True
 
     def abort(self, key: AttemptKey) -> None:
         if self.wire.incoming.pop(key, None) is not None:

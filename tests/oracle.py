@@ -69,6 +69,7 @@ def _shape(hidden: int, q_heads: int, kv_heads: int, inner: int, vocab: int, *, 
 
 TINY: dict[str, Tiny] = {
     "llama": Tiny(LlamaConfig(**_shape(64, 4, 4, 112, 250, tied=False))),
+    "mqa": Tiny(LlamaConfig(**_shape(64, 4, 1, 112, 263, tied=True))),
     "llama-biases": Tiny(LlamaConfig(**_shape(64, 4, 2, 112, 251, tied=True), attention_bias=True, mlp_bias=True)),
     "llama3": Tiny(LlamaConfig(**_shape(64, 4, 2, 96, 320, tied=True), rope_parameters=_LLAMA3_ROPE)),
     "llama-linear": Tiny(

@@ -7,6 +7,7 @@ Everything here runs on the process's asyncio loop; the logic runs on the engine
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -72,7 +73,7 @@ class NodeShell:
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
         """
         self._logic = logic
-        self._engine = EngineLoop(logic, self.outbox.flush, self._on_crash)
+        self._engine = EngineLoop(logic, self.outbox.flush, self.on_crash)
         self._engine.start()
         registrar = Registrar(self.config.redis_url, self.config.cluster, record, lease_s=self.config.lease_s)
         tasks = [
@@ -115,13 +116,15 @@ class NodeShell:
         return Pong(self.me.node_id, self.me.incarnation, replace(self._logic.load, step_age_s=age_s))
 
     async def _housekeeping(self) -> None:
-        """End the leases of silent routers, close idle links."""
+        """End the leases of silent routers and peers, renew ours, close idle links."""
         while True:
             await asyncio.sleep(self.config.lease_s / 6)
             now_s = monotonic()
             for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
-                log.warning("a router has been silent past its lease, its requests are aborted")
+                log.warning("a router or prefill node has been silent past its lease; what it began here is given up")
                 self._client_lost(identity)
+            for link in self._links.values():
+                self._ping_peer(link)
             for incarnation in [i for i, used_s in self._link_used_s.items() if now_s > used_s + _LINK_IDLE_S]:
                 self._drop_link(incarnation)
 
@@ -129,7 +132,8 @@ class NodeShell:
         self._leases.pop(identity, None)
         self.post(ClientLost(identity))
 
-    def _on_crash(self, error: BaseException) -> None:
+    def on_crash(self, error: BaseException) -> None:
+        """The node cannot go on: `run` ends with this error. Any thread."""
         self._crash = error
         self._loop.call_soon_threadsafe(self._crashed.set)
 
@@ -156,15 +160,25 @@ class NodeShell:
         if link is None:
             link = self._links[peer.incarnation] = Link(
                 peer.control_address,
-                on_message=lambda answer: self.post(FromPeer(peer.incarnation, answer)),
+                on_message=lambda answer: self._on_peer_message(peer.incarnation, answer),
                 on_lost=lambda reason: self._peer_gone(peer.incarnation, reason),
                 connect_timeout_s=SILENCE_S,
             )
+            self._ping_peer(link)
         self._link_used_s[peer.incarnation] = monotonic()
         try:
             link.send(message)
         except Unavailable as error:
             self._peer_gone(peer.incarnation, error.message)
+
+    def _ping_peer(self, link: Link) -> None:
+        """Our lease at that peer: what it waits for from us, it waits for no longer than that lease."""
+        with contextlib.suppress(Unavailable):  # the next message meets the same
+            link.send(Ping(self.me.node_id, self.config.lease_s))
+
+    def _on_peer_message(self, incarnation: str, message: Message) -> None:
+        if not isinstance(message, Pong):
+            self.post(FromPeer(incarnation, message))
 
     def _peer_gone(self, incarnation: str, reason: str) -> None:
         self._drop_link(incarnation)

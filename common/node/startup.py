@@ -1,12 +1,15 @@
-"""From a node's configuration to a loaded model, its KV memory and its scheduler: the same for both roles."""
+"""From a node's configuration to a loaded model, its KV memory and its scheduler: the same for both roles and all ranks."""
 
 from __future__ import annotations
 
 import logging
 import platform
+import resource
 import secrets
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
@@ -18,15 +21,16 @@ from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
 from common.kv.storage import KVStorage
-from common.model.config import load_model_config, resolve_model
+from common.model.config import ModelConfig, load_model_config, resolve_model
+from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
+from common.parallel.mesh import Mesh, RankPlace
+from common.parallel.split import check_parallel, split_layers
 from common.protocol import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
 from common.torch_setup import configure_torch
 
 log = logging.getLogger(__name__)
-
-_RANK = 0
 
 
 def node_id_for(role: Role, config: NodeConfig) -> str:
@@ -35,89 +39,147 @@ def node_id_for(role: Role, config: NodeConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """All that one rank computes with, and what the node says about itself."""
+class Blueprint:
+    """What a node will be, before any weight is read; equal on all of its ranks."""
 
+    path: Path
+    model_config: ModelConfig
     layout: KVLayout
-    storage: KVStorage
-    runner: ModelRunner
-    scheduler: Scheduler
     model: ModelInfo
 
-    def record(self, role: Role, me: PeerRef) -> NodeRecord:
-        return NodeRecord(
-            role=role,
-            peer=me,
-            model=self.model,
-            layout=self.layout,
-            kv_blocks_total=self.storage.num_blocks,
-            started_at=time.time(),
-        )
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def place(self, rank: int) -> RankPlace:
+        return RankPlace.of(rank, self.layout.tp_size, self.layout.pp_size)
 
 
-def build_engine(config: NodeConfig, *, prefill_chunk: int, small_batches: bool) -> Engine:
-    """Load the model and lay out KV memory. Blocking, seconds to minutes.
+def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> Blueprint:
+    """Read the model's config and settle dtype, context and layout.
 
-    `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
-    Raises: ConfigError in one sentence for whatever is wrong with the model or the sizes.
+    Raises: ConfigError in one sentence for a model or a layout that cannot be.
     """
-    configure_torch(config.threads)
     path = resolve_model(config.model)
     model_config = load_model_config(path)
     dtype = model_config.resolve_dtype(config.dtype)
-    max_model_len = model_config.fit_context(config.max_model_len)
+    explicit = _parse_layers(pp_layers)
+    stages = split_layers(model_config.num_layers, len(explicit) or pp_size, explicit or None)
+    check_parallel(model_config, config.tensor_parallel_size, stages)
     layout = KVLayout(
         fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed),
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         dtype=dtype,
+        tp_size=config.tensor_parallel_size,
+        pp_layers=stages,
     )
-    num_blocks = config.kv_blocks or int(config.kv_memory_gb * 2**30) // layout.bytes_per_block
-    if num_blocks < 2:
-        raise ConfigError(f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes: give the node more KV memory")
+    name = config.served_model_name or (config.model if config.model == "demo" else path.name)
+    max_model_len = model_config.fit_context(config.max_model_len)
+    return Blueprint(path, model_config, layout, ModelInfo(name, str(path), model_config.vocab_size, max_model_len))
+
+
+def _parse_layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError as error:
+        raise ConfigError(f"pp_layers {text!r} is not a list of numbers such as 10,14") from error
+
+
+class LoadedRank:
+    """One rank's shard of the model. `lay_out` gives it KV memory; from then on `runner` and `storage` are there."""
+
+    runner: ModelRunner
+    storage: KVStorage
+
+    def __init__(self, blueprint: Blueprint, config: NodeConfig, mesh: Mesh, model: DecoderModel) -> None:
+        self.blueprint = blueprint
+        self.config = config
+        self.mesh = mesh
+        self.place = mesh.place
+        self.shard = blueprint.layout.shard(mesh.place.tp_rank, mesh.place.pp_rank)
+        self._model = model
+        per_block = (
+            blueprint.layout.slice_bytes_per_block
+            * (self.shard.layer_hi - self.shard.layer_lo)
+            * (self.shard.head_hi - self.shard.head_lo)
+        )
+        self.max_blocks = config.kv_blocks or int(config.kv_memory_gb * 2**30) // per_block
+        """KV blocks that fit into this rank's memory."""
+        if self.max_blocks < 2:
+            raise ConfigError(f"{self.max_blocks} KV blocks of {per_block} bytes: give the node more KV memory")
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank draws the tokens."""
+        return self.place.is_last_stage and self.place.tp_rank == 0
+
+    def lay_out(self, num_blocks: int) -> None:
+        """Allocate KV memory for `num_blocks`, the same on all ranks."""
+        config = self.blueprint.model_config
+        self.storage = KVStorage(self.blueprint.layout, self.shard, num_blocks)
+        shape = AttentionShape(
+            num_q_heads=config.num_q_heads // self.place.tp_size,
+            num_kv_heads=self.shard.head_hi - self.shard.head_lo,
+            head_dim=config.head_dim,
+            dtype=self.storage.data.dtype,
+            block_size=self.blueprint.layout.block_size,
+        )
+        self.runner = ModelRunner(self._model, self.storage, CpuAttention(self.storage, shape))
+
+    def describe(self, peak_bytes: int) -> str:
+        """For the log: what this rank got."""
+        return (
+            f"{self.place}: {peak_bytes / 1e9:.2f} GB at its peak while loading, room for {self.max_blocks} KV blocks"
+        )
+
+
+def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_batches: bool) -> LoadedRank:
+    """Load this rank's shard. Blocking, seconds to minutes.
+
+    `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
+    Raises: ConfigError in one sentence for whatever is wrong with the weights or the sizes.
+    """
+    configure_torch(config.threads)
     model = load_model(
-        path,
-        model_config,
-        dtype=dtype,
+        blueprint.path,
+        blueprint.model_config,
+        dtype=blueprint.layout.dtype,
         load_format=config.load_format,
         seed=config.seed,
         small_batches=small_batches,
+        mesh=mesh,
+        pp_layers=blueprint.layout.pp_layers,
     )
-    storage = KVStorage(layout, layout.shard(0, 0), num_blocks)
-    shape = AttentionShape(
-        num_q_heads=model_config.num_q_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=storage.data.dtype,
-        block_size=layout.block_size,
-    )
-    runner = ModelRunner(model, storage, CpuAttention(storage, shape))
-    runner.execute(_WARM_UP)
-    scheduler = Scheduler(
+    return LoadedRank(blueprint, config, mesh, model)
+
+
+def peak_memory_bytes() -> int:
+    """Of this process, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def make_record(role: Role, me: PeerRef, blueprint: Blueprint, num_blocks: int) -> NodeRecord:
+    """What the node says about itself in the membership."""
+    return NodeRecord(role, me, blueprint.model, blueprint.layout, num_blocks, started_at=time.time())
+
+
+def make_scheduler(config: NodeConfig, blueprint: Blueprint, num_blocks: int, *, prefill_chunk: int) -> Scheduler:
+    """The scheduler of a node whose ranks hold `num_blocks`."""
+    return Scheduler(
         SchedulerConfig(
-            max_model_len=max_model_len,
+            max_model_len=blueprint.model.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefill_chunk=prefill_chunk,
+            num_groups=blueprint.layout.pp_size,
         ),
         BlockPool(num_blocks),
     )
-    log.info(
-        "model %s, %s, %d KV blocks (%.2f GB, %d tokens)",
-        config.model,
-        dtype,
-        num_blocks,
-        num_blocks * layout.bytes_per_block / 1e9,
-        num_blocks * layout.block_size,
-    )
-    name = config.served_model_name or (config.model if config.model == "demo" else path.name)
-    return Engine(
-        layout, storage, runner, scheduler, ModelInfo(name, str(path), model_config.vocab_size, max_model_len)
-    )
 
 
-_WARM_UP = StepInput(
+WARM_UP = StepInput(
     step_id=0,
     token_ids=[0],
     positions=[0],

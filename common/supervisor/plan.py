@@ -59,10 +59,23 @@ def plan_children(
             # In a Redis that others use too, plain names would collide with those of another `kvrelay up`.
             node_id = name if own_redis is not None else f"{name}-{host_name}-{port}"
             own |= {"node_id": node_id, "host": "127.0.0.1", "port": "0", "data_port": "0"}
+            own |= _ranks(role, config)
             if yields(config.favor) == role:
                 own["nice"] = str(_YIELDING_NICE)
             children.append(_service(name, cls, config, sources, own, node_id))
     return children
+
+
+def _ranks(role: str, config: UpConfig) -> dict[str, str]:
+    """How many ranks each node of `role` gets, where that is not one."""
+    if role == "prefill":
+        wanted = {"tensor_parallel_size": config.prefill_tp}
+    else:
+        wanted = {"tensor_parallel_size": config.decode_tp, "pipeline_parallel_size": config.decode_pp}
+    options = {key: str(value) for key, value in wanted.items() if value > 1}
+    if role == "decode" and config.decode_pp_layers:
+        options["pp_layers"] = config.decode_pp_layers
+    return options
 
 
 def yields(favor: str) -> str | None:

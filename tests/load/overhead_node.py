@@ -49,7 +49,7 @@ class _NoReceiver:
 
     address = "none"
 
-    def open(self, transfer: IncomingTransfer) -> None:
+    def open(self, transfer: IncomingTransfer) -> bool:
         raise AssertionError("no transfer was asked for")
 
     def abort(self, key: AttemptKey) -> None:

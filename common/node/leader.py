@@ -1,0 +1,187 @@
+"""Start-up of a node from its leader: the other ranks' processes, the mesh between all, every shard, KV memory.
+
+Runs on the leader's asyncio loop, blocking work on one thread beside it. With one rank there are no processes, no
+mesh and no links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from common.config import NodeConfig
+from common.engine.executor import Executor, LocalExecutor, OnBlocksFinal, StepDone
+from common.engine.step import StepOutput
+from common.errors import ConfigError, RankLost
+from common.node.rank_messages import RankHello, RankReady, RankSetup, RankStart, RankStarted
+from common.node.ranks import RankedExecutor, RankLinks
+from common.node.startup import WARM_UP, Blueprint, LoadedRank, load_rank, peak_memory_bytes
+from common.parallel.connect import connect_mesh
+from common.parallel.mesh import SOLO
+from common.protocol import Codec, Role
+from common.redis_server import free_port
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ConfigT = TypeVar("ConfigT", bound=NodeConfig)
+
+
+def share_cores(config: ConfigT, ranks_here: int, cores: int) -> ConfigT:
+    """Ranks that always run together get cores of their own; one rank alone may use all."""
+    if config.threads is not None or ranks_here == 1:
+        return config
+    return replace(config, threads=max(1, cores // ranks_here))
+
+
+def ranks_of_host(config: NodeConfig, world_size: int) -> range:
+    """The ranks that run on this host.
+
+    Raises: ConfigError if the ranks do not spread evenly.
+    """
+    if world_size % config.nnodes or not 0 <= config.node_rank < config.nnodes:
+        raise ConfigError(
+            f"{world_size} ranks do not spread evenly over {config.nnodes} hosts, this being {config.node_rank}"
+        )
+    each = world_size // config.nnodes
+    return range(config.node_rank * each, (config.node_rank + 1) * each)
+
+
+class Leader:
+    """Rank 0 of a node and its links to the others. Use: `start`, then `begin`, then `executor`; `close` at the end."""
+
+    def __init__(self, config: NodeConfig, role: Role, blueprint: Blueprint, codec: Codec) -> None:
+        self._config = config
+        self._role: Role = role
+        self._blueprint = blueprint
+        self.links: RankLinks | None = None
+        if blueprint.world_size > 1:
+            ranks = ranks_of_host(config, blueprint.world_size)
+            host = config.master_addr if config.nnodes > 1 else config.host
+            self.links = RankLinks(codec, blueprint.world_size, host, config.master_port)
+            self.links.spawn(role, ranks[1:], config, self.links.address)
+        self.loaded: LoadedRank
+        self.num_blocks = 0
+        self.data_addresses: list[str] = []
+
+    async def start(self, *, small_batches: bool) -> None:
+        """Load every shard and agree on the number of KV blocks: the smallest rank's.
+
+        Raises: ConfigError or a rank's error, naming the ranks at fault or missing.
+        """
+        try:
+            await _on_thread(lambda: self._start(small_batches))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, small_batches: bool) -> None:
+        links, config = self.links, self._config
+        if links is None:
+            self.loaded = load_rank(self._blueprint, config, SOLO, small_batches=small_batches)
+            self.num_blocks = self.loaded.max_blocks
+            self.loaded.lay_out(self.num_blocks)
+            self.loaded.runner.execute(WARM_UP)
+        else:
+            links.collect(RankHello, config.start_timeout_s, "their processes are starting")
+            same_host = config.nnodes == 1
+            setup = RankSetup(config.master_addr if config.nnodes > 1 else config.host, free_port(), same_host)
+            links.broadcast(setup)
+            mesh = connect_mesh(
+                self._blueprint.place(0),
+                master_address=setup.mesh_host,
+                master_port=setup.mesh_port,
+                interface=config.host,
+                timeout_s=config.rank_timeout_s,
+                same_host=same_host,
+            )
+            self.loaded = load_rank(self._blueprint, config, mesh, small_batches=small_batches)
+            ready = links.collect(RankReady, config.start_timeout_s, "they load their shards")
+            self.num_blocks = min(self.loaded.max_blocks, *(report.max_blocks for report in ready.values()))
+            for rank, report in sorted(ready.items()):
+                place = self._blueprint.place(rank)
+                log.info(
+                    "%s: %.2f GB at its peak, room for %d KV blocks", place, report.peak_bytes / 1e9, report.max_blocks
+                )
+            self.loaded.lay_out(self.num_blocks)
+        log.info(self.loaded.describe(peak_memory_bytes()))
+        layout = self._blueprint.layout
+        log.info(
+            "model %s, %s, %d KV blocks (%.2f GB, %d tokens)",
+            self._blueprint.model.name,
+            layout.dtype,
+            self.num_blocks,
+            self.num_blocks * layout.bytes_per_block / 1e9,
+            self.num_blocks * layout.block_size,
+        )
+
+    async def begin(self, incarnation: str, own_data_address: str) -> None:
+        """Have the other ranks open their transfer ends. `data_addresses` is complete after it."""
+        self.data_addresses = [own_data_address]
+        links = self.links
+        if links is not None:
+            links.broadcast(RankStart(self.num_blocks, incarnation))
+            timeout_s = self._config.start_timeout_s
+            started = await _on_thread(lambda: links.collect(RankStarted, timeout_s, "they open their transfer ends"))
+            self.data_addresses += [report.data_address for _, report in sorted(started.items())]
+
+    def broadcast(self, order: object) -> None:
+        """Send an order to every other rank, if there are any. Any thread."""
+        if self.links is not None:
+            self.links.broadcast(order)
+
+    def executor(self, on_blocks_final: OnBlocksFinal | None = None) -> Executor:
+        """Runs steps on all ranks."""
+        local = LocalExecutor(self.loaded.runner, on_blocks_final)
+        return local if self.links is None else RankedExecutor(self.links, local, samples_here=self.loaded.samples)
+
+    def watch(
+        self,
+        post: Callable[[object], None],
+        on_transfer: Callable[[Any], None],
+        on_dead: Callable[[BaseException], None],
+    ) -> None:
+        """From now on hear the other ranks: outputs of steps go to `post`, what their transfer ends say to
+        `on_transfer`, and any one's end is the node's. On a thread of its own."""
+
+        def on_report(report: object) -> None:
+            if isinstance(report, StepOutput):
+                post(StepDone(report))
+            else:
+                on_transfer(report)
+
+        if self.links is not None:
+            self.links.run(on_report, on_dead, self._config.lease_s)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self.links is not None:
+            self.links.close()
+            if hasattr(self, "loaded"):
+                self.loaded.mesh.close()
+
+
+async def follow(config: NodeConfig, role: Role, blueprint: Blueprint, codec: Codec) -> None:
+    """A host whose ranks belong to a leader elsewhere: run them until one ends, then end them all.
+
+    Raises: RankLost naming the rank that ended.
+    """
+    ranks = ranks_of_host(config, blueprint.world_size)
+    links = RankLinks(codec, 1, config.host, 0)
+    links.spawn(role, ranks, config, f"tcp://{config.master_addr}:{config.master_port}")
+    try:
+        while True:
+            links.check_children()
+            await asyncio.sleep(0.2)
+    except RankLost as error:
+        log.error("%s; the other ranks of this host end with it", error)
+        raise
+    finally:
+        links.close()
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work)

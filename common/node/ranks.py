@@ -1,0 +1,199 @@
+"""The other ranks of a node, as its leader sees them: starting them, giving orders, hearing reports.
+
+Ranks share fate: when one ends, fails or falls silent, `on_dead` is called and the node must end. Reports are
+read by a thread of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import zmq
+
+from common.config import NodeConfig
+from common.engine.executor import LocalExecutor
+from common.engine.step import StepInput, StepOutput
+from common.errors import ConfigError, EngineError, ProtocolError, RankLost, from_code
+from common.node.rank_messages import LeaderBeat, RankBeat, RankFailed, RankHello
+from common.process import tied_command
+from common.protocol import MAX_MESSAGE_BYTES, Codec
+
+log = logging.getLogger(__name__)
+
+ReportT = TypeVar("ReportT")
+
+_PROGRESS_EVERY_S = 5.0
+
+
+class RankLinks:
+    """Sockets to ranks 1 ... `world_size` - 1. Use: make, `spawn`, `collect` and `broadcast` in turn, then `run`."""
+
+    def __init__(self, codec: Codec, world_size: int, host: str, port: int) -> None:
+        self.world_size = world_size
+        self._codec = codec
+        self._context = zmq.Context()
+        self._reports = self._context.socket(zmq.PULL)
+        self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        try:
+            self._reports.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"cannot listen for ranks on {host}:{port}: {error}") from error
+        self.address: str = self._reports.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._orders: dict[int, zmq.Socket[bytes]] = {}
+        self._beats: dict[int, zmq.Socket[bytes]] = {}
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------ start-up
+
+    def spawn(self, role: str, ranks: range, config: NodeConfig, leader: str) -> None:
+        """Start local rank processes; they die with the calling thread. Their configuration goes in by standard input."""
+        payload = json.dumps(dataclasses.asdict(config)).encode()
+        for rank in ranks:
+            argv = [sys.executable, "-m", f"{role}_node.rank", "--rank", str(rank), "--leader", leader]
+            child = subprocess.Popen(tied_command(argv), stdin=subprocess.PIPE)
+            assert child.stdin is not None
+            child.stdin.write(payload)
+            child.stdin.close()
+            self._children[rank] = child
+
+    def collect(self, kind: type[ReportT], timeout_s: float, what: str) -> dict[int, ReportT]:
+        """One report of `kind` from every other rank.
+
+        Raises: ConfigError naming the ranks that did not come in time; a rank's own error if one failed.
+        """
+        got: dict[int, ReportT] = {}
+        deadline_s = time.monotonic() + timeout_s
+        told_s = time.monotonic()
+        while len(got) < self.world_size - 1:
+            missing = [rank for rank in range(1, self.world_size) if rank not in got]
+            self.check_children()
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                raise ConfigError(f"ranks {missing} did not come within {timeout_s:.0f} s: {what}")
+            if now_s > told_s + _PROGRESS_EVERY_S:
+                told_s = now_s
+                log.info("waiting for ranks %s: %s", missing, what)
+            for report in self._receive(timeout_ms=200):
+                if isinstance(report, RankFailed):
+                    raise from_code(report.code, f"rank {report.rank}: {report.message}")
+                if isinstance(report, RankHello):
+                    self._connect(report)
+                if isinstance(report, kind):
+                    got[report.rank] = report  # type: ignore[attr-defined]  # every report names its rank
+        return got
+
+    def _connect(self, hello: RankHello) -> None:
+        for sockets in (self._orders, self._beats):
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(hello.address)
+            sockets[hello.rank] = socket
+
+    def check_children(self) -> None:
+        """Raises: RankLost naming a local rank whose process ended."""
+        for rank, child in self._children.items():
+            if child.poll() is not None:
+                raise RankLost(f"rank {rank} (pid {child.pid}) ended with {child.returncode}")
+
+    def _receive(self, timeout_ms: int) -> Iterator[Any]:
+        if not self._reports.poll(timeout_ms):
+            return
+        while True:
+            try:
+                yield self._codec.decode(self._reports.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except ProtocolError as error:
+                log.warning("dropped a rank's report: %s", error)
+
+    # ------------------------------------------------------------ running
+
+    def broadcast(self, order: object) -> None:
+        """Send an order to every other rank, from any thread. One thread's orders arrive in order."""
+        data = self._codec.encode(order)
+        with self._lock:
+            for socket in self._orders.values():
+                socket.send(data)
+
+    def run(self, on_report: Callable[[Any], None], on_dead: Callable[[BaseException], None], lease_s: float) -> None:
+        """From now on hand every report to `on_report`, on a thread of its own, until `close`."""
+        self._thread = threading.Thread(
+            target=self._listen, args=(on_report, on_dead, lease_s), name="rank-reports", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(
+        self, on_report: Callable[[Any], None], on_dead: Callable[[BaseException], None], lease_s: float
+    ) -> None:
+        heard_s = dict.fromkeys(range(1, self.world_size), time.monotonic())
+        beat_s = 0.0
+        try:
+            while not self._closing:
+                for report in self._receive(timeout_ms=int(lease_s * 100)):
+                    if isinstance(report, RankBeat):
+                        heard_s[report.rank] = time.monotonic()
+                    elif isinstance(report, RankFailed):
+                        raise from_code(report.code, f"rank {report.rank}: {report.message}")
+                    else:
+                        on_report(report)
+                now_s = time.monotonic()
+                if now_s > beat_s + lease_s / 6:
+                    beat_s = now_s
+                    for rank, socket in self._beats.items():
+                        socket.send(self._codec.encode(LeaderBeat(rank)))
+                self.check_children()
+                for rank, last_s in heard_s.items():
+                    if now_s > last_s + lease_s:
+                        raise RankLost(f"rank {rank} was silent for {lease_s:g} s")
+        except Exception as error:  # whatever it is, the node cannot go on without its ranks
+            if not self._closing:
+                on_dead(error)
+
+    def close(self) -> None:
+        """End the local ranks and close the sockets."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join()
+        for child in self._children.values():
+            child.terminate()
+        for child in self._children.values():
+            try:
+                child.wait(5.0)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        self._context.destroy(linger=0)
+
+
+class RankedExecutor:
+    """All ranks of a node: orders the step everywhere, runs the leader's own part here.
+
+    With one pipeline stage the leader samples and the output comes at once; with more the last stage reports it.
+    """
+
+    def __init__(self, links: RankLinks, local: LocalExecutor, *, samples_here: bool) -> None:
+        self._links = links
+        self._local = local
+        self._samples_here = samples_here
+
+    def submit(self, step: StepInput) -> StepOutput | None:
+        """Raises: RankLost, after which the node must end."""
+        self._links.broadcast(step)
+        try:
+            output = self._local.submit(step)
+        except EngineError as error:
+            # The other ranks computed the step, or wait for this one in the middle of it: none can go on.
+            raise RankLost(f"the leader's part of a step failed: {error}") from error
+        return output if self._samples_here else None

@@ -1,0 +1,45 @@
+"""The receiving end of a decode node's rank other than its leader."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from common.node.address import advertised
+from common.node.rank import TransferEnd
+from common.node.startup import LoadedRank
+from kvtransfer.base import ReceiverEvent
+from kvtransfer.ranked import Open, Opened, TransferOrder, obey, to_report
+from kvtransfer.zmq import ZmqReceiver
+
+
+class ReceivingRank(TransferEnd):
+    """Carries out the leader's orders on this rank's `KVReceiver`."""
+
+    def __init__(self, loaded: LoadedRank, rank: int, incarnation: str, report: Callable[[object], None]) -> None:
+        self._rank = rank
+        self._report = report
+        self._lock = threading.Lock()
+        self._receiver = ZmqReceiver(
+            loaded.storage,
+            loaded.blueprint.layout,
+            rank,
+            loaded.config.host,
+            0,
+            self._on_event,
+            incarnation=incarnation,
+        )
+        self.data_address = advertised(self._receiver.address, loaded.config)
+
+    def obey(self, order: TransferOrder) -> None:
+        with self._lock:  # what comes of opening is reported after the opening
+            obey(self._receiver, order)
+            if isinstance(order, Open) and order.incoming is not None:
+                self._report(to_report(self._rank, Opened(order.incoming.key)))
+
+    def _on_event(self, event: ReceiverEvent) -> None:
+        with self._lock:
+            self._report(to_report(self._rank, event))
+
+    def close(self) -> None:
+        self._receiver.close()

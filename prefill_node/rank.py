@@ -1,0 +1,32 @@
+"""The process of a prefill node's rank other than its leader. Started by the leader; reads its configuration from
+standard input. Settles how the process shares the machine before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from common.config import PrefillConfig
+from common.logs import configure
+from common.node.rank_arguments import rank_arguments
+from common.process import prepare_compute
+
+
+def main() -> None:
+    """Run until the leader goes."""
+    arguments = rank_arguments()
+    config = PrefillConfig(**json.load(sys.stdin))
+    configure(config.log_level)
+    prepare_compute(config.threads, nice=0)  # the leader's niceness is inherited
+    from common.node.rank import RankProcess
+    from common.node.startup import plan_node
+    from prefill_node.rank_end import SendingRank
+    from prefill_node.service import CODEC
+
+    process = RankProcess(config, plan_node(config), arguments.rank, arguments.leader, CODEC)
+    process.run(small_batches=False, make_end=SendingRank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The sending end of a prefill node's rank other than its leader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.node.rank import TransferEnd
+from common.node.startup import LoadedRank
+from kvtransfer.ranked import TransferOrder, obey, to_report
+from kvtransfer.zmq import ZmqSender
+
+
+class SendingRank(TransferEnd):
+    """Carries out the leader's orders on this rank's `KVSender`."""
+
+    def __init__(self, loaded: LoadedRank, rank: int, incarnation: str, report: Callable[[object], None]) -> None:
+        self._sender = ZmqSender(
+            loaded.storage, loaded.blueprint.layout, rank, lambda event: report(to_report(rank, event))
+        )
+        self.on_blocks_final = self._sender.blocks_final
+
+    def obey(self, order: TransferOrder) -> None:
+        obey(self._sender, order)
+
+    def close(self) -> None:
+        self._sender.close()

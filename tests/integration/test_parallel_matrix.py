@@ -1,0 +1,89 @@
+"""Any prefill layout to any decode layout: greedy float32 tokens equal the single-process reference.
+
+Real nodes of several processes each. Sixteen requests at once, lengths mixed, prefixes shared, prompts in chunks, and so
+few KV blocks that sequences are preempted. The subset here covers every size and both ways of spreading KV heads;
+`make test-matrix` (KVRELAY_TEST_MATRIX=all) runs every combination.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from oracle import TINY, first_difference, greedy, make_tiny
+from system import running_system
+
+NEW_TOKENS = 24
+NUM_REQUESTS = 16
+
+Layout = tuple[str, int, int, int]
+"""(model, prefill tp, decode tp, decode pp)"""
+
+MODELS = {1: "mqa", 2: "qwen3", 4: "llama"}
+"""By KV heads; three layers, so that two stages are uneven."""
+
+COVERING: list[Layout] = [
+    ("llama", 1, 2, 1),
+    ("qwen3", 2, 1, 2),
+    ("qwen3", 2, 2, 2),
+    ("mqa", 2, 1, 3),
+    ("qwen3", 4, 2, 1),
+    ("llama", 1, 4, 1),
+]
+ALL: list[Layout] = [
+    (model, prefill_tp, decode_tp, decode_pp)
+    for prefill_tp, decode_tp, decode_pp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 3))
+    for model in (MODELS[(1, 2, 4)[(prefill_tp + decode_tp + decode_pp) % 3]],)
+]
+CASES = ALL if os.environ.get("KVRELAY_TEST_MATRIX") == "all" else COVERING
+
+
+def make_prompts(vocab_size: int) -> list[list[int]]:
+    draw = random.Random(vocab_size)
+    base = [draw.randrange(3, vocab_size) for _ in range(200)]
+    prompts = []
+    for number in range(NUM_REQUESTS):
+        shared = base[: draw.choice((0, 16, 40, 96, 150))]
+        own = [draw.randrange(3, vocab_size) for _ in range(draw.choice((1, 15, 33, 70)))]
+        prompts.append([*shared, *own, 3 + number])
+    return prompts
+
+
+async def ask_all(url: str, model: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=url, timeout=180.0) as client:
+
+        async def ask(prompt: list[int]) -> dict[str, Any]:
+            body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json={**body, "return_token_ids": True})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        return await asyncio.gather(*(ask(prompt) for prompt in prompts))
+
+
+@pytest.mark.parametrize(("name", "prefill_tp", "decode_tp", "decode_pp"), CASES)
+def test_tokens_equal_the_reference(name: str, prefill_tp: int, decode_tp: int, decode_pp: int, tmp_path: Path) -> None:
+    model = make_tiny(name, tmp_path / name)
+    prompts = make_prompts(TINY[name].config.vocab_size)
+    config = tmp_path / "kvrelay.toml"
+    config.write_text("[prefill]\nmax_num_batched_tokens = 48\n")
+    with running_system(
+        tmp_path,
+        *("--model", str(model), "--dtype", "float32", "--config", str(config), "--start-timeout-s", "240"),
+        *("--kv-blocks", "60", "--local-prefill-tokens", "0"),
+        *("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp), "--decode-pp", str(decode_pp)),
+    ) as system:
+        system.wait_usable(timeout_s=240)
+        answers = asyncio.run(ask_all(system.url, name, prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = answer["choices"][0]["token_ids"]
+            where = first_difference(greedy(model, prompt, NEW_TOKENS), tokens)
+            assert where is None, f"prompt of {len(prompt)} tokens: wrong from token {where} on"
+        assert system.metric("kvrelay_relayed_bytes_total") > 0, "the relay is real"
+        system.wait_whole()
