@@ -1,8 +1,9 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test check bench install clean
+.PHONY: run test test-matrix check bench install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
+test-matrix: ; @scripts/test-matrix
 check: ; @scripts/check
 bench: ; @scripts/bench
 install: ; @scripts/install

@@ -10,7 +10,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import common.demo
 from common.errors import ConfigError, NotFound, Unavailable
 from common.model.config import load_model_config, resolve_model
 from common.protocol import ModelInfo, NodeRecord
@@ -31,23 +30,12 @@ class ServedModel:
     eos_token_ids: frozenset[int]
 
 
-def find_folder(name_or_path: str) -> Path:
-    """The model folder that an operator or a node named; "demo" is the one that comes along.
-
-    Raises: ConfigError if it cannot be had.
-    """
-    path = Path(name_or_path)
-    if name_or_path == "demo" and not path.is_dir():
-        return Path(next(iter(common.demo.__path__))) / "model"
-    return resolve_model(name_or_path)
-
-
 def load(name_or_path: str, name: str | None, chat_template: str | None) -> ServedModel:
     """Read what the router needs of a model folder. Takes a second for a large vocabulary.
 
     Raises: ConfigError, one sentence.
     """
-    folder = find_folder(name_or_path)
+    folder = resolve_model(name_or_path)
     config = load_model_config(folder)
     tokenizer = Tokenizer(folder, chat_template=chat_template)
     eos = set(config.eos_token_ids)
