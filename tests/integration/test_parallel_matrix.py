@@ -2,7 +2,7 @@
 
 Real nodes of several processes each. Sixteen requests at once, lengths mixed, prefixes shared, prompts in chunks, and so
 few KV blocks that sequences are preempted. The subset here covers every size and both ways of spreading KV heads;
-`make test-matrix` (KVRELAY_TEST_MATRIX=all) runs every combination.
+`make test-matrix` (TEST_MATRIX=all) runs every combination.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALL: list[Layout] = [
     for prefill_tp, decode_tp, decode_pp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 3))
     for model in (MODELS[(1, 2, 4)[(prefill_tp + decode_tp + decode_pp) % 3]],)
 ]
-CASES = ALL if os.environ.get("KVRELAY_TEST_MATRIX") == "all" else COVERING
+CASES = ALL if os.environ.get("TEST_MATRIX") == "all" else COVERING
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:
