@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from common.errors import (
     CorruptSlice,
-    DeadlineExceeded,
     KvRelayError,
     PeerLost,
     TransferAborted,
     TransferError,
+    TransferTimedOut,
 )
 from common.kv.layout import KVLayout
 from common.protocol import AttemptKey, Grant
@@ -115,7 +115,7 @@ class SendingEnd:
         """Stop every attempt whose deadline passed."""
         for key, state in list(self._live.items()):
             if state.deadline <= now:
-                self.fail(key, DeadlineExceeded(f"{key}: not sent within {state.transfer.timeout_s} s"))
+                self.fail(key, TransferTimedOut(f"{key}: not sent within {state.transfer.timeout_s} s"))
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do next."""
@@ -237,7 +237,7 @@ class ReceivingEnd:
         for key, state in list(self._live.items()):
             if state.deadline <= now:
                 timeout_s = state.transfer.timeout_s
-                self._fail(state, DeadlineExceeded(f"{key}: {state.missing} slices missing after {timeout_s} s"))
+                self._fail(state, TransferTimedOut(f"{key}: {state.missing} slices missing after {timeout_s} s"))
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do next."""
