@@ -338,6 +338,48 @@ def test_decode_nodes_death_fails_the_prefill_leg_with_a_retryable_code() -> Non
     assert pair.p.scheduler.pool.num_used == 0
 
 
+@pytest.mark.parametrize("phase", [Phase.DEFERRED, Phase.RECEIVING, Phase.ARRIVED])
+def test_prefill_node_silent_past_its_lease_fails_what_still_waits_for_it(phase: Phase) -> None:
+    """A cut link: every slice may have been handed to the wire, so that the prefill node itself misses nothing."""
+    pair = Pair()
+    if phase is Phase.DEFERRED:
+        pair.d.scheduler.pool.allocate(pair.d.scheduler.pool.num_blocks)
+    pair.request()
+    for _ in range(3):
+        pair.step_prefill()
+    pair.to_decode(Offer)
+    pair.step_decode()
+    if phase is Phase.ARRIVED:
+        pair.to_prefill()
+        while pair.wire.pump():
+            pass
+    assert pair.d.attempts[KEY].phase is phase
+    pair.d.handle(ClientLost(P_LINK))
+    pair.d.outbox.flush()
+    [failure] = [m for m in pair.heard(pair.d_out) if isinstance(m, AttemptFailed)]
+    assert failure.code == "peer_lost"
+    while pair.wire.pump():
+        pass
+    assert not pair.d.attempts
+
+
+def test_prefill_node_lost_after_the_hand_over_changes_nothing() -> None:
+    pair = Pair()
+    pair.request(max_tokens=5)
+    for _ in range(3):
+        pair.step_prefill()
+    pair.to_decode()
+    pair.step_decode()
+    pair.to_prefill()
+    while pair.wire.pump():
+        pass
+    assert pair.d.attempts[KEY].phase is Phase.ACTIVE
+    pair.d.handle(ClientLost(P_LINK))
+    pair.run()
+    assert pair.tokens() == generate(PROMPT, 5)
+    pair.assert_whole()
+
+
 def test_one_failed_step_fails_its_requests_and_the_node_goes_on() -> None:
     pair = Pair()
     pair.p_runner.fail_next = RuntimeError("made to fail")
