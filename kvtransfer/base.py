@@ -28,6 +28,8 @@ class OutgoingTransfer:
     block_hashes: list[bytes]
     num_tokens: int
     timeout_s: float
+    """Given up after so long without progress: a batch handed to the wire or acknowledged, or more blocks final. The
+    clock starts at the grant; until then the owner's own deadline rules."""
     final_blocks: int = 0
     """Leading blocks that are final in every layer from the start: those of the prefix cache."""
 
@@ -43,6 +45,7 @@ class IncomingTransfer:
     block_hashes: list[bytes]
     held_blocks: int
     timeout_s: float
+    """Given up after so long without progress: a slice placed. The clock starts at `open`."""
 
 
 # Events of a sender. Each names its attempt.
@@ -70,7 +73,7 @@ class Received:
 
 @dataclass(frozen=True)
 class ReceiveFailed:
-    """The transfer cannot complete: deadline, corrupt slice. The caller must `abort` it."""
+    """The transfer cannot complete: no progress, corrupt slice. The caller must `abort` it."""
 
     key: AttemptKey
     error: Exception
@@ -125,7 +128,7 @@ class KVReceiver(Protocol):
 
     @property
     def address(self) -> str:
-        """Where senders reach this rank; goes into `PeerRef.data_addresses`."""
+        """Where senders reach this rank, as `kvtransfer.choose` reads it; goes into `PeerRef.data_addresses`."""
         ...
 
     def open(self, transfer: IncomingTransfer) -> None:

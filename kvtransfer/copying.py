@@ -6,15 +6,35 @@ engine's for the cores. NumPy copies on the calling thread and lets go of the in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from math import gcd
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.wire import KVSlice
+
+
+class Copier(Protocol):
+    """Copies slices of one rank's storage into and out of a connection's buffers, [bytes] of uint8."""
+
+    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> None:
+        """Gather `pieces` one after the other into `out`, at least their bytes; it is filled on return."""
+        ...
+
+    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> None:
+        """Scatter `pieces`, which lie one after the other in `payload`; it may be reused on return."""
+        ...
+
+
+def make_copier(storage: KVStorage) -> Copier:
+    """What copies in `storage`, wherever it is."""
+    return SliceCopier(storage) if storage.words is not None else DeviceCopier(storage)
 
 
 class SliceCopier:
@@ -79,6 +99,68 @@ class SliceCopier:
             index = slots[..., None] * (heads // run) + runs
             row_bytes = run * self._head_bytes
         return self._bytes.view(np.dtype((np.void, row_bytes))), index.reshape(-1)
+
+
+class DeviceCopier:
+    """As `SliceCopier`, for a storage on a CUDA device; buffers there or in CPU memory. Never run on a GPU so far.
+
+    The engine must call `blocks_final` only after the writes of that layer have ended on the device.
+    """
+
+    def __init__(self, storage: KVStorage) -> None:
+        self._data = storage.data.view(torch.uint8)
+        self._layout = storage.layout
+        self._shard = storage.shard
+
+    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> None:
+        """As `Copier.gather_all`."""
+        target = as_tensor(out)
+        at = 0
+        for piece in pieces:
+            view, ids = self._select(piece, blocks)
+            part = view.index_select(2, ids).reshape(-1)
+            target[at : at + part.numel()].copy_(part)
+            at += part.numel()
+        self._wait()
+
+    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> None:
+        """As `Copier.scatter_all`."""
+        source = as_tensor(payload)
+        at = 0
+        for piece in pieces:
+            view, ids = self._select(piece, blocks)
+            shape = (*view.shape[:2], len(ids), *view.shape[3:])
+            size_bytes = piece.size_bytes(self._layout)
+            part = source[at : at + size_bytes].to(self._data.device).reshape(shape)
+            view.index_copy_(2, ids, part)
+            at += size_bytes
+        self._wait()
+
+    def _select(self, piece: KVSlice, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The piece's layers and heads of every block, and the ids of its blocks."""
+        shard = self._shard
+        view = self._data[
+            piece.layer_lo - shard.layer_lo : piece.layer_hi - shard.layer_lo,
+            :,
+            :,
+            :,
+            piece.head_lo - shard.head_lo : piece.head_hi - shard.head_lo,
+        ]
+        return view, as_tensor(blocks[piece.block_lo : piece.block_hi]).to(self._data.device)
+
+    def _wait(self) -> None:
+        if self._data.is_cuda:
+            torch.cuda.current_stream(self._data.device).synchronize()
+
+
+def as_tensor(buffer: Any) -> torch.Tensor:
+    """A tensor over the memory of an array; tensors as they are. Runs no operator."""
+    if isinstance(buffer, torch.Tensor):
+        return buffer
+    with warnings.catch_warnings():
+        # Received memory is read-only; it is only read here.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(buffer)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _head_bytes(layout: KVLayout) -> int:

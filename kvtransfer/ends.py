@@ -46,34 +46,34 @@ class SendingEnd:
         """Failed while a batch was in hand; released when that is handed back."""
         self._events: list[SenderEvent] = []
 
-    def open(self, transfer: OutgoingTransfer, now: float) -> None:
+    def open(self, transfer: OutgoingTransfer) -> None:
         """Begin; a transfer that contradicts itself is released at once. The key is not live yet."""
         assert transfer.key not in self._live
         try:
-            self._live[transfer.key] = Outgoing(transfer, self._layout, self._rank, self._num_blocks, now)
+            self._live[transfer.key] = Outgoing(transfer, self._layout, self._rank, self._num_blocks)
         except TransferError as error:
             self._events.append(SourceReleased(transfer.key, 0, error))
 
-    def grant(self, grant: Grant) -> list[int]:
+    def grant(self, grant: Grant, now: float) -> list[int]:
         """The destination ranks to serve from now on; none if the grant is late, refused, or wants nothing of us."""
         state = self._open_state(grant.key)
         if state is None or state.granted:
             return []
         try:
-            state.grant(grant)
+            state.grant(grant, now)
         except TransferError as error:
             self.fail(grant.key, error)
             return []
         self._release_if_done(state)
         return [] if state.complete else state.destinations
 
-    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> list[int]:
+    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int, now: float) -> list[int]:
         """The destination ranks that may now have something to take."""
         state = self._open_state(key)
         if state is None:
             return []
         try:
-            state.blocks_final(layer, num_blocks)
+            state.blocks_final(layer, num_blocks, now)
         except TransferError as error:
             self.fail(key, error)
             return []
@@ -88,11 +88,17 @@ class SendingEnd:
         """The attempt of a batch in hand."""
         return self._live[batch.key]
 
-    def handed(self, batch: Batch) -> None:
+    def handed(self, batch: Batch, now: float) -> None:
         """The source of `batch` is not read any more; it was given to the wire, or its transfer has failed."""
         state = self._live[batch.key]
-        state.handed(batch)
+        state.handed(batch, now)
         self._release_if_done(state)
+
+    def acknowledged(self, key: AttemptKey, now: float) -> None:
+        """A message of this attempt was taken. Ignored if not live."""
+        state = self._open_state(key)
+        if state is not None:
+            state.progress(now)
 
     def fail(self, key: AttemptKey, error: Exception) -> None:
         """Stop this attempt: aborted, refused by the receiver, or its peer is lost. Ignored if not live."""
@@ -112,14 +118,14 @@ class SendingEnd:
             state.in_hand = 0
 
     def expire(self, now: float) -> None:
-        """Stop every attempt whose deadline passed."""
+        """Stop every attempt that has made no progress for too long."""
         for key, state in list(self._live.items()):
-            if state.deadline <= now:
-                self.fail(key, TransferTimedOut(f"{key}: not sent within {state.transfer.timeout_s} s"))
+            if state.deadline is not None and state.deadline <= now:
+                self.fail(key, TransferTimedOut(f"{key}: nothing moved for {state.transfer.timeout_s} s"))
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do next."""
-        return min((state.deadline for state in self._live.values()), default=None)
+        return min((s.deadline for s in self._live.values() if s.deadline is not None), default=None)
 
     def take_events(self) -> list[SenderEvent]:
         """What happened since the last call, in order."""
@@ -193,10 +199,10 @@ class ReceivingEnd:
         """The attempt of a claim in hand."""
         return self._find(claim.key)
 
-    def placed(self, claim: Claim) -> None:
+    def placed(self, claim: Claim, now: float) -> None:
         """`claim` is written, or its writing was given up."""
         state = self._find(claim.key)
-        state.placed(claim)
+        state.placed(claim, now)
         if claim.key in self._aborted and not state.in_hand:
             del self._aborted[claim.key]
             self._events.append(DestinationReleased(claim.key))
@@ -233,11 +239,13 @@ class ReceivingEnd:
                 state.in_hand = 0
 
     def expire(self, now: float) -> None:
-        """Fail every attempt whose deadline passed."""
+        """Fail every attempt that has made no progress for too long."""
         for key, state in list(self._live.items()):
             if state.deadline <= now:
                 timeout_s = state.transfer.timeout_s
-                self._fail(state, TransferTimedOut(f"{key}: {state.missing} slices missing after {timeout_s} s"))
+                self._fail(
+                    state, TransferTimedOut(f"{key}: {state.missing} slices missing, none came for {timeout_s} s")
+                )
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do next."""

@@ -1,57 +1,142 @@
 """KV between ends in one process, through memory: for tests of nodes and for the conformance suite.
 
-Same state machines, threads and events as the ZMQ transport, without sockets, windows and acks of success.
+Same ends as every transport; a message is a copy that the sender's thread puts into the receiver's mailbox.
 """
 
 from __future__ import annotations
 
-import select
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
 from functools import partial
-from math import ceil
+from typing import Any
 
 import numpy as np
 
-from common.clock import Clock, monotonic
-from common.errors import PeerLost, TransferAborted, TransferError
+from common.errors import PeerLost
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from common.protocol import AttemptKey, Grant
-from kvtransfer.base import (
-    IncomingTransfer,
-    OnReceiverEvent,
-    OnSenderEvent,
-    OutgoingTransfer,
-    ReceiverEvent,
-    SenderEvent,
-)
-from kvtransfer.copying import SliceCopier
-from kvtransfer.ends import ReceivingEnd, SendingEnd
-from kvtransfer.iothread import IOThread
-from kvtransfer.state import Batch
-from kvtransfer.wire import SliceHeader
+from kvtransfer import wire
+from kvtransfer.base import OnReceiverEvent, OnSenderEvent
+from kvtransfer.channel import Arrival, Buffer, EndContext, Peer, Ready, fit_message
+from kvtransfer.choose import TransportOffer
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
 
-_BATCH_BYTES = 2**20
-
-Refuse = Callable[[TransferError], None]
+LOOPBACK = "loopback"
 
 
 class LoopbackNetwork:
     """Who listens where. One per test or process; every end of it is given the same one."""
 
     def __init__(self) -> None:
-        self.receivers: dict[str, LoopbackReceiver] = {}
+        self.listeners: dict[str, LoopbackListener] = {}
         self._bound = 0
 
-    def bind(self, receiver: LoopbackReceiver) -> str:
-        """A new address for `receiver`."""
+    def bind(self, listener: LoopbackListener) -> str:
+        """A new endpoint for `listener`."""
         self._bound += 1
-        address = f"loopback://{self._bound}"
-        self.receivers[address] = receiver
-        return address
+        endpoint = f"memory://{self._bound}"
+        self.listeners[endpoint] = listener
+        return endpoint
 
 
-class LoopbackSender:
+class LoopbackPeer(Peer):
+    """One connection through memory."""
+
+    def __init__(
+        self, endpoint: str, network: LoopbackNetwork, context: EndContext, incarnation: str, *, size: int, now: float
+    ) -> None:
+        super().__init__(LOOPBACK, incarnation, message_bytes=size, window=4, now=now)
+        self._endpoint, self._network, self._context = endpoint, network, context
+        self._waiting_replies: deque[bytes] = deque()
+
+    def stage(self) -> Buffer:
+        """As `Peer.stage`."""
+        return np.empty(self.message_bytes, dtype=np.uint8)
+
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
+        listener = self._network.listeners.get(self._endpoint)
+        if listener is not None:
+            listener.deliver(Arrival(header, buffer[:size_bytes], self._reply))
+
+    def _reply(self, data: bytes) -> None:
+        self._context.post(partial(self._waiting_replies.append, data))
+
+    def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
+        while self._waiting_replies:
+            yield self._waiting_replies.popleft()
+        if self._endpoint not in self._network.listeners:
+            raise PeerLost(f"nobody listens at {self._endpoint}")
+
+    def _free(self, buffer: Buffer) -> None:
+        pass
+
+    def _close(self) -> None:
+        pass
+
+
+class LoopbackConnector:
+    """Memory at a sender."""
+
+    offer = TransportOffer(LOOPBACK)
+
+    def __init__(self, network: LoopbackNetwork, message_bytes: int = 2**20) -> None:
+        self._network = network
+        self._message_bytes = message_bytes
+
+    def attach(self, context: EndContext) -> None:
+        """As `Connector.attach`."""
+        self._context = context
+        self._message_bytes = fit_message(self._message_bytes, context.unit_bytes)
+
+    def connect(self, offer: TransportOffer, incarnation: str, now: float) -> LoopbackPeer:
+        """As `Connector.connect`."""
+        return LoopbackPeer(
+            offer.endpoint, self._network, self._context, incarnation, size=self._message_bytes, now=now
+        )
+
+    def close(self) -> None:
+        """As `Connector.close`."""
+
+
+class LoopbackListener:
+    """Memory at a receiver."""
+
+    def __init__(self, network: LoopbackNetwork) -> None:
+        self._network = network
+        self._endpoint = network.bind(self)
+        self._arrived: deque[Arrival] = deque()
+        self.offer = TransportOffer(LOOPBACK, self._endpoint)
+        self.malformed_messages = 0
+
+    def attach(self, context: EndContext) -> None:
+        """As `Listener.attach`."""
+        self._context = context
+
+    def deliver(self, arrival: Arrival) -> None:
+        """Take a message from a sender's thread."""
+        self._context.post(partial(self._arrived.append, arrival))
+
+    def note(self, ready: Ready, now: float) -> None:
+        """As `Listener.note`."""
+
+    def receive(self) -> Arrival | None:
+        """As `Listener.receive`."""
+        return self._arrived.popleft() if self._arrived else None
+
+    def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
+        """As `Listener.acknowledge`."""
+        if ack is None:
+            self.malformed_messages += 1
+        else:
+            arrival.origin(wire.encode(ack))
+
+    def close(self) -> None:
+        """As `Listener.close`."""
+        self._network.listeners.pop(self._endpoint, None)
+
+
+class LoopbackSender(Sender):
     """`KVSender` through memory."""
 
     def __init__(
@@ -61,90 +146,12 @@ class LoopbackSender:
         rank: int,
         on_event: OnSenderEvent,
         network: LoopbackNetwork,
-        clock: Clock = monotonic,
+        **options: Any,
     ) -> None:
-        self._copier = SliceCopier(storage)
-        self._end = SendingEnd(layout, rank, storage.num_blocks)
-        self._layout, self._rank, self._network, self._clock = layout, rank, network, clock
-        unit_bytes = layout.slice_bytes_per_block * layout.num_kv_heads
-        self._batch_bytes = max(_BATCH_BYTES, unit_bytes)
-        self._peers: dict[AttemptKey, Grant] = {}
-        self._thread: IOThread[SenderEvent] = IOThread(
-            f"kv-loopback-sender-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
-        )
-        self._thread.start()
-
-    def open(self, transfer: OutgoingTransfer) -> None:
-        """As `KVSender.open`. Raises: TransferError if the key is open already or the sender is closed."""
-        self._thread.begin(transfer.key, lambda: self._end.open(transfer, self._clock()))
-
-    def grant(self, grant: Grant) -> None:
-        """As `KVSender.grant`."""
-        self._thread.mailbox.put(partial(self._on_grant, grant))
-
-    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
-        """As `KVSender.blocks_final`."""
-        self._thread.mailbox.put(partial(self._on_blocks_final, key, layer, num_blocks))
-
-    def abort(self, key: AttemptKey) -> None:
-        """As `KVSender.abort`."""
-        self._thread.mailbox.put(partial(self._end.fail, key, TransferAborted(f"{key} was aborted by its sender")))
-
-    def close(self) -> None:
-        """As `KVSender.close`."""
-        self._thread.stop()
-
-    def _turn(self) -> None:
-        _wait(self._thread.mailbox.fileno(), self._end.next_deadline(), self._clock)
-        self._thread.run_commands()
-        self._end.expire(self._clock())
-        self._report()
-
-    def _on_grant(self, grant: Grant) -> None:
-        ranks = self._end.grant(grant)
-        if ranks:
-            self._peers[grant.key] = grant
-            self._send_ready(grant.key, ranks)
-
-    def _on_blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
-        self._send_ready(key, self._end.blocks_final(key, layer, num_blocks))
-
-    def _send_ready(self, key: AttemptKey, ranks: list[int]) -> None:
-        for rank in ranks:
-            receiver = self._network.receivers.get(self._peers[key].dst.data_addresses[rank])
-            if receiver is None:
-                self._end.fail(key, PeerLost(f"{key}: nobody listens at {self._peers[key].dst.data_addresses[rank]}"))
-                return
-            while batch := self._end.take(key, rank, max_bytes=self._batch_bytes):
-                self._send(receiver, batch)
-
-    def _send(self, receiver: LoopbackReceiver, batch: Batch) -> None:
-        state = self._end.state_of(batch)
-        payload = np.empty(batch.size_bytes, dtype=np.uint8)
-        self._copier.gather_all(batch.slices, state.blocks, payload)
-        header = state.header(batch, self._peers[batch.key].dst.incarnation, sequence=0)
-        receiver.deliver(
-            header, payload, lambda error: self._thread.mailbox.put(partial(self._end.fail, batch.key, error))
-        )
-        self._end.handed(batch)
-
-    def _report(self) -> None:
-        events = self._end.take_events()
-        for event in events:
-            self._peers.pop(event.key, None)
-        self._thread.report(events)
-
-    def _recover(self, error: Exception) -> None:
-        self._end.give_up_batches()
-        self._end.fail_all(TransferError(f"the sender's I/O thread failed: {error}"))
-        self._report()
-
-    def _finish(self) -> None:
-        self._end.fail_all(TransferAborted("the sender was closed"))
-        self._report()
+        super().__init__(storage, layout, rank, on_event, [LoopbackConnector(network)], wanted=LOOPBACK, **options)
 
 
-class LoopbackReceiver:
+class LoopbackReceiver(Receiver):
     """`KVReceiver` through memory."""
 
     def __init__(
@@ -154,74 +161,6 @@ class LoopbackReceiver:
         rank: int,
         on_event: OnReceiverEvent,
         network: LoopbackNetwork,
-        clock: Clock = monotonic,
-        incarnation: str | None = None,
+        **options: Any,
     ) -> None:
-        self._copier = SliceCopier(storage)
-        self._end = ReceivingEnd(layout, rank, storage.num_blocks, incarnation)
-        self._network, self._clock = network, clock
-        self._address = network.bind(self)
-        self._thread: IOThread[ReceiverEvent] = IOThread(
-            f"kv-loopback-receiver-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
-        )
-        self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """As `KVReceiver.address`."""
-        return self._address
-
-    @property
-    def discarded_messages(self) -> int:
-        """Messages so far that named no live transfer."""
-        return self._end.discarded_messages
-
-    def open(self, transfer: IncomingTransfer) -> None:
-        """As `KVReceiver.open`. Raises: TransferError if the key is open already or the receiver is closed."""
-        self._thread.begin(transfer.key, lambda: self._end.open(transfer, self._clock()))
-
-    def abort(self, key: AttemptKey) -> None:
-        """As `KVReceiver.abort`."""
-        self._thread.mailbox.put(partial(self._end.abort, key))
-
-    def close(self) -> None:
-        """As `KVReceiver.close`."""
-        self._network.receivers.pop(self._address, None)
-        self._thread.stop()
-
-    def deliver(self, header: SliceHeader, payload: np.ndarray, refuse: Refuse) -> None:
-        """Take a message from a sender's thread; `refuse` is called if nobody wants it."""
-        self._thread.mailbox.put(partial(self._on_message, header, payload, refuse))
-
-    def _turn(self) -> None:
-        _wait(self._thread.mailbox.fileno(), self._end.next_deadline(), self._clock)
-        self._thread.run_commands()
-        self._end.expire(self._clock())
-        self._report()
-
-    def _on_message(self, header: SliceHeader, payload: np.ndarray, refuse: Refuse) -> None:
-        try:
-            claim = self._end.accept(header, payload.nbytes)
-        except TransferError as error:
-            refuse(error)
-            return
-        self._copier.scatter_all(claim.slices, self._end.state_of(claim).blocks, payload)
-        self._end.placed(claim)
-
-    def _report(self) -> None:
-        self._thread.report(self._end.take_events())
-
-    def _recover(self, error: Exception) -> None:
-        self._end.give_up_claims()
-        self._end.fail_all(TransferError(f"the receiver's I/O thread failed: {error}"))
-        self._report()
-
-    def _finish(self) -> None:
-        self._end.abort_all()
-        self._report()
-
-
-def _wait(fileno: int, deadline: float | None, clock: Clock) -> None:
-    """Until `fileno` is readable or `deadline` is near; at most a second."""
-    wait_s = 1.0 if deadline is None else min(max(deadline - clock(), 0.0), 1.0)
-    select.select([fileno], [], [], ceil(1000 * wait_s) / 1000)
+        super().__init__(storage, layout, rank, on_event, [LoopbackListener(network)], **options)

@@ -48,10 +48,11 @@ class Outgoing:
     Raises: TransferError if `transfer` contradicts itself.
     """
 
-    def __init__(self, transfer: OutgoingTransfer, layout: KVLayout, rank: int, num_blocks: int, now: float) -> None:
+    def __init__(self, transfer: OutgoingTransfer, layout: KVLayout, rank: int, num_blocks: int) -> None:
         self.transfer = transfer
         self.blocks = _block_ids(transfer.src_blocks, transfer.block_hashes, num_blocks)
-        self.deadline = now + transfer.timeout_s
+        self.deadline: float | None = None
+        """When to give up unless there is progress; None before the grant."""
         self.bytes_sent = 0
         self.in_hand = 0
         self._layout = layout
@@ -75,7 +76,7 @@ class Outgoing:
         """Granted, and nothing is left to read or to send."""
         return self._routes is not None and not self.in_hand and not any(r.unsent_bytes for r in self._routes.values())
 
-    def grant(self, grant: Grant) -> None:
+    def grant(self, grant: Grant, now: float) -> None:
         """Learn who wants what. A second grant changes nothing.
 
         Raises: HandshakeRefused if the layouts are incompatible, TransferError if the grant contradicts the transfer.
@@ -98,8 +99,14 @@ class Outgoing:
                 final = self._final[piece.layer_lo - self._layer_lo : piece.layer_hi - self._layer_lo]
                 routes[piece.dst_rank] = _Route(piece, final, grant.held_blocks, total, self._layout)
         self._routes = routes
+        self.progress(now)
 
-    def blocks_final(self, layer: int, num_blocks: int) -> None:
+    def progress(self, now: float) -> None:
+        """Something moved: the deadline starts anew."""
+        if self.granted:
+            self.deadline = now + self.transfer.timeout_s
+
+    def blocks_final(self, layer: int, num_blocks: int, now: float) -> None:
         """Layer `layer`, counted from this rank's first, is final in blocks [0, `num_blocks`).
 
         Raises: TransferError if there is no such layer or block.
@@ -112,6 +119,7 @@ class Outgoing:
         if num_blocks <= self._final[layer]:
             return
         self._final[layer] = num_blocks
+        self.progress(now)
         for route in (self._routes or {}).values():
             route.blocks_final(layer + self._layer_lo, num_blocks)
 
@@ -128,8 +136,9 @@ class Outgoing:
         self.in_hand += size_bytes
         return Batch(self.transfer.key, dst_rank, slices, size_bytes)
 
-    def handed(self, batch: Batch) -> None:
+    def handed(self, batch: Batch, now: float) -> None:
         """`batch` was given to the wire: its source is not read any more."""
+        self.progress(now)
         self.in_hand -= batch.size_bytes
         self.bytes_sent += batch.size_bytes
 
@@ -211,6 +220,7 @@ class Incoming:
         if not 0 <= transfer.held_blocks <= len(self.blocks):
             raise TransferError(f"{transfer.key}: {transfer.held_blocks} of {len(self.blocks)} blocks held")
         self.deadline = now + transfer.timeout_s
+        """When to give up unless there is progress."""
         self.bytes_received = 0
         self.in_hand = 0
         self._layout = layout
@@ -249,8 +259,9 @@ class Incoming:
         self.in_hand += size_bytes
         return Claim(key, header.slices, size_bytes)
 
-    def placed(self, claim: Claim) -> None:
-        """`claim` is written."""
+    def placed(self, claim: Claim, now: float) -> None:
+        """`claim` is written; the deadline starts anew."""
+        self.deadline = now + self.transfer.timeout_s
         self.in_hand -= claim.size_bytes
         self.bytes_received += claim.size_bytes
 

@@ -83,7 +83,7 @@ class Relay(RuleBasedStateMachine):
             receiver.open(IncomingTransfer(key, src, self.src, ids, hashes, held, float(timeout)), self.now)
             self.opened["d", r, key] = 1
         for r, sender in enumerate(self.senders):
-            sender.open(OutgoingTransfer(key, "s1", ids, hashes, blocks * 2, float(timeout)), self.now)
+            sender.open(OutgoingTransfer(key, "s1", ids, hashes, blocks * 2, float(timeout)))
             self.opened["s", r, key] = 1
         if ready:
             self.all_final(key)
@@ -99,14 +99,14 @@ class Relay(RuleBasedStateMachine):
         a["granted"] = True
         dst = PeerRef("d", "d1", "", [f"tcp://{r}" for r in range(self.dst.world_size)])
         for sender in self.senders:
-            sender.grant(Grant(key, dst, self.dst, a["held"], list(range(a["blocks"]))))
+            sender.grant(Grant(key, dst, self.dst, a["held"], list(range(a["blocks"]))), self.now)
 
     def all_final(self, key: AttemptKey) -> None:
         a = self.attempts[key]
         for rank, final in enumerate(a["final"]):
             for layer in range(len(final)):
                 final[layer] = a["blocks"]
-                self.senders[rank].blocks_final(key, layer, a["blocks"])
+                self.senders[rank].blocks_final(key, layer, a["blocks"], self.now)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), everything=st.booleans())
@@ -119,7 +119,7 @@ class Relay(RuleBasedStateMachine):
             for layer in layers:
                 if upto >= final[layer]:
                     final[layer] = upto
-                    self.senders[rank].blocks_final(key, layer, upto)
+                    self.senders[rank].blocks_final(key, layer, upto, self.now)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), source=st.booleans())
@@ -180,7 +180,7 @@ class Relay(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         src_rank, batch = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
         header = self.senders[src_rank].state_of(batch).header(batch, "d1", 0)
-        self.senders[src_rank].handed(batch)
+        self.senders[src_rank].handed(batch, self.now)
         self.wire.append((header, batch.size_bytes))
 
     @precondition(lambda self: self.wire)
@@ -234,7 +234,7 @@ class Relay(RuleBasedStateMachine):
         done = self.placed.setdefault((rank, claim.key), set())
         assert not done & set(cells), "written twice"
         done |= set(cells)
-        self.receivers[rank].placed(claim)
+        self.receivers[rank].placed(claim, self.now)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), until=st.sampled_from(["read", "sent", "delivered", "written", "written"]))
@@ -304,9 +304,9 @@ class Relay(RuleBasedStateMachine):
         if not hasattr(self, "senders"):
             return
         for rank, batch in self.batches:
-            self.senders[rank].handed(batch)
+            self.senders[rank].handed(batch, self.now)
         for rank, claim in self.claims:
-            self.receivers[rank].placed(claim)
+            self.receivers[rank].placed(claim, self.now)
         self.batches, self.claims = [], []
         for sender in self.senders:
             sender.fail_all(TransferError("closed"))

@@ -11,7 +11,7 @@ import zmq
 from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
 
 from common.clock import Clock, MockClock
-from common.errors import ConfigError, DeadlineExceeded, PeerLost
+from common.errors import ConfigError, DeadlineExceeded, HandshakeRefused, PeerLost
 from common.hashing import HASH_BYTES
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
@@ -55,7 +55,7 @@ class FakeReceiver:
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("tcp://127.0.0.1:*")
-        self.peer = PeerRef("decode", "dst-1", "", [self.socket.getsockopt_string(zmq.LAST_ENDPOINT)])
+        self.peer = PeerRef("decode", "dst-1", "", ["zmq+" + self.socket.getsockopt_string(zmq.LAST_ENDPOINT)])
 
     def next(self, timeout_s: float = DEADLINE_S) -> tuple[bytes, wire.SliceHeader, bytes] | None:
         if not self.socket.poll(1000 * timeout_s):
@@ -144,18 +144,22 @@ def test_unreachable_peer_ends_at_the_deadline(make: Any) -> None:
     cluster = make()
     transfer = cluster.transfer(tokens=120, timeout_s=0.3)
     transfer.open_senders()
-    transfer.grant(PeerRef("decode", "dst-1", "", ["tcp://127.0.0.1:1"]))
+    transfer.grant(PeerRef("decode", "dst-1", "", ["zmq+tcp://127.0.0.1:1"]))
     transfer.final()
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert isinstance(released.error, DeadlineExceeded)
 
 
-def test_nonsense_address_fails_the_transfer(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("address", "error"),
+    [("carrier-pigeon", HandshakeRefused), ("zmq+pigeon://coop", PeerLost), ("zmq+tcp://127.0.0.1:x", PeerLost)],
+)
+def test_nonsense_address_fails_the_transfer(make: Any, address: str, error: type[Exception]) -> None:
     cluster = make()
     transfer = cluster.transfer()
     transfer.open_senders()
-    transfer.grant(PeerRef("decode", "dst-1", "", ["carrier-pigeon"]))
-    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+    transfer.grant(PeerRef("decode", "dst-1", "", [address]))
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, error)
     cluster.transfer("good").run()
 
 
@@ -264,7 +268,7 @@ def test_malformed_frames_are_dropped_and_the_receiver_goes_on(make: Any, what: 
     receiver = cluster.receivers[0]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(receiver.end.address)
+        socket.connect(receiver.end.address.removeprefix("zmq+"))
         socket.send_multipart(HOSTILE[what])
         wait_until(lambda: receiver.end.discarded_messages == 1, "the message is counted")
     assert not receiver.recorder.events
@@ -281,7 +285,7 @@ def test_payload_above_the_limit_is_refused_by_the_socket(make: Any, monkeypatch
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(receiver.end.address)
+        socket.connect(receiver.end.address.removeprefix("zmq+"))
         socket.send_multipart([b"header", bytes(20_000)])
         assert monitor.poll(1000 * DEADLINE_S), "the receiver hangs up"
         socket.disable_monitor()
@@ -309,7 +313,7 @@ def test_slice_out_of_place_is_corrupt_and_writes_nothing(make: Any, wrong: str)
     header = wire.SliceHeader(transfer.key, "src-1", "dst-1", 0, 0, 1, slices, piece.block_lo, b"".join(hashes))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(receiver.end.address)
+        socket.connect(receiver.end.address.removeprefix("zmq+"))
         socket.send_multipart([wire.encode(header), bytes(size * len(slices))])
         failed = receiver.recorder.wait(transfer.key, ReceiveFailed)
         assert failed.error.code == "corrupt_slice"
@@ -326,18 +330,19 @@ def test_message_that_overtakes_its_own_open_in_the_mailbox_is_taken(
     transfer = cluster.transfer()
     transfer.compute()
     receiver = cluster.receivers[0].end
-    receive, raced = receiver._receive, []
+    router = receiver._listeners[0]._router
+    receive, raced = router.receive, []
 
-    def racing() -> Any:
+    def racing(max_frames: int) -> Any:
         if not raced:
             raced.append(True)
             transfer.open_receivers()
             transfer.open_senders()
             transfer.grant()
             transfer.final()
-            assert receiver._socket.poll(1000 * DEADLINE_S)
-        return receive()
+            assert router.socket.poll(1000 * DEADLINE_S)
+        return receive(max_frames)
 
-    monkeypatch.setattr(receiver, "_receive", racing)
+    monkeypatch.setattr(router, "receive", racing)
     receiver.abort(AttemptKey("nobody", 1))
     transfer.check_received()

@@ -25,6 +25,7 @@ from kvtransfer.base import (
     SourceReleased,
 )
 from kvtransfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
+from kvtransfer.shm import ShmReceiver, ShmSender
 from kvtransfer.zmq import ZmqReceiver, ZmqSender
 
 
@@ -43,15 +44,25 @@ class LoopbackTransport:
         self.network = LoopbackNetwork()
 
     def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> LoopbackSender:
-        return LoopbackSender(storage, kv, rank, on_event, self.network, clock)
+        return LoopbackSender(storage, kv, rank, on_event, self.network, clock=clock, min_message_bytes=1)
 
     def receiver(
         self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
     ) -> LoopbackReceiver:
-        return LoopbackReceiver(storage, kv, rank, on_event, self.network, clock, incarnation="dst-1")
+        return LoopbackReceiver(storage, kv, rank, on_event, self.network, clock=clock, incarnation="dst-1")
 
 
-TRANSPORTS = {"zmq": ZmqTransport, "loopback": LoopbackTransport}
+class ShmTransport:
+    """Few small pages, so that every transfer goes round the ring."""
+
+    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ShmSender:
+        return ShmSender(storage, kv, rank, on_event, clock=clock, page_bytes=1024, num_pages=4, min_message_bytes=1)
+
+    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ShmReceiver:
+        return ShmReceiver(storage, kv, rank, on_event, clock=clock, incarnation="dst-1")
+
+
+TRANSPORTS = {"zmq": ZmqTransport, "loopback": LoopbackTransport, "shm": ShmTransport}
 
 
 def _threads() -> set[str]:
@@ -94,6 +105,8 @@ def make(transport: Any) -> Iterator[Any]:
 
 
 LAYOUTS = {
+    "tp2-to-tp4-replicated": (layout(tp=2), layout(tp=4)),
+    "pp2-to-pp3": (layout(pp=(2, 2)), layout(pp=(1, 2, 1))),
     "one-to-one": (layout(), layout()),
     "tp1-to-tp2": (layout(tp=1), layout(tp=2)),
     "tp2-to-tp1": (layout(tp=2), layout(tp=1)),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import zmq.utils.garbage
 
 from common.clock import Clock, monotonic
 from common.hashing import hash_blocks, root_hash
@@ -24,9 +23,6 @@ from kvtransfer.base import (
     ReceiveFailed,
     SourceReleased,
 )
-
-# pyzmq's own thread for zero-copy sends lives as long as the process: it is here before a test counts threads.
-zmq.utils.garbage.gc.start()
 
 DEADLINE_S = 20.0
 PATTERN = 0xA5

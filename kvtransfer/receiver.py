@@ -1,0 +1,168 @@
+"""The receiving end of every transport: one I/O thread per decode rank owns all that is here but the public calls.
+
+All transports feed the same state machines (`kvtransfer.ends`): the slices of one attempt may come from several
+ranks over different ones, and still count as one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import ceil
+
+import zmq
+
+from common.clock import Clock, monotonic
+from common.errors import ProtocolError, TransferError
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from common.protocol import AttemptKey
+from kvtransfer import wire
+from kvtransfer.base import IncomingTransfer, OnReceiverEvent, ReceiverEvent
+from kvtransfer.channel import Arrival, EndContext, Listener, Ready
+from kvtransfer.choose import format_offers
+from kvtransfer.copying import make_copier
+from kvtransfer.ends import ReceivingEnd
+from kvtransfer.iothread import IOThread
+
+log = logging.getLogger(__name__)
+
+_MESSAGES_PER_TURN = 8
+"""So many messages of one transport are taken before commands are looked at again: bounds how late an abort can be."""
+
+
+class Receiver:
+    """`KVReceiver` over the given transports, all of them at once.
+
+    With `incarnation`, messages meant for another incarnation of this node are refused. Takes the listeners over:
+    it closes them, also when it raises.
+    """
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        layout: KVLayout,
+        rank: int,
+        on_event: OnReceiverEvent,
+        listeners: Sequence[Listener],
+        *,
+        clock: Clock = monotonic,
+        incarnation: str | None = None,
+    ) -> None:
+        self._listeners = listeners
+        self._address = format_offers(listener.offer for listener in listeners)
+        self._bytes: dict[str, int] = {listener.offer.transport: 0 for listener in listeners}
+        self._clock = clock
+        self._more = False
+        """Some listener had more to give than a turn takes."""
+        try:
+            self._copier = make_copier(storage)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+        self._end = ReceivingEnd(layout, rank, storage.num_blocks, incarnation)
+        self._poller = zmq.Poller()
+        self._thread: IOThread[ReceiverEvent] = IOThread(
+            f"kv-receiver-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
+        )
+        shard = layout.shards()[rank]
+        unit_bytes = layout.slice_bytes_per_block * (shard.head_hi - shard.head_lo)
+        for listener in listeners:
+            listener.attach(EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put))
+        self._poller.register(self._thread.mailbox.fileno(), zmq.POLLIN)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """As `KVReceiver.address`."""
+        return self._address
+
+    @property
+    def bytes_by_transport(self) -> Mapping[str, int]:
+        """KV bytes placed from each transport so far. For any thread."""
+        return dict(self._bytes)
+
+    @property
+    def discarded_messages(self) -> int:
+        """Messages so far that named no live transfer or could not be read."""
+        return self._end.discarded_messages + sum(listener.malformed_messages for listener in self._listeners)
+
+    def open(self, transfer: IncomingTransfer) -> None:
+        """As `KVReceiver.open`.
+
+        Raises: TransferError if this key is open already or the receiver is closed.
+        """
+        self._thread.begin(transfer.key, lambda: self._end.open(transfer, self._clock()))
+
+    def abort(self, key: AttemptKey) -> None:
+        """As `KVReceiver.abort`."""
+        self._thread.mailbox.put(partial(self._end.abort, key))
+
+    def close(self) -> None:
+        """As `KVReceiver.close`; returns when the thread has ended."""
+        self._thread.stop()
+
+    # ------------------------------------------------------------ the I/O thread
+
+    def _turn(self) -> None:
+        ready: Ready = {socket for socket, _ in self._poller.poll(self._poll_timeout_ms())}
+        self._thread.run_commands()
+        self._more = False
+        now = self._clock()
+        for listener in self._listeners:
+            listener.note(ready, now)
+            for _ in range(_MESSAGES_PER_TURN):
+                arrival = listener.receive()
+                if arrival is None:
+                    break
+                # `open` was called before the grant that this message answers; it may still be in the mailbox.
+                self._thread.run_commands()
+                self._on_message(listener, arrival)
+            else:
+                self._more = True
+        self._end.expire(self._clock())
+        self._report()
+
+    def _on_message(self, listener: Listener, arrival: Arrival) -> None:
+        try:
+            header = wire.decode_header(arrival.header)
+        except ProtocolError as error:
+            log.warning("dropped a data message: %s", error)
+            listener.acknowledge(arrival, None)
+            return
+        ack = wire.SliceAck(header.key, header.sequence)
+        try:
+            self._write(header, arrival)
+            self._bytes[listener.offer.transport] += len(arrival.payload)
+        except TransferError as error:
+            log.info("refused a data message: %s", error)
+            ack = wire.SliceAck(header.key, header.sequence, error.code, error.message[:1024])
+        listener.acknowledge(arrival, ack)
+
+    def _write(self, header: wire.SliceHeader, arrival: Arrival) -> None:
+        claim = self._end.accept(header, len(arrival.payload))
+        self._copier.scatter_all(claim.slices, self._end.state_of(claim).blocks, arrival.payload)
+        self._end.placed(claim, self._clock())
+
+    def _poll_timeout_ms(self) -> int:
+        """0 while messages wait that no socket tells of, else until the next deadline, at most a second."""
+        if self._more:
+            return 0
+        deadline = self._end.next_deadline()
+        return 1000 if deadline is None else ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
+
+    def _report(self) -> None:
+        self._thread.report(self._end.take_events())
+
+    def _recover(self, error: Exception) -> None:
+        self._end.give_up_claims()
+        self._end.fail_all(TransferError(f"the receiver's I/O thread failed: {error}"))
+        self._report()
+
+    def _finish(self) -> None:
+        self._end.abort_all()
+        self._report()
+        for listener in self._listeners:
+            listener.close()

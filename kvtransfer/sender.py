@@ -1,0 +1,275 @@
+"""The sending end of every transport: one I/O thread per prefill rank owns all that is here but the public calls.
+
+It turns commands and acks into calls of the state machines (`kvtransfer.ends`), gathers what they give into a
+connection's buffer, and sends it. Which connection a destination gets is chosen at the grant (`kvtransfer.choose`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+
+import zmq
+
+from common.clock import Clock, monotonic
+from common.errors import PeerLost, TransferAborted, TransferError, from_code
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from common.protocol import AttemptKey, Grant
+from kvtransfer.base import OnSenderEvent, OutgoingTransfer, SenderEvent
+from kvtransfer.channel import Connector, EndContext, Peer, Ready
+from kvtransfer.choose import Choice, choose, parse_offers
+from kvtransfer.copying import make_copier
+from kvtransfer.ends import SendingEnd
+from kvtransfer.iothread import IOThread
+from kvtransfer.state import Batch
+
+log = logging.getLogger(__name__)
+
+_MAX_PAIRS = 1024
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What this rank uses to reach one rank of one incarnation of a node."""
+
+    node_id: str
+    incarnation: str
+    dst_rank: int
+    choice: Choice
+
+
+class Sender:
+    """`KVSender` over the given transports, one of them for each pair of ranks.
+
+    `wanted` narrows the choice down, as in `kvtransfer.choose`. `min_message_bytes` is what is worth a message of
+    its own while more will follow, `idle_s` after how long without an ack a connection is given up.
+
+    Raises: ConfigError if some transport's messages cannot carry one block of one layer.
+    """
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        layout: KVLayout,
+        rank: int,
+        on_event: OnSenderEvent,
+        connectors: Sequence[Connector],
+        *,
+        wanted: str = "auto",
+        clock: Clock = monotonic,
+        min_message_bytes: int = 256 * 2**10,
+        idle_s: float = 30.0,
+    ) -> None:
+        self._copier = make_copier(storage)
+        self._end = SendingEnd(layout, rank, storage.num_blocks)
+        self._rank = rank
+        self._wanted = wanted
+        self._clock = clock
+        self._min_message_bytes = min_message_bytes
+        self._idle_s = idle_s
+        self._connectors = {connector.offer.transport: connector for connector in connectors}
+        self._peers: dict[str, Peer] = {}
+        """By data address."""
+        self._pairs: dict[tuple[str, str], Pair] = {}
+        self._bytes: dict[str, int] = dict.fromkeys(self._connectors, 0)
+        self._poller = zmq.Poller()
+        self._thread: IOThread[SenderEvent] = IOThread(
+            f"kv-sender-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
+        )
+        shard = layout.shards()[rank]
+        unit_bytes = layout.slice_bytes_per_block * (shard.head_hi - shard.head_lo)
+        context = EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put)
+        try:
+            for connector in connectors:
+                connector.attach(context)
+        except BaseException:
+            self._thread.mailbox.close()
+            for connector in connectors:
+                connector.close()
+            raise
+        self._poller.register(self._thread.mailbox.fileno(), zmq.POLLIN)
+        self._thread.start()
+
+    @property
+    def bytes_by_transport(self) -> Mapping[str, int]:
+        """KV bytes handed to each transport so far. For any thread."""
+        return dict(self._bytes)
+
+    @property
+    def pairs(self) -> Sequence[Pair]:
+        """What was chosen for each destination so far, the latest last. For any thread."""
+        return list(self._pairs.values())
+
+    def open(self, transfer: OutgoingTransfer) -> None:
+        """As `KVSender.open`.
+
+        Raises: TransferError if this key is open already or the sender is closed.
+        """
+        self._thread.begin(transfer.key, partial(self._end.open, transfer))
+
+    def grant(self, grant: Grant) -> None:
+        """As `KVSender.grant`."""
+        self._thread.mailbox.put(partial(self._on_grant, grant))
+
+    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
+        """As `KVSender.blocks_final`."""
+        self._thread.mailbox.put(partial(self._on_blocks_final, key, layer, num_blocks))
+
+    def abort(self, key: AttemptKey) -> None:
+        """As `KVSender.abort`."""
+        self._thread.mailbox.put(partial(self._end.fail, key, TransferAborted(f"{key} was aborted by its sender")))
+
+    def close(self) -> None:
+        """As `KVSender.close`; returns when the thread has ended."""
+        self._thread.stop()
+
+    # ------------------------------------------------------------ the I/O thread
+
+    def _turn(self) -> None:
+        ready: Ready = {socket for socket, _ in self._poller.poll(self._poll_timeout_ms())}
+        self._thread.run_commands()
+        now = self._clock()
+        for address, peer in list(self._peers.items()):
+            self._take_acks(address, peer, ready, now)
+        self._end.expire(now)
+        self._drop_idle(now)
+        self._report()
+        # One message per peer and turn: commands and acks get their turn between any two.
+        for peer in self._peers.values():
+            if peer.has_room:
+                self._send_next(peer)
+        self._report()
+
+    def _on_grant(self, grant: Grant) -> None:
+        for dst_rank in self._end.grant(grant, self._clock()):
+            try:
+                peer = self._peer(grant, dst_rank)
+            except TransferError as error:
+                self._end.fail(grant.key, error)
+                return
+            peer.transfers[grant.key] = dst_rank
+            peer.waiting[grant.key] = None
+
+    def _on_blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
+        if self._end.blocks_final(key, layer, num_blocks, self._clock()):
+            for peer in self._peers.values():
+                if key in peer.transfers:
+                    peer.waiting[key] = None
+
+    def _take_acks(self, address: str, peer: Peer, ready: Ready, now: float) -> None:
+        try:
+            for ack in peer.acks(ready, now):
+                if ack.code:
+                    error = from_code(ack.code, ack.message)
+                    log.info("%s refused a message of %s: %s", address, ack.key, error)
+                    self._end.fail(ack.key, error)
+                else:
+                    self._end.acknowledged(ack.key, now)
+        except PeerLost as error:
+            self._lose(address, error.message)
+
+    def _peer(self, grant: Grant, dst_rank: int) -> Peer:
+        """The connection to that rank of that incarnation, made if there is none.
+
+        Raises: HandshakeRefused if no transport serves both ends, PeerLost if it cannot be reached.
+        """
+        address, incarnation = grant.dst.data_addresses[dst_rank], grant.dst.incarnation
+        peer = self._peers.get(address)
+        if peer is not None and peer.incarnation != incarnation:
+            self._lose(address, f"incarnation {incarnation} has taken its address")
+            peer = None
+        if peer is None:
+            choice = choose((c.offer for c in self._connectors.values()), parse_offers(address), self._wanted)
+            self._note_choice(Pair(grant.dst.node_id, incarnation, dst_rank, choice))
+            peer = self._connectors[choice.transport].connect(choice.offer, incarnation, self._clock())
+            self._peers[address] = peer
+        return peer
+
+    def _note_choice(self, pair: Pair) -> None:
+        place = f"{pair.dst_rank}", pair.incarnation
+        if place not in self._pairs:
+            log.info(
+                "rank %d sends to rank %d of %s (%s) over %s: %s",
+                self._rank,
+                pair.dst_rank,
+                pair.node_id,
+                pair.incarnation,
+                pair.choice.transport,
+                pair.choice.why,
+            )
+            if len(self._pairs) >= _MAX_PAIRS:
+                del self._pairs[next(iter(self._pairs))]
+        self._pairs[place] = pair
+
+    def _send_next(self, peer: Peer) -> None:
+        """Send one message of the first transfer that has one ready."""
+        for key in list(peer.waiting):
+            batch = self._end.take(
+                key,
+                peer.transfers.get(key, -1),
+                max_bytes=peer.message_bytes,
+                min_bytes=min(self._min_message_bytes, peer.message_bytes),
+            )
+            if batch is not None:
+                self._send(peer, batch)
+                return
+            del peer.waiting[key]
+
+    def _send(self, peer: Peer, batch: Batch) -> None:
+        state = self._end.state_of(batch)
+        buffer = peer.stage()
+        self._copier.gather_all(batch.slices, state.blocks, buffer)
+        now = self._clock()
+        peer.send(state.header(batch, peer.incarnation, peer.next_sequence()), buffer, batch.size_bytes, now)
+        self._bytes[peer.transport] += batch.size_bytes
+        self._end.handed(batch, now)
+
+    def _lose(self, address: str, reason: str) -> None:
+        """Close a connection; its transfers fail."""
+        peer = self._peers.pop(address)
+        peer.close()
+        for key in peer.transfers:
+            self._end.fail(key, PeerLost(f"{key}: lost {address} ({peer.incarnation}): {reason}"))
+
+    def _drop_idle(self, now: float) -> None:
+        for address, peer in list(self._peers.items()):
+            if now - peer.last_progress < self._idle_s:
+                continue
+            if peer.in_flight:
+                self._lose(address, f"no ack for {self._idle_s} s")
+            elif not peer.transfers:
+                self._lose(address, "idle")
+
+    def _poll_timeout_ms(self) -> int:
+        """0 while something can be sent, else until the next deadline, at most a second."""
+        if any(peer.waiting and peer.has_room for peer in self._peers.values()):
+            return 0
+        deadline = self._end.next_deadline()
+        return 1000 if deadline is None else ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
+
+    def _report(self) -> None:
+        events = self._end.take_events()
+        for event in events:
+            for peer in self._peers.values():
+                peer.transfers.pop(event.key, None)
+                peer.waiting.pop(event.key, None)
+        self._thread.report(events)
+
+    def _recover(self, error: Exception) -> None:
+        self._end.give_up_batches()
+        self._end.fail_all(TransferError(f"the sender's I/O thread failed: {error}"))
+        for address in list(self._peers):
+            self._lose(address, "the I/O thread failed")
+        self._report()
+
+    def _finish(self) -> None:
+        self._end.fail_all(TransferAborted("the sender was closed"))
+        self._report()
+        for address in list(self._peers):
+            self._lose(address, "closed")
+        for connector in self._connectors.values():
+            connector.close()
