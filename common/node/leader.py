@@ -1,6 +1,6 @@
 """Start-up of a node from its leader: the other ranks' processes, the mesh between all, every shard, KV memory.
 
-Runs on the leader's asyncio loop, blocking work on one thread beside it. With one rank there are no processes, no
+Runs on the leader's asyncio loop, blocking work on a thread beside it. With one rank there are no processes, no
 mesh and no links.
 """
 
@@ -23,10 +23,10 @@ from common.parallel.connect import connect_mesh
 from common.parallel.mesh import SOLO
 from common.protocol import Codec, Role
 from common.redis_server import free_port
+from common.torch_setup import configure_torch
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
 
 
@@ -72,8 +72,10 @@ class Leader:
 
         Raises: ConfigError or a rank's error, naming the ranks at fault or missing.
         """
+        # On this thread, because the engine's thread inherits its floating-point environment.
+        configure_torch(self._config.threads)
         try:
-            await _on_thread(lambda: self._start(small_batches))
+            await asyncio.to_thread(self._start, small_batches)
         except BaseException:
             self.close()
             raise
@@ -125,7 +127,7 @@ class Leader:
         if links is not None:
             links.broadcast(RankStart(self.num_blocks, incarnation))
             timeout_s = self._config.start_timeout_s
-            started = await _on_thread(lambda: links.collect(RankStarted, timeout_s, "they open their transfer ends"))
+            started = await asyncio.to_thread(links.collect, RankStarted, timeout_s, "they open their transfer ends")
             self.data_addresses += [report.data_address for _, report in sorted(started.items())]
 
     def broadcast(self, order: object) -> None:
@@ -181,7 +183,3 @@ async def follow(config: NodeConfig, role: Role, blueprint: Blueprint, codec: Co
         raise
     finally:
         links.close()
-
-
-async def _on_thread(work: Callable[[], T]) -> T:
-    return await asyncio.to_thread(work)

@@ -34,6 +34,7 @@ from common.node.rank_messages import (
 from common.node.startup import Blueprint, LoadedRank, load_rank, peak_memory_bytes
 from common.parallel.connect import connect_mesh
 from common.protocol import MAX_MESSAGE_BYTES, Codec
+from common.torch_setup import configure_torch
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class RankProcess:
         self.report(RankHello(self._rank, os.getpid(), address, platform.node()))
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         setup = self._wait_for(RankSetup)
+        configure_torch(self._config.threads)
         blueprint = self._blueprint
         mesh = connect_mesh(
             blueprint.place(self._rank),

@@ -28,7 +28,6 @@ from common.model.loader import load_model
 from common.parallel.mesh import Mesh, RankPlace
 from common.parallel.split import check_parallel, split_layers
 from common.protocol import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
-from common.torch_setup import configure_torch
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +140,6 @@ def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_bat
     `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
     Raises: ConfigError in one sentence for whatever is wrong with the weights or the sizes.
     """
-    configure_torch(config.threads)
     model = load_model(
         blueprint.path,
         blueprint.model_config,

@@ -15,8 +15,10 @@ from load.overhead_node import OverheadNode, StubRunner
 from common.config import DecodeConfig
 from common.engine.step import SampleSpec, StepInput
 from common.hashing import BLOCK_SIZE
-from common.node.startup import build_engine
+from common.node.startup import load_rank, make_scheduler, plan_node
+from common.parallel.mesh import SOLO
 from common.protocol import SamplingParams
+from common.torch_setup import configure_torch
 
 _GREEDY = SamplingParams(seed=0, max_tokens=1 << 30, temperature=0.0)
 
@@ -26,7 +28,12 @@ class Plain:
 
     def __init__(self, folder: str) -> None:
         config = DecodeConfig(model=folder, load_format="dummy", dtype="bfloat16", kv_memory_gb=0.5)
-        self._engine = build_engine(config, prefill_chunk=config.local_prefill_chunk, small_batches=True)
+        configure_torch(None)
+        blueprint = self._blueprint = plan_node(config)
+        loaded = load_rank(blueprint, config, SOLO, small_batches=True)
+        loaded.lay_out(loaded.max_blocks)
+        self._runner = loaded.runner
+        self._scheduler = make_scheduler(config, blueprint, loaded.max_blocks, prefill_chunk=config.local_prefill_chunk)
         self._rng = random.Random(1)
         self._step_id = 0
 
@@ -54,12 +61,12 @@ class Plain:
 
     def overhead(self, batch: int, prompt: int, steps: int, stub: bool) -> dict[str, Any]:
         """Wall and forward time of a decode node's rounds with `batch` running sequences."""
-        runner = StubRunner() if stub else self._engine.runner
-        node = OverheadNode(self._engine.layout, self._engine.model, self._engine.scheduler, runner)
+        runner = StubRunner() if stub else self._runner
+        node = OverheadNode(self._blueprint.layout, self._blueprint.model, self._scheduler, runner)
         return node.measure([self._random_tokens(prompt) for _ in range(batch)], steps)
 
     def _random_tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(self._engine.model.vocab_size) for _ in range(count)]
+        return [self._rng.randrange(self._blueprint.model.vocab_size) for _ in range(count)]
 
     def _run(
         self, rows: list[int], query_lens: list[int], context_lens: list[int], tables: list[list[int]], *, sample: bool
@@ -79,4 +86,4 @@ class Plain:
             block_tables=tables,
             samples=[SampleSpec(i, _GREEDY, context_lens[i], 0) for i in range(len(query_lens))] if sample else [],
         )
-        return [drawn.token_id for drawn in self._engine.runner.execute(step).sampled]
+        return [drawn.token_id for drawn in self._runner.execute(step).sampled]
