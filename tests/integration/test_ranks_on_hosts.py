@@ -1,0 +1,93 @@
+"""A node whose ranks are started on several hosts, as torchrun users know it; and layouts and starts that cannot work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from oracle import greedy, make_tiny
+from system import free_port, wait_until
+
+from common.redis_server import RedisServer
+
+
+@contextmanager
+def kvrelay(log: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One `kvrelay` command until the block ends."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "common.cli", *args], stdout=output, stderr=subprocess.STDOUT, env=os.environ
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def test_ranks_of_one_node_started_by_two_commands(redis_server: RedisServer, cluster: str, tmp_path: Path) -> None:
+    model = make_tiny("qwen3", tmp_path / "qwen3")
+    url = f"http://127.0.0.1:{(http_port := free_port())}"
+    shared = ("--redis-url", redis_server.url, "--cluster", cluster)
+    node = (*shared, "--model", str(model), "--dtype", "float32", "--kv-blocks", "200")
+    master = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    decode = ("decode", *node, "--tensor-parallel-size", "2", *master)
+    with ExitStack() as stack:
+        router = ("router", *shared, "--port", str(http_port), "--local-prefill-tokens", "0")
+        stack.enter_context(kvrelay(tmp_path / "router.log", *router))
+        stack.enter_context(kvrelay(tmp_path / "prefill.log", "prefill", *node))
+        leader = stack.enter_context(kvrelay(tmp_path / "decode-0.log", *decode, "--node-rank", "0"))
+        follower = stack.enter_context(kvrelay(tmp_path / "decode-1.log", *decode, "--node-rank", "1"))
+
+        def usable() -> bool:
+            for process, log in ((leader, "decode-0.log"), (follower, "decode-1.log")):
+                assert process.poll() is None, (tmp_path / log).read_text()
+            try:
+                health = httpx.get(f"{url}/health", timeout=5.0).json()
+            except httpx.TransportError:
+                return False
+            return (health["prefill"], health["decode"]) == (1, 1)
+
+        wait_until(usable, 120, "both nodes are usable")
+        prompt = list(range(3, 60))
+        body = {"model": "qwen3", "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60.0)
+        assert answer.json()["choices"][0]["token_ids"] == greedy(model, prompt, 20).tokens
+        follower.kill()
+        assert leader.wait(30) != 0, "ranks share fate over hosts, too"
+        assert "rank 1" in (tmp_path / "decode-0.log").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("role", "args", "said"),
+    [
+        ("prefill", ["--tensor-parallel-size", "3"], "sizes that would work: [1, 2, 4]"),
+        ("decode", ["--pipeline-parallel-size", "4"], "does not fit 3 layers"),
+        ("decode", ["--pp-layers", "1,1"], "does not cover 3 layers"),
+        ("decode", ["--pp-layers", "1,x"], "not a list of numbers"),
+        (
+            "decode",
+            ["--tensor-parallel-size", "2", "--nnodes", "2", "--start-timeout-s", "3"],
+            "ranks [1] did not come within 3 s",
+        ),
+    ],
+)
+def test_impossible_layouts_are_refused_at_start_in_one_sentence(
+    role: str, args: list[str], said: str, redis_server: RedisServer, cluster: str, tmp_path: Path
+) -> None:
+    model = make_tiny("qwen3", tmp_path / "qwen3")
+    with kvrelay(
+        tmp_path / "node.log", role, "--model", str(model), "--redis-url", redis_server.url, "--cluster", cluster, *args
+    ) as process:
+        assert process.wait(60) == 78
+    last = (tmp_path / "node.log").read_text().splitlines()[-1]
+    assert said in last
+    assert "Traceback" not in (tmp_path / "node.log").read_text()
