@@ -1,0 +1,153 @@
+"""The image and the compose files in a real Docker engine: up, chat, a container dies, it comes back, down.
+
+The first build takes minutes; later ones find their layers in the engine's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from docker_engine import BASE_IMAGE, IMAGE, Project, build_image, project, run, why_not
+from oracle import first_difference, greedy, make_tiny
+from system import free_port, wait_until
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"compose: {REASON}"),
+    pytest.mark.timeout(1200),
+]
+
+QUESTION = (
+    "Hello! I would like to know what the capital of France is. Can you please tell me? What is the capital of France?"
+)
+DEMO = {"IMAGE": IMAGE, "BASE_IMAGE": BASE_IMAGE, "HEALTH_INTERVAL": "2s", "KVRELAY_KV_MEMORY_GB": "0.1"}
+
+
+@pytest.fixture(scope="module")
+def compose_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compose files beside which `.env` files may be written; the image is built."""
+    return build_image(tmp_path_factory.mktemp("image"))
+
+
+def chat(port: int) -> httpx.Response:
+    body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 24}
+    return httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=30.0, trust_env=False)
+
+
+def health(port: int) -> dict[str, object]:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0, trust_env=False).json()
+    except httpx.TransportError:
+        return {}
+
+
+@pytest.fixture
+def one_host(compose_folder: Path) -> Iterator[tuple[Project, int]]:
+    """Everything on one host, as it comes but for the port."""
+    port = free_port()
+    name = f"kvtest{secrets.token_hex(3)}"
+    with project(name, compose_folder / "compose.yaml", {**DEMO, "HTTP_PORT": str(port)}) as running:
+        running.wait_healthy("redis", "prefill", "decode", "router")
+        yield running, port
+
+
+def test_one_host_chats_and_a_dead_container_comes_back(one_host: tuple[Project, int]) -> None:
+    running, port = one_host
+    first = chat(port)
+    assert first.status_code == 200, first.text
+    assert first.headers["x-kvrelay-prefill"] == "relayed"
+    text = first.json()["choices"][0]["message"]["content"]
+    assert text
+    for service in ("prefill", "decode", "router"):
+        assert run("docker", "exec", running.container(service), "id", "-u").strip() == "10001"
+
+    for service in ("decode", "prefill", "router"):
+        running.crash(service)
+        wait_until(
+            lambda service=service: int(running.inspect(service, "{{.RestartCount}}")) >= 1,
+            30,
+            f"{service} is restarted",
+        )
+    running.wait_healthy("prefill", "decode", "router")
+    wait_until(lambda: (health(port).get("prefill"), health(port).get("decode")) == (1, 1), 30, "both nodes are usable")
+    again = chat(port)
+    assert again.headers["x-kvrelay-prefill"] == "relayed"
+    assert again.json()["choices"][0]["message"]["content"] == text
+
+
+def test_services_stop_in_order_and_within_their_grace(one_host: tuple[Project, int]) -> None:
+    running, _ = one_host
+    running.compose("stop")
+    for service in ("router", "prefill", "decode"):
+        container = run(
+            "docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={running.name}",
+            "--filter", f"label=com.docker.compose.service={service}",
+        ).strip()  # fmt: skip
+        assert run("docker", "inspect", "-f", "{{.State.ExitCode}}", container).strip() == "0"
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """An address of this machine that every container reaches: that of a network on which nobody is."""
+    name = f"kvtest{secrets.token_hex(3)}"
+    run("docker", "network", "create", name)
+    try:
+        yield run("docker", "network", "inspect", name, "-f", "{{(index .IPAM.Config 0).Gateway}}").strip()
+    finally:
+        run("docker", "network", "rm", name)
+
+
+def test_every_role_on_a_host_of_its_own_with_exact_tokens(compose_folder: Path, tmp_path: Path, address: str) -> None:
+    """Three projects stand for three hosts: each has a network of its own, and they reach each other by published ports only."""
+    model = make_tiny("qwen2", tmp_path / "models" / "qwen2")
+    for folder, _, files in os.walk(tmp_path):
+        for path in [folder, *(os.path.join(folder, file) for file in files)]:
+            os.chmod(path, 0o755 if os.path.isdir(path) else 0o644)
+    tag = secrets.token_hex(3)
+    names = ("REDIS_PORT", "PREFILL_PORT", "DECODE_PORT", "DECODE_DATA_PORT", "HTTP_PORT")
+    ports = {name: str(free_port()) for name in names}
+    shared = {
+        **DEMO,
+        **ports,
+        "HOST_ADDRESS": address,
+        "REDIS_HOST": address,
+        "REDIS_PASSWORD": secrets.token_hex(8),
+        "MODELS_DIR": str(tmp_path / "models"),
+        "KVRELAY_MODEL": "/models/qwen2",
+        "KVRELAY_DTYPE": "float32",
+        "KVRELAY_LOCAL_PREFILL_TOKENS": "0",
+    }
+    file = compose_folder / "compose.multi-host.yaml"
+    with contextlib.ExitStack() as stack:
+
+        def host(name: str, roles: str) -> Project:
+            settings = {**shared, "COMPOSE_PROFILES": roles}
+            return stack.enter_context(project(f"kvtest{tag}{name}", file, settings))
+
+        # The decode node comes before Redis: it ends, and is started again until Redis is there.
+        decode = host("d", "decode")
+        front = host("f", "redis,router")
+        prefill = host("p", "prefill")
+        front.wait_healthy("redis")
+        prefill.wait_healthy("prefill")
+        decode.wait_healthy("decode")
+        front.wait_healthy("router")
+        port = int(ports["HTTP_PORT"])
+        wait_until(lambda: (health(port).get("prefill"), health(port).get("decode")) == (1, 1), 60, "both are usable")
+        prompt = [3 + (7 * i) % 290 for i in range(200)]
+        body = {"model": "qwen2", "prompt": prompt, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json={**body, "return_token_ids": True},
+            timeout=60.0,
+            trust_env=False,
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-kvrelay-prefill"] == "relayed"
+        assert first_difference(greedy(model, prompt, 32), answer.json()["choices"][0]["token_ids"]) is None
