@@ -4,7 +4,9 @@
     ├── ConfigError              the operator asked for something impossible (exit code 78)
     ├── ClientError              the client did something wrong
     │   ├── BadRequest           400
+    │   ├── Unauthorized         401
     │   ├── NotFound             404
+    │   ├── RequestTimeout       408
     │   ├── PayloadTooLarge      413
     │   └── UnsupportedMediaType 415
     ├── Overloaded               429, try again after `retry_after_s`
@@ -63,11 +65,25 @@ class BadRequest(ClientError):
     """Malformed or out of range."""
 
 
+class Unauthorized(ClientError):
+    """No key, or a wrong one."""
+
+    http_status = 401
+    code = "invalid_api_key"
+
+
 class NotFound(ClientError):
     """No such model or path."""
 
     http_status = 404
     code = "not_found"
+
+
+class RequestTimeout(ClientError):
+    """The request's body did not arrive in time."""
+
+    http_status = 408
+    code = "request_timeout"
 
 
 class PayloadTooLarge(ClientError):

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast, get_args
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from common.errors import ProtocolError
+from common.errors import KvRelayError, ProtocolError
 from common.kv.layout import KVLayout
 
 PROTOCOL_VERSION = 1
@@ -153,7 +153,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class AttemptStats:
-    """How an attempt was served; sent by each leg with its last chunk."""
+    """How an attempt was served; sent by each leg with its first chunk."""
 
     __pydantic_config__ = _STRICT
     cached_tokens: int = 0
@@ -162,8 +162,7 @@ class AttemptStats:
     queue_s: float = 0.0
     """From arrival to the first step that ran it."""
     prefill_s: float = 0.0
-    """From that step to the first token."""
-    preemptions: int = 0
+    """From that step to the first token, where this node computed the prompt."""
 
 
 @dataclass(frozen=True)
@@ -354,8 +353,11 @@ class Codec:
         self._adapters: dict[str, TypeAdapter[Any]] = {cls.__name__: TypeAdapter(cls) for cls in types}
 
     def encode(self, message: object) -> bytes:
-        """One message as MessagePack bytes."""
-        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
+        """One message as MessagePack bytes. Raises: ProtocolError for values that MessagePack cannot hold."""
+        try:
+            return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
 
     def decode(self, data: bytes | memoryview) -> Any:
         """The message in `data`.
@@ -380,6 +382,8 @@ class Codec:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(str(part) for part in first["loc"])
             raise ProtocolError(f"malformed {name}: {place}: {first['msg']}") from error
+        except (KvRelayError, ArithmeticError, TypeError) as error:  # a dataclass's own check of its values
+            raise ProtocolError(f"malformed {name}: {error}") from error
 
 
 _CODEC = Codec(*get_args(Message))

@@ -96,6 +96,8 @@ class Link:
     `on_message(message)` runs on the loop for every well-formed message; `on_lost(reason)` at most once.
     Not called any more after `close`. A connection that does not stand after `connect_timeout_s` is lost, too;
     with None it is tried for ever.
+
+    Raises: Unavailable for an address that no socket takes.
     """
 
     def __init__(
@@ -117,7 +119,13 @@ class Link:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * SILENCE_S))  # for the other end to judge us by
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
+            raise Unavailable(f"cannot connect to {address}: {error}") from error
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._receive()), loop.create_task(self._watch())]
         self.closed = False

@@ -17,7 +17,16 @@ from common.engine.executor import Executor, StepDone
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
-from common.errors import CorruptSlice, EngineError, HandshakeRefused, KvRelayError, PeerLost, RankLost, TransferAborted
+from common.errors import (
+    CorruptSlice,
+    EngineError,
+    HandshakeRefused,
+    KvRelayError,
+    PeerLost,
+    RankLost,
+    TransferAborted,
+    Unavailable,
+)
 from common.hashing import hash_blocks
 from common.kv.layout import KVLayout, check_compatible
 from common.node.intake import make_sequence
@@ -69,6 +78,8 @@ class _Attempt:
     prefill_identity: Identity = b""
     held_blocks: int = 0
     first_token: int | None = None
+    spoke: bool = False
+    """A token of it went to the router."""
     received_bytes: int | None = None
     """Set once every slice is in."""
 
@@ -145,8 +156,9 @@ class DecodeNode:
             case StepDone(output):
                 self._step_done(output)
             case ClientLost(identity):
+                # It may only have been held up: then it must hear that its attempts are over.
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
-                    self._end(attempt)
+                    self._fail(attempt, Unavailable("the router was silent past its lease"))
                 for attempt in [a for a in self.attempts.values() if a.prefill_identity == identity]:
                     self._prefill_lost(attempt)
             case _:
@@ -334,8 +346,8 @@ class DecodeNode:
     def _token(self, attempt: _Attempt, done: Progress) -> None:
         assert done.sampled is not None
         seq = attempt.seq
-        first_here = attempt.first_token is None and seq.num_generated == self._generated_before(attempt) + 1
-        stats = self._stats(attempt) if first_here or done.finish_reason is not None else None
+        stats = None if attempt.spoke else self._stats(attempt)
+        attempt.spoke = True
         logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
         self.outbox.tokens(
             attempt.identity,
@@ -352,12 +364,7 @@ class DecodeNode:
             relayed_bytes=attempt.received_bytes or 0,
             queue_s=started_s - seq.arrival_s,
             prefill_s=now_s - started_s if attempt.request.prefill is None else 0.0,
-            preemptions=seq.preemptions,
         )
-
-    @staticmethod
-    def _generated_before(attempt: _Attempt) -> int:
-        return len(attempt.request.token_ids) - attempt.request.prompt_len
 
     # ------------------------------------------------------------ endings
 

@@ -12,7 +12,7 @@ from common.node.address import advertised
 from common.node.leader import Leader, follow, share_cores
 from common.node.rank_messages import rank_codec
 from common.node.shell import NodeShell
-from common.node.startup import Blueprint, make_record, make_scheduler, node_id_for, plan_node
+from common.node.startup import Blueprint, fit_memory, make_record, make_scheduler, node_id_for, plan_node
 from decode_node.node import DecodeNode
 from kvtransfer.ranked import ORDER_TYPES, RankedReceiver, TransferReport
 from kvtransfer.zmq import ZmqReceiver
@@ -46,6 +46,7 @@ async def serve(config: DecodeConfig) -> None:
     leader = Leader(config, "decode", blueprint, CODEC)
     await leader.start(small_batches=True)
     try:
+        blueprint = fit_memory(blueprint, config, leader.num_blocks)
         receiver = RankedReceiver(
             blueprint.world_size,
             leader.broadcast,

@@ -14,7 +14,7 @@ from common.engine.executor import Executor, StepDone
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
-from common.errors import EngineError, KvRelayError, PeerLost, RankLost, TransferAborted, from_code
+from common.errors import EngineError, KvRelayError, PeerLost, RankLost, TransferAborted, Unavailable, from_code
 from common.hashing import BLOCK_SIZE, hash_blocks
 from common.kv.layout import KVLayout, check_compatible
 from common.node.intake import make_sequence
@@ -49,7 +49,9 @@ class _Attempt:
     offered: bool = False
     """The sender knows it: its blocks are free only after `SourceReleased`."""
     reported: bool = False
-    """The router has had its first token or its failure, or wants neither."""
+    """The router has had its first token."""
+    ended: bool = False
+    """Nobody wants anything of it any more; it only waits for its blocks."""
 
 
 class PrefillNode:
@@ -106,8 +108,9 @@ class PrefillNode:
             case StepDone(output):
                 self._step_done(output)
             case ClientLost(identity):
+                # It may only have been held up: then it must hear that its attempts are over.
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
-                    self._forget(attempt)
+                    self._fail(attempt, Unavailable("the router was silent past its lease"))
             case PeerGone(incarnation, reason):
                 for attempt in [a for a in self.attempts.values() if a.request.decode.incarnation == incarnation]:
                     self._fail(attempt, PeerLost(f"decode node lost: {reason}"))
@@ -115,7 +118,7 @@ class PrefillNode:
                 log.warning("a prefill node does not take %s", event)
 
     def on_time(self, now_s: float) -> None:
-        for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
+        for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s and not a.ended]:
             self._forget(attempt)
         self.load = self._measure_load()
 
@@ -209,7 +212,7 @@ class PrefillNode:
         )
         logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
         chunk = TokenChunk(seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats)
-        if not attempt.reported:
+        if not attempt.ended:
             self.outbox.tokens(attempt.identity, chunk)
             self.outbox.to_peer(attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason))
         attempt.reported = True
@@ -221,20 +224,18 @@ class PrefillNode:
     def _released(self, attempt: _Attempt, bytes_sent: int, error: Exception | None) -> None:
         attempt.offered = False
         self._relayed_bytes += bytes_sent
-        if error is not None and not isinstance(error, TransferAborted):
+        if error is not None and not attempt.ended and not isinstance(error, TransferAborted):
             self._transfers_failed += 1
-            if isinstance(error, KvRelayError):
-                self._fail(attempt, error)
-                return
-            self._fail(attempt, EngineError(f"the transfer failed: {error}"))
-            return
+            self._fail(
+                attempt, error if isinstance(error, KvRelayError) else EngineError(f"the transfer failed: {error}")
+            )
         # Before the first token: the decode node held every block already. It is still to be computed.
-        if attempt.reported:
+        elif attempt.reported or attempt.ended:
             self._forget(attempt)
 
     def _fail(self, attempt: _Attempt | None, error: KvRelayError) -> None:
         """Tell both the router and the decode node, then forget."""
-        if attempt is None:
+        if attempt is None or attempt.ended:
             return
         key = attempt.seq.key
         log.warning("%s failed: %s", key, error.message)
@@ -246,7 +247,7 @@ class PrefillNode:
         """Free what the attempt holds; what the sender still reads, when it says so."""
         if attempt is None:
             return
-        attempt.reported = True
+        attempt.ended = True
         if attempt.seq.key in self.scheduler.running or attempt.seq in self.scheduler.waiting:
             self.scheduler.abort(attempt.seq)
         if attempt.offered:

@@ -10,7 +10,7 @@ from common.clock import monotonic
 from common.node.leader import Leader, follow, share_cores
 from common.node.rank_messages import rank_codec
 from common.node.shell import NodeShell
-from common.node.startup import make_record, make_scheduler, node_id_for, plan_node
+from common.node.startup import fit_memory, make_record, make_scheduler, node_id_for, plan_node
 from kvtransfer.ranked import ORDER_TYPES, RankedSender, TransferReport
 from kvtransfer.zmq import ZmqSender
 from prefill_node.node import PrefillNode
@@ -39,6 +39,7 @@ async def serve(config: PrefillConfig) -> None:
     leader = Leader(config, "prefill", blueprint, CODEC)
     await leader.start(small_batches=False)
     try:
+        blueprint = fit_memory(blueprint, config, leader.num_blocks)
         sender = RankedSender(
             blueprint.world_size,
             leader.broadcast,

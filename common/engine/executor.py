@@ -47,14 +47,21 @@ class LocalExecutor:
     def __init__(self, runner: Runner, on_blocks_final: OnBlocksFinal | None = None) -> None:
         self._runner = runner
         self._on_blocks_final = on_blocks_final
+        self.busy_s = 0.0
+        """Sum of the steps' `forward_s` so far. For any thread to read."""
 
     def submit(self, step: StepInput) -> StepOutput:
+        output = self._runner.execute(step, self._reporter(step))
+        self.busy_s += output.forward_s
+        return output
+
+    def _reporter(self, step: StepInput) -> Callable[[int], None] | None:
         report = self._on_blocks_final
         if report is None or not step.relay:
-            return self._runner.execute(step)
+            return None
 
         def on_layer(layer: int) -> None:
             for progress in step.relay:
                 report(progress.key, layer, progress.num_blocks)
 
-        return self._runner.execute(step, on_layer)
+        return on_layer

@@ -88,7 +88,7 @@ class Scheduler:
                 f"This model's maximum context length is {self.config.max_model_len} tokens, "
                 f"the request has {seq.num_tokens} before anything is generated."
             )
-        needed = seq.max_blocks(self.config.max_model_len)
+        needed = blocks_for(seq.num_tokens) if seq.relays else seq.max_blocks(self.config.max_model_len)
         if needed > self.pool.num_blocks:
             raise BadRequest(
                 f"The request may grow to {needed} KV blocks, this node has {self.pool.num_blocks}. "

@@ -48,6 +48,8 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.tp_size) < 1:
+            raise ConfigError(f"a KV layout has no size below 1: {self}")
         if not self.pp_layers:
             object.__setattr__(self, "pp_layers", (self.num_layers,))
         if sum(self.pp_layers) != self.num_layers or min(self.pp_layers) < 1:

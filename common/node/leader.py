@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from common.config import NodeConfig
 from common.engine.executor import Executor, LocalExecutor, OnBlocksFinal, StepDone
 from common.engine.step import StepOutput
 from common.errors import ConfigError, RankLost
-from common.node.rank_messages import RankHello, RankReady, RankSetup, RankStart, RankStarted
+from common.node.rank_messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
 from common.node.ranks import RankedExecutor, RankLinks
 from common.node.startup import WARM_UP, Blueprint, LoadedRank, load_rank, peak_memory_bytes
 from common.parallel.connect import connect_mesh
@@ -37,6 +38,10 @@ def share_cores(config: ConfigT, ranks_here: int, cores: int) -> ConfigT:
     return replace(config, threads=max(1, cores // ranks_here))
 
 
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")
+
+
 def ranks_of_host(config: NodeConfig, world_size: int) -> range:
     """The ranks that run on this host.
 
@@ -46,6 +51,8 @@ def ranks_of_host(config: NodeConfig, world_size: int) -> range:
         raise ConfigError(
             f"{world_size} ranks do not spread evenly over {config.nnodes} hosts, this being {config.node_rank}"
         )
+    if config.nnodes > 1 and _is_loopback(config.host) and not _is_loopback(config.master_addr):
+        raise ConfigError(f"the ranks of other hosts cannot reach {config.host}: give --host an address of this host")
     each = world_size // config.nnodes
     return range(config.node_rank * each, (config.node_rank + 1) * each)
 
@@ -66,6 +73,8 @@ class Leader:
         self.loaded: LoadedRank
         self.num_blocks = 0
         self.data_addresses: list[str] = []
+        self._local: LocalExecutor | None = None
+        self._serving_since_s = 0.0
 
     async def start(self, *, small_batches: bool) -> None:
         """Load every shard and agree on the number of KV blocks: the smallest rank's.
@@ -137,8 +146,16 @@ class Leader:
 
     def executor(self, on_blocks_final: OnBlocksFinal | None = None) -> Executor:
         """Runs steps on all ranks."""
-        local = LocalExecutor(self.loaded.runner, on_blocks_final)
+        self._serving_since_s = time.monotonic()
+        local = self._local = LocalExecutor(self.loaded.runner, on_blocks_final)
         return local if self.links is None else RankedExecutor(self.links, local, samples_here=self.loaded.samples)
+
+    def busy(self) -> list[RankBusy]:
+        """How busy each rank has been since `executor`, the other ranks as of their last beat. Any thread."""
+        if self._local is None:
+            return []
+        own = RankBusy(time.monotonic() - self._serving_since_s, self._local.busy_s)
+        return [own, *(busy for _, busy in sorted(self.links.busy.items()))] if self.links is not None else [own]
 
     def watch(
         self,
@@ -161,6 +178,8 @@ class Leader:
     def close(self) -> None:
         """End the other ranks."""
         if self.links is not None:
+            if self._local is not None:
+                log.info("ranks computed %s", ", ".join(f"{b.busy_s:.1f} of {b.up_s:.1f} s" for b in self.busy()))
             self.links.close()
             if hasattr(self, "loaded"):
                 self.loaded.mesh.close()

@@ -21,9 +21,11 @@ from common.config import NodeConfig
 from common.engine.executor import LocalExecutor, OnBlocksFinal
 from common.engine.step import StepInput
 from common.errors import EngineError, KvRelayError, PeerLost
+from common.node.address import advertised
 from common.node.rank_messages import (
     LeaderBeat,
     RankBeat,
+    RankBusy,
     RankFailed,
     RankHello,
     RankReady,
@@ -77,6 +79,8 @@ class RankProcess:
         self._reports = self._connect()
         self._lock = threading.Lock()
         self._ending = threading.Event()
+        self._executor: LocalExecutor | None = None
+        self._serving_since_s = 0.0
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
@@ -104,7 +108,7 @@ class RankProcess:
             self._context.destroy(linger=1000)
 
     def _run(self, small_batches: bool, make_end: MakeEnd) -> None:
-        address = self._orders.getsockopt_string(zmq.LAST_ENDPOINT)
+        address = advertised(self._orders.getsockopt_string(zmq.LAST_ENDPOINT), self._config)
         self.report(RankHello(self._rank, os.getpid(), address, platform.node()))
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         setup = self._wait_for(RankSetup)
@@ -133,6 +137,7 @@ class RankProcess:
     def _serve(self, executor: LocalExecutor, end: TransferEnd, samples: bool) -> None:
         """Steps on this thread; orders to transfers on another, which must not wait for a step."""
         steps: queue.SimpleQueue[StepInput | Exception] = queue.SimpleQueue()
+        self._serving_since_s, self._executor = time.monotonic(), executor
         threading.Thread(target=self._take_orders, args=(steps, end), name="orders", daemon=True).start()
         while True:
             step = steps.get()
@@ -169,5 +174,9 @@ class RankProcess:
     def _beat(self) -> None:
         socket = self._connect()
         while not self._ending.wait(self._config.lease_s / 6):
-            socket.send(self._codec.encode(RankBeat(self._rank)))
+            socket.send(self._codec.encode(RankBeat(self._rank, self._busy())))
         socket.close(linger=0)
+
+    def _busy(self) -> RankBusy:
+        executor = self._executor
+        return RankBusy() if executor is None else RankBusy(time.monotonic() - self._serving_since_s, executor.busy_s)

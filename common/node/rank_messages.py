@@ -58,10 +58,19 @@ class RankStarted:
 
 
 @dataclass(frozen=True)
+class RankBusy:
+    """Seconds since a rank began to take steps, and how many of them it computed; waits for other stages left out."""
+
+    up_s: float = 0.0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class RankBeat:
     """A rank lives."""
 
     rank: int
+    busy: RankBusy
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from common.config import NodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
 from common.errors import ConfigError, EngineError, ProtocolError, RankLost, from_code
-from common.node.rank_messages import LeaderBeat, RankBeat, RankFailed, RankHello
+from common.node.rank_messages import LeaderBeat, RankBeat, RankBusy, RankFailed, RankHello
 from common.process import tied_command
 from common.protocol import MAX_MESSAGE_BYTES, Codec
 
@@ -47,6 +47,8 @@ class RankLinks:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen for ranks on {host}:{port}: {error}") from error
+        self.busy: dict[int, RankBusy] = {rank: RankBusy() for rank in range(1, world_size)}
+        """As of each other rank's last beat."""
         self.address: str = self._reports.getsockopt_string(zmq.LAST_ENDPOINT)
         self._orders: dict[int, zmq.Socket[bytes]] = {}
         self._beats: dict[int, zmq.Socket[bytes]] = {}
@@ -144,6 +146,7 @@ class RankLinks:
                 for report in self._receive(timeout_ms=int(lease_s * 100)):
                     if isinstance(report, RankBeat):
                         heard_s[report.rank] = time.monotonic()
+                        self.busy[report.rank] = report.busy
                     elif isinstance(report, RankFailed):
                         raise from_code(report.code, f"rank {report.rank}: {report.message}")
                     else:

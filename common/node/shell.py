@@ -26,9 +26,6 @@ from common.rpc import SILENCE_S, Identity, Link, Server
 
 log = logging.getLogger(__name__)
 
-_LINK_IDLE_S = 900.0
-"""A link unused for so long is closed; longer than any request lasts, so that no answer is lost."""
-
 
 class MeasuredLogic(NodeLogic, Protocol):
     """What the shell needs of a node's logic beside what the loop needs."""
@@ -49,7 +46,6 @@ class NodeShell:
         self._logic: MeasuredLogic | None = None
         self._leases: dict[Identity, float] = {}
         self._links: dict[str, Link] = {}
-        self._link_used_s: dict[str, float] = {}
         self._crashed = asyncio.Event()
         self._crash: BaseException | None = None
 
@@ -116,7 +112,7 @@ class NodeShell:
         return Pong(self.me.node_id, self.me.incarnation, replace(self._logic.load, step_age_s=age_s))
 
     async def _housekeeping(self) -> None:
-        """End the leases of silent routers and peers, renew ours, close idle links."""
+        """End the leases of silent routers and peers, renew ours."""
         while True:
             await asyncio.sleep(self.config.lease_s / 6)
             now_s = monotonic()
@@ -125,8 +121,6 @@ class NodeShell:
                 self._client_lost(identity)
             for link in self._links.values():
                 self._ping_peer(link)
-            for incarnation in [i for i, used_s in self._link_used_s.items() if now_s > used_s + _LINK_IDLE_S]:
-                self._drop_link(incarnation)
 
     def _client_lost(self, identity: Identity) -> None:
         self._leases.pop(identity, None)
@@ -144,10 +138,13 @@ class NodeShell:
 
     def _deliver(self, messages: list[Outgoing]) -> None:
         for outgoing in messages:
-            if isinstance(outgoing, ToClient):
-                self._reply(outgoing.identity, outgoing.message)
-            else:
-                self._send_to_peer(outgoing.peer, outgoing.message)
+            try:
+                if isinstance(outgoing, ToClient):
+                    self._reply(outgoing.identity, outgoing.message)
+                else:
+                    self._send_to_peer(outgoing.peer, outgoing.message)
+            except Exception:  # one message's bug must not cost the others of the round
+                log.exception("could not send %s", outgoing)
 
     def _reply(self, identity: Identity, message: Message) -> None:
         try:
@@ -158,14 +155,18 @@ class NodeShell:
     def _send_to_peer(self, peer: PeerRef, message: Message) -> None:
         link = self._links.get(peer.incarnation)
         if link is None:
-            link = self._links[peer.incarnation] = Link(
-                peer.control_address,
-                on_message=lambda answer: self._on_peer_message(peer.incarnation, answer),
-                on_lost=lambda reason: self._peer_gone(peer.incarnation, reason),
-                connect_timeout_s=SILENCE_S,
-            )
+            try:
+                link = Link(
+                    peer.control_address,
+                    on_message=lambda answer: self._on_peer_message(peer.incarnation, answer),
+                    on_lost=lambda reason: self._peer_gone(peer.incarnation, reason),
+                    connect_timeout_s=SILENCE_S,
+                )
+            except Unavailable as error:
+                self.post(PeerGone(peer.incarnation, error.message))
+                return
+            self._links[peer.incarnation] = link
             self._ping_peer(link)
-        self._link_used_s[peer.incarnation] = monotonic()
         try:
             link.send(message)
         except Unavailable as error:
@@ -185,7 +186,6 @@ class NodeShell:
         self.post(PeerGone(incarnation, reason))
 
     def _drop_link(self, incarnation: str) -> None:
-        self._link_used_s.pop(incarnation, None)
         link = self._links.pop(incarnation, None)
         if link is not None:
             link.close()

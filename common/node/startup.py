@@ -8,7 +8,7 @@ import resource
 import secrets
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.attention.base import AttentionShape
@@ -156,6 +156,25 @@ def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_bat
 def peak_memory_bytes() -> int:
     """Of this process, so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def fit_memory(blueprint: Blueprint, config: NodeConfig, num_blocks: int) -> Blueprint:
+    """`blueprint` with a context that `num_blocks` can hold: no request that the node lets in can be too long for it.
+
+    Raises: ConfigError if the operator asked for a longer one.
+    """
+    longest = num_blocks * blueprint.layout.block_size
+    if blueprint.model.max_model_len <= longest:
+        return blueprint
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} needs more than the {num_blocks} KV blocks ({longest} tokens) that "
+            "this node has room for: give it more --kv-memory-gb, or ask for less"
+        )
+    log.warning(
+        "the model's context of %d tokens is cut to the %d that KV memory holds", blueprint.model.max_model_len, longest
+    )
+    return replace(blueprint, model=replace(blueprint.model, max_model_len=longest))
 
 
 def make_record(role: Role, me: PeerRef, blueprint: Blueprint, num_blocks: int) -> NodeRecord:

@@ -316,7 +316,7 @@ def test_grant_of_an_older_incarnation_is_ignored() -> None:
     assert not pair.wire.grants
 
 
-def test_routers_death_frees_both_legs() -> None:
+def test_silent_routers_attempts_end_on_both_legs_and_it_is_told() -> None:
     pair = Pair()
     pair.request(max_tokens=50)
     pair.step_prefill()
@@ -324,7 +324,18 @@ def test_routers_death_frees_both_legs() -> None:
     pair.step_decode()
     pair.p.handle(ClientLost(ROUTER))
     pair.d.handle(ClientLost(ROUTER))
+    pair.p.outbox.flush()
+    pair.d.outbox.flush()
+    for out in (pair.p_out, pair.d_out):  # it may have been held up only: silence would leave its client waiting
+        assert [m.code for m in pair.heard(out) if isinstance(m, AttemptFailed)] == ["unavailable"]
     pair.assert_whole()
+
+
+def test_prefill_node_does_not_ask_for_room_for_the_answer() -> None:
+    pair = Pair(p_blocks=4)
+    pair.request(max_tokens=100)
+    pair.run(200)
+    assert pair.tokens() == generate(PROMPT, 100)
 
 
 def test_decode_nodes_death_fails_the_prefill_leg_with_a_retryable_code() -> None:

@@ -85,6 +85,18 @@ def test_another_version_is_refused_with_both_versions_named() -> None:
         decode(msgpack.packb([99, "Abort", {"key": {"request_id": "r", "attempt": 1}}]))
 
 
+@pytest.mark.parametrize("changed", [{"dtype": "float64"}, {"tp_size": 0}, {"num_kv_heads": 0}, {"pp_layers": [9]}])
+def test_values_that_a_message_itself_refuses_are_protocol_errors(changed: dict[str, object]) -> None:
+    version, name, body = msgpack.unpackb(encode(Offer(KEY, PEER, LAYOUT, 17, [b"a" * 16])))
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb([version, name, {**body, "layout": {**body["layout"], **changed}}]))
+
+
+def test_a_number_that_does_not_fit_is_a_protocol_error_before_it_is_sent() -> None:
+    with pytest.raises(ProtocolError):
+        encode(AttemptFailed(AttemptKey("r", 10**30), "code", "message"))
+
+
 def test_an_unknown_field_is_refused_by_name() -> None:
     with pytest.raises(ProtocolError, match=r"malformed Abort: key\.extra"):
         decode(msgpack.packb([PROTOCOL_VERSION, "Abort", {"key": {"request_id": "r", "attempt": 1, "extra": 1}}]))
