@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
@@ -27,6 +27,8 @@ from common.errors import (
     ClientError,
     KvRelayError,
     PayloadTooLarge,
+    RequestTimeout,
+    Unauthorized,
     UnsupportedMediaType,
 )
 from router.answer import Answer, EventStream, JsonResponse, error_response
@@ -39,8 +41,10 @@ from router.openai_types import ChatRequest, CompletionRequest, CompletionReques
 
 log = logging.getLogger(__name__)
 
-_THREAD_CHARS = 16_384
-"""Longer texts are tokenized on a thread, so that other streams go on."""
+_T = TypeVar("_T")
+
+_THREAD_BYTES = 16_384
+"""Larger bodies are parsed, rendered and tokenized on a thread, so that other streams go on."""
 _DRAIN_BYTES = 64 * 2**20
 """Of a body that is refused, so much is read and thrown away, so that the client gets to read the refusal."""
 
@@ -55,14 +59,8 @@ class Services:
     degraded: Callable[[], bool]
     """Whether Redis is away."""
     max_body_bytes: int
+    body_timeout_s: float
     api_keys: tuple[str, ...] = ()
-
-
-class Unauthorized(ClientError):
-    """No key, or a wrong one."""
-
-    http_status = 401
-    code = "invalid_api_key"
 
 
 def version() -> str:
@@ -93,10 +91,10 @@ class KeyGuard:
             await error_response(refusal, {"www-authenticate": "Bearer"})(scope, receive, send)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The body of a request that claims to be JSON.
 
-    Raises: UnsupportedMediaType, PayloadTooLarge.
+    Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
     """
     too_large = PayloadTooLarge(f"the body is larger than the {limit} bytes that this server accepts")
     declared = request.headers.get("content-length", "")
@@ -104,16 +102,20 @@ async def read_body(request: Request, limit: int) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         refused = UnsupportedMediaType("the body must be sent with Content-Type: application/json")
     size, parts = 0, list[bytes]()
-    async for part in request.stream():
-        size += len(part)
-        if size > limit and refused is None:
-            refused = too_large
-        if refused is None:
-            parts.append(part)
-        else:
-            parts.clear()
-            if size > _DRAIN_BYTES:
-                break
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit and refused is None:
+                    refused = too_large
+                if refused is None:
+                    parts.append(part)
+                else:
+                    parts.clear()
+                    if size > _DRAIN_BYTES:
+                        break
+    except TimeoutError:
+        refused = refused or RequestTimeout(f"the body did not arrive within {timeout_s:g} s")
     if refused is not None:
         raise refused
     return b"".join(parts)
@@ -134,28 +136,22 @@ def build(services: Services) -> FastAPI:
     @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """An answer to a conversation, as OpenAI's call of this name."""
-        body = await _parse(request, services, ChatRequest)
+        body, size = await _parse(request, services, ChatRequest)
         model = services.catalog.get(body.model)
-        kwargs, prompt_flag = body.chat_template_kwargs, body.add_generation_prompt is not False
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        text = model.tokenizer.render_chat(messages, add_generation_prompt=prompt_flag, kwargs=kwargs)
-        prompt_ids = await _encode(model, text, "messages", add_special_tokens=False)
+        services.dispatcher.check_room(1)
+        generation = await _maybe_on_thread(size, lambda: _chat_generation(body, model))
         options = _options("chatcmpl", body, model)
-        generation = _generation_request(body, model, prompt_ids, "messages")
         return await _serve(request, services, model, body, [generation], ChatFormat(options, model.tokenizer), options)
 
     @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """A continuation of each prompt, as OpenAI's call of this name."""
-        body = await _parse(request, services, CompletionRequest)
+        body, size = await _parse(request, services, CompletionRequest)
         model = services.catalog.get(body.model)
-        special = body.add_special_tokens is not False
-        generations: list[GenerationRequest] = []
-        for prompt in body.prompt:
-            ids = prompt
-            if isinstance(ids, str):
-                ids = await _encode(model, ids, "prompt", add_special_tokens=special)
-            generations.append(_generation_request(body, model, ids, "prompt"))
+        services.dispatcher.check_room(len(body.prompt))
+        generations = await _maybe_on_thread(
+            size, lambda: [_text_generation(body, model, prompt) for prompt in body.prompt]
+        )
         options = _options("cmpl", body, model)
         form = TextFormat(options, model.tokenizer, len(generations))
         return await _serve(request, services, model, body, generations, form, options)
@@ -163,17 +159,37 @@ def build(services: Services) -> FastAPI:
     return app
 
 
-async def _parse(request: Request, services: Services, kind: type[RequestT]) -> RequestT:
-    return parse_body(await read_body(request, services.max_body_bytes), kind)
+async def _parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
+    """The body, and its size in bytes, which bounds all work on it."""
+    data = await read_body(request, services.max_body_bytes, services.body_timeout_s)
+    return await _maybe_on_thread(len(data), lambda: parse_body(data, kind)), len(data)
 
 
-async def _encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+async def _maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:
+    """`work()`, where it does not keep the loop: here for a small body, else on a thread."""
+    return work() if size <= _THREAD_BYTES else await asyncio.to_thread(work)
+
+
+def _chat_generation(body: ChatRequest, model: ServedModel) -> GenerationRequest:
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    text = model.tokenizer.render_chat(
+        messages, add_generation_prompt=body.add_generation_prompt is not False, kwargs=body.chat_template_kwargs
+    )
+    prompt_ids = _encode(model, text, "messages", add_special_tokens=False)
+    return _generation_request(body, model, prompt_ids, "messages")
+
+
+def _text_generation(body: CompletionRequest, model: ServedModel, prompt: str | list[int]) -> GenerationRequest:
+    if isinstance(prompt, str):
+        prompt = _encode(model, prompt, "prompt", add_special_tokens=body.add_special_tokens is not False)
+    return _generation_request(body, model, prompt, "prompt")
+
+
+def _encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     at_least = model.tokenizer.min_tokens(text)
     if at_least > model.max_model_len:
         raise _too_long(model, f"at least {at_least}", at_least, 0, param)
-    if len(text) <= _THREAD_CHARS:
-        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _too_long(model: ServedModel, total: str, prompt: int, completion: int, param: str) -> BadRequest:
@@ -299,7 +315,9 @@ def _add_error_handlers(app: FastAPI, services: Services) -> None:
         else:
             known = KvRelayError("internal error in the router")
         services.metrics.http_error(known.http_status)
-        return error_response(known)
+        # What is left of a body that never came would be read as the connection's next request.
+        headers = {"connection": "close"} if isinstance(known, RequestTimeout) else None
+        return error_response(known, headers)
 
     for kind in (HTTPException, KvRelayError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)

@@ -1,4 +1,4 @@
-"""Chat templates with Hugging Face's meaning, in jinja2's sandbox. Runs in the router process, on its event loop.
+"""Chat templates with Hugging Face's meaning, in jinja2's sandbox. Runs in the router process, on any thread.
 
 A template comes with the model and is not trusted: it runs in the immutable sandbox and sees only plain
 strings, lists and dicts.

@@ -102,23 +102,35 @@ class Dispatcher:
 
         Raises: Overloaded when the queue bound is reached.
         """
-        if self._waiting + len(requests) > self._settings.max_waiting:
-            raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
+        self.check_room(len(requests))
         timeout_s = self._settings.request_timeout_s
         generations: list[Generation] = []
-        for index, request in enumerate(requests):
-            own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-            generation = Generation(
-                own_id, request, pieces, self, max_attempts=self._settings.max_attempts, on_news=on_news
-            )
-            late = f.GiveUp(DeadlineExceeded(f"the request took longer than the {timeout_s:g} s that it may"))
-            timer = asyncio.get_running_loop().call_later(timeout_s, generation.feed, late)
-            self._live[own_id] = _Live(generation, timer, self._clock() + timeout_s)
-            self._waiting += 1
-            generations.append(generation)
-        for generation in generations:
-            generation.start()
+        try:
+            for index, request in enumerate(requests):
+                own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
+                generation = Generation(
+                    own_id, request, pieces, self, max_attempts=self._settings.max_attempts, on_news=on_news
+                )
+                late = f.GiveUp(DeadlineExceeded(f"the request took longer than the {timeout_s:g} s that it may"))
+                timer = asyncio.get_running_loop().call_later(timeout_s, generation.feed, late)
+                self._live[own_id] = _Live(generation, timer, self._clock() + timeout_s)
+                self._waiting += 1
+                generations.append(generation)
+            for generation in generations:
+                generation.start()
+        except Exception:
+            for generation in generations:
+                generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
+            raise
         return generations
+
+    def check_room(self, count: int) -> None:
+        """Refuse early what `submit` would refuse.
+
+        Raises: Overloaded when the queue has no room for `count` more.
+        """
+        if self._waiting + count > self._settings.max_waiting:
+            raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
 
     async def run(self) -> None:
         """Keep the nodes' leases, for ever."""
@@ -235,13 +247,8 @@ class Dispatcher:
 
     def _feed(self, request_id: str, event: f.Event) -> None:
         live = self._live.get(request_id)
-        if live is None:
-            return
-        try:
+        if live is not None:
             live.generation.feed(event)
-        except Exception:  # one request's bug must not end the link's receive loop and with it all others
-            log.exception("%s failed on %s", request_id, type(event).__name__)
-            live.generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
 
     def _on_usable(self) -> None:
         parked, self._parked = self._parked, {}

@@ -5,9 +5,10 @@ Runs on the router's event loop. The HTTP side reads deltas and the outcome; the
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,8 @@ from router.detokenizer import TokenPieces
 from router.flow import Flow, FlowRequest
 from router.policy import Decision
 from router.text import TextStream
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,29 +140,55 @@ class Generation:
     # -- for the dispatcher
 
     def start(self) -> None:
-        """Begin; call once."""
+        """Begin; call once. Whatever this raises, the generation has ended with it."""
         self._run(self.flow.start())
 
     def feed(self, event: f.Event) -> None:
         """Handle one event.
 
         Events that come up while another one is carried out wait until all of its instructions are done:
-        otherwise an abort could overtake the request it aborts.
+        otherwise an abort could overtake the request it aborts. Raises nothing: a bug that one request hits
+        ends that one, not whoever brought the event.
         """
         self._events.append(event)
         if not self._busy:
-            self._run([])
+            try:
+                self._run([])
+            except Exception:
+                log.exception("%s failed on %s", self.request_id, type(event).__name__)
 
     def _run(self, instructions: f.Instructions) -> None:
         self._busy = True
+        pending = deque(instructions)
         try:
-            for instruction in instructions:
-                self._carry_out(instruction)
-            while self._events:
-                for instruction in self.flow.handle(self._events.popleft()):
-                    self._carry_out(instruction)
+            while pending or self._events:
+                if pending:
+                    self._carry_out(pending.popleft())
+                else:
+                    pending += self.flow.handle(self._events.popleft())
+        except Exception:
+            self._break_off(pending)
+            raise
         finally:
             self._busy = False
+
+    def _break_off(self, pending: Iterable[f.Instruction]) -> None:
+        """End at once, although the flow may think that it ended well already: legs closed, the client told."""
+        self._events.clear()
+        error = KvRelayError("internal error in the router")
+        for instruction in [*pending, *self.flow.handle(f.GiveUp(error))]:
+            if isinstance(instruction, f.Release) or (
+                isinstance(instruction, f.Send) and isinstance(instruction.message, Abort)
+            ):
+                try:
+                    self._carry_out(instruction)
+                except Exception:
+                    log.exception("%s: closing a leg failed", self.request_id)
+        self._events.clear()
+        if self.outcome is None:
+            self._end(Outcome(error=error))
+        else:
+            self._on_news()
 
     def _carry_out(self, instruction: f.Instruction) -> None:
         match instruction:

@@ -7,11 +7,12 @@ ignored, as clients send all kinds of them. No field of a body reaches the wire 
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from common.errors import BadRequest
@@ -21,15 +22,24 @@ MAX_PROMPTS = 64
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 4096
+"""Of one message."""
 _ECHO_CHARS = 200
 """Of what the client sent, at most so much is repeated in an error message."""
 
-_INT64 = 2**63
+_MAX_INT = 2**31 - 1
+"""No integer of a body but the seed may be larger: JSON's are unbounded, those on the wire are not."""
+
+_excerpt = reprlib.Repr()
+_excerpt.maxlevel = 3
+_excerpt.maxlist = _excerpt.maxdict = 8
+_excerpt.maxlong = 40
 
 
 def shorten(value: object) -> str:
-    """How something that the client sent may appear in an error message."""
-    text = repr(value)
+    """How something that the client sent may appear in an error message. The cost does not depend on its size."""
+    text = repr(value[: _ECHO_CHARS + 1]) if isinstance(value, str) else _excerpt.repr(value)
     return text if len(text) <= _ECHO_CHARS else text[:_ECHO_CHARS] + "..."
 
 
@@ -41,6 +51,13 @@ def _items(value: Any) -> list[Any] | None:
 def _object(value: Any) -> dict[str, Any] | None:
     """`value` if it is a JSON object."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def _bounded(value: Any, limit: int, what: str) -> Any:
+    """`value`, unless it is too long a list. Before its items are looked at: each wrong one costs an error object."""
+    if len(_items(value) or ()) > limit:
+        raise ValueError(f"at most {limit} {what} are allowed")
+    return value
 
 
 def _absent(value: Any) -> bool:
@@ -114,16 +131,16 @@ class CompletionRequestBase(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    seed: int | None = None
     stop: list[str] = []
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=_MAX_INT)]] | None = None
     ignore_eos: bool | None = False
-    min_tokens: Annotated[int, Field(ge=0)] | None = 0
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT)] | None = 0
     skip_special_tokens: bool | None = True
     return_token_ids: bool | None = False
     stream: bool | None = False
@@ -142,6 +159,11 @@ class CompletionRequestBase(BaseModel):
         if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
             raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
         return stops
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _bound_stop_token_ids(cls, value: Any) -> Any:
+        return _bounded(value, MAX_STOP_TOKEN_IDS, "token ids")
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionRequestBase:
@@ -211,6 +233,7 @@ class Message(BaseModel):
         parts = _items(value)
         if parts is None:
             return value
+        _bounded(parts, MAX_CONTENT_PARTS, "content parts in one message")
         texts: list[str] = []
         for part in parts:
             kind = (_object(part) or {}).get("type")
@@ -230,12 +253,17 @@ class Message(BaseModel):
 class ChatRequest(CompletionRequestBase):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_INT)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _bound_messages(cls, value: Any) -> Any:
+        return _bounded(value, MAX_MESSAGES, "messages")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
@@ -256,7 +284,7 @@ class CompletionRequest(CompletionRequestBase):
     """Body of `POST /v1/completions`. `prompt` is a list of prompts once validated."""
 
     prompt: list[str] | list[list[int]]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = True
 

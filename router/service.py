@@ -24,6 +24,10 @@ from router.model import ModelCatalog
 
 log = logging.getLogger(__name__)
 
+BODY_TIMEOUT_S = 60.0
+"""A body that has not arrived by then is given up."""
+_MAX_CONNECTIONS = 4096
+"""Beyond so many open connections or requests, uvicorn answers 503 by itself."""
 _GRACE_S = 3.0
 """For connections to end once every request was told that the router stops."""
 
@@ -98,6 +102,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         metrics=router.metrics,
         degraded=lambda: directory is not None and directory.degraded,
         max_body_bytes=int(config.max_body_mb * 1e6),
+        body_timeout_s=BODY_TIMEOUT_S,
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
     )
     settings = uvicorn.Config(
@@ -110,6 +115,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         access_log=False,
         server_header=False,
         backlog=1024,
+        limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=int(_GRACE_S),
     )
     return _Server(settings)

@@ -15,7 +15,9 @@ from openai import AsyncOpenAI
 from stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
 from tokenizers import Tokenizer
 
+import router.service
 from common.config import RouterConfig
+from common.rpc import Link
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 6
 """More tokens than are prefilled locally."""
@@ -404,6 +406,64 @@ def test_request_past_its_deadline_is_504_and_aborted(model_folder: Path) -> Non
     play(model_folder, scene, config={"request_timeout_s": 0.2})
 
 
+def test_seed_of_any_size_is_folded_into_64_bits(model_folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        for seed in (2**100 + 5, -1, 5):
+            await bench.client.completions.create(model="stub-model", prompt="hi", max_tokens=1, seed=seed)
+        assert [request.sampling.seed for request in bench.decode.requests()] == [5, 2**64 - 1, 5]
+
+    play(model_folder, scene)
+
+
+def test_request_that_cannot_be_sent_gives_its_seats_back(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(bench: Bench) -> None:
+        def refuse(self: Link, message: object) -> None:
+            raise TypeError("cannot be encoded")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "send", refuse)
+            with pytest.raises(openai.InternalServerError):
+                await bench.client.completions.create(model="stub-model", prompt=["hi", "ho"], max_tokens=1)
+        assert (bench.stack.router.dispatcher.running, bench.stack.router.dispatcher.waiting) == (0, 0)
+        await bench.client.completions.create(model="stub-model", prompt="hi", max_tokens=1)
+
+    play(model_folder, scene)
+
+
+def test_bug_on_the_last_chunk_is_an_error_and_no_endless_wait(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(bench: Bench) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.stack.router.metrics, "leg", fail)
+            with pytest.raises(openai.InternalServerError, match="internal error"):
+                await asyncio.wait_for(
+                    bench.client.completions.create(model="stub-model", prompt="hi", max_tokens=1), timeout=5
+                )
+
+    play(model_folder, scene)
+
+
+def test_body_that_does_not_arrive_is_408_in_openais_shape(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.service, "BODY_TIMEOUT_S", 0.2)
+
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n{"
+        )
+        answer = await asyncio.wait_for(reader.read(), timeout=5)  # to the end: the connection is closed
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+    play(model_folder, scene)
+
+
 def test_metrics_account_for_what_happened(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         await bench.client.completions.create(model="stub-model", prompt=LONG, max_tokens=5)
@@ -442,6 +502,12 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "a", "stop": [""]}, 400, "stop", "characters"),
     ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
     ("completions", {"prompt": "a", "min_tokens": 20}, 400, "min_tokens", "more than"),
+    ("completions", {"prompt": "a", "top_k": 2**64}, 400, "top_k", "less than"),
+    ("completions", {"prompt": "a", "min_tokens": 2**64}, 400, "min_tokens", "less than"),
+    ("completions", {"prompt": "a", "max_tokens": 2**64}, 400, "max_tokens", "less than"),
+    ("completions", {"prompt": "a", "stop_token_ids": [2**64]}, 400, "stop_token_ids", "less than"),
+    ("completions", {"prompt": "a", "stop_token_ids": ["x"] * 129}, 400, "stop_token_ids", "at most 128"),
+    ("completions", {"prompt": [2**64]}, 400, "prompt", "below 400"),
     ("completions", {"prompt": "a", "n": 2}, 400, "n", "not supported"),
     ("completions", {"prompt": "a", "n": True}, 400, "n", "not supported"),
     ("completions", {"prompt": "a", "echo": True}, 400, "echo", "not supported"),
@@ -452,6 +518,8 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, None, "stream"),
     ("completions", {"prompt": ["a"] * 65}, 400, "prompt", "64"),
     ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),
+    ("chat/completions", {"messages": [1] * 4097}, 400, "messages", "at most 4096"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [1] * 4097}]}, 400, "messages", "at most 4096"),
     ("chat/completions", {"messages": [{"role": "pope", "content": "a"}]}, 400, "messages", "role"),
     (
         "chat/completions",
