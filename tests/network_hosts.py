@@ -57,10 +57,14 @@ class Host:
         _ip("-n", self._namespace, "link", "set", "eth0", "up")
         _ip("-n", self._namespace, "link", "set", "lo", "up")
 
+    def inside(self, command: list[str]) -> list[str]:
+        """The command that runs `command` on this host."""
+        return ["ip", "netns", "exec", self._namespace, *command]
+
     def start(self, command: list[str], log: IO[bytes], env: dict[str, str]) -> subprocess.Popen[bytes]:
         """A process on this host; its pid is the command's own."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace, *command],
+            self.inside(command),
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env,
         )  # fmt: skip
 

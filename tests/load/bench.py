@@ -30,6 +30,9 @@ BENCHES = {
     "interference": "load.interference:run",
     "relay": "load.relay:run",
     "router": "load.router_cost:run",
+    "pipeline": "load.pipeline:run",
+    "transports": "load.transports:run",
+    "overlap": "load.overlap:run",
 }
 """In order of running: neighbours share processes."""
 

@@ -31,20 +31,7 @@ class StubRunner:
         return StepOutput(step.step_id, [SampledToken(1 + step.step_id % 7) for _ in step.samples], 0.0)
 
 
-class _TimedExecutor(LocalExecutor):
-    """Adds up the forward times that the runner reports."""
-
-    def __init__(self, runner: Runner) -> None:
-        super().__init__(runner)
-        self.forward_s = 0.0
-
-    def submit(self, step: StepInput) -> StepOutput:
-        output = super().submit(step)
-        self.forward_s += output.forward_s
-        return output
-
-
-class _NoReceiver:
+class NoReceiver:
     """Nothing is ever relayed here."""
 
     address = "none"
@@ -63,7 +50,7 @@ class OverheadNode:
     """One measurement; the scheduler's pool is whole again when `measure` returns."""
 
     def __init__(self, layout: KVLayout, model: ModelInfo, scheduler: Scheduler, runner: Runner) -> None:
-        self._executor = _TimedExecutor(runner)
+        self._executor = LocalExecutor(runner)
         self._outbox = Outbox(self._deliver)
         self._sent_bytes = 0
         self._node = DecodeNode(
@@ -72,7 +59,7 @@ class OverheadNode:
             model.vocab_size,
             scheduler,
             self._executor,
-            _NoReceiver(),
+            NoReceiver(),
             self._outbox,
             monotonic,
             max_accepted=1024,
@@ -94,12 +81,12 @@ class OverheadNode:
         for _ in range(_WARM_UP_ROUNDS):
             self._round()
         assert len(scheduler.running) == len(prompts)
-        self._executor.forward_s = 0.0
+        busy_s = self._executor.busy_s
         started = time.perf_counter()
         for _ in range(steps):
             self._round()
         wall_s = time.perf_counter() - started
-        forward_s = self._executor.forward_s
+        forward_s = self._executor.busy_s - busy_s
         for key in keys:
             self._node.handle(FromClient(b"router", Abort(key)))
         self._outbox.flush()

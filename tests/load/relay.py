@@ -68,14 +68,15 @@ def _relay_rates(session: Session, shuffled: bool) -> list[float]:
         source = Worker("load.relay_ends:RelaySource", environ=PASSIVE, **sizes)
         try:
             address = destination.call("address")
-            for _ in range(session.repeats(4, 2)):
-                destination.call("expect")
+            for number in range(session.repeats(4, 2)):
+                destination.call("expect", number=number)
+                source.call("prepare", number=number)
                 destination.start("arrived")
-                started = source.call("send", address=address)
+                started = source.call("send", number=number, addresses=[address])
                 ended, received = destination.result()
                 assert received == expected_bytes, f"{received} bytes arrived, not {expected_bytes}"
                 rates.append(received / (ended - started))
-            assert source.call("checksum") == destination.call("checksum"), "the relayed KV differs from its source"
+            assert destination.call("intact"), "the relayed KV differs from its source"
         finally:
             source.close()
     finally:

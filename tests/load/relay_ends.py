@@ -1,11 +1,11 @@
-"""Two processes that relay KV over the project's ZMQ transport, and nothing else. Worker classes."""
+"""Ranks that relay KV over one of the project's transports, and nothing else: worker classes, one process per rank."""
 
 from __future__ import annotations
 
+import importlib
 import random
 import threading
 import time
-import zlib
 from typing import Any
 
 import numpy as np
@@ -23,20 +23,36 @@ from kvtransfer.base import (
     SenderEvent,
     SourceReleased,
 )
-from kvtransfer.zmq import ZmqReceiver, ZmqSender
 
 _TIMEOUT_S = 60.0
 
+SENDERS = {"zmq": ("kvtransfer.zmq:ZmqSender", ()), "shm": ("kvtransfer.shm:ShmSender", ())}
+RECEIVERS = {"zmq": ("kvtransfer.zmq:ZmqReceiver", ("127.0.0.1", 0)), "shm": ("kvtransfer.shm:ShmReceiver", ())}
+"""Class, and what it takes between the rank and the callback."""
+
 
 class _End:
-    """What both processes have: storage at the model's layout, and the blocks of each transfer."""
+    """What both ends have: one rank's storage of the model's KV, and the blocks of each transfer."""
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, tokens: int, transfers: int, shuffled: bool, seed: int
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        tokens: int,
+        transfers: int,
+        shuffled: bool,
+        seed: int,
+        layout: tuple[int, int] = (1, 1),
+        rank: int = 0,
     ) -> None:
-        self.layout = KVLayout("bench", layers, kv_heads, head_dim, "bfloat16")
+        """`layout`: tp and pp of this end's node; `rank`: which of its ranks this is."""
+        self._model = (layers, kv_heads, head_dim)
+        self.layout = self.layout_of(layout)
+        self.rank = rank
+        self.shard = self.layout.shards()[rank]
         each = blocks_for(tokens)
-        self.storage = KVStorage(self.layout, self.layout.shard(0, 0), each * transfers)
+        self.storage = KVStorage(self.layout, self.shard, each * transfers)
         self.tokens = tokens
         blocks = list(range(each * transfers))
         if shuffled:
@@ -47,11 +63,32 @@ class _End:
         self.done = threading.Condition()
         self.left: set[AttemptKey] = set()
         self.errors: list[str] = []
-        self.round = 0
 
-    def keys(self) -> list[AttemptKey]:
-        """Of this round's transfers."""
-        return [AttemptKey(f"bench-{i}", self.round) for i in range(len(self.blocks))]
+    def layout_of(self, tp_pp: tuple[int, int]) -> KVLayout:
+        """The model's KV on so many ranks."""
+        layers, kv_heads, head_dim = self._model
+        tp, pp = tp_pp
+        stages = tuple((stage + 1) * layers // pp - stage * layers // pp for stage in range(pp))
+        return KVLayout("bench", layers, kv_heads, head_dim, "bfloat16", tp_size=tp, pp_layers=stages)
+
+    def keys(self, number: int) -> list[AttemptKey]:
+        """Of that round's transfers."""
+        return [AttemptKey(f"bench-{i}", number) for i in range(len(self.blocks))]
+
+    def truth(self) -> np.ndarray:
+        """This rank's share of what every rank of every layout must hold, blocks in the order of the sequences."""
+        layers, kv_heads, head_dim = self._model
+        words = self.storage.words
+        assert words is not None
+        whole = np.random.default_rng(1).integers(
+            0, 2**16, size=(layers, 2, words.shape[2], BLOCK_SIZE, kv_heads, head_dim), dtype=words.dtype
+        )
+        shard = self.shard
+        return whole[shard.layer_lo : shard.layer_hi, :, :, :, shard.head_lo : shard.head_hi]
+
+    def order(self) -> list[int]:
+        """All blocks in the order of the sequences."""
+        return [block for blocks in self.blocks for block in blocks]
 
     def ended(self, key: AttemptKey, error: Exception | None) -> None:
         """One transfer is over at this end; on the transport's thread."""
@@ -69,43 +106,49 @@ class _End:
         if self.errors:
             raise RuntimeError(self.errors[0])
 
-    def checksum(self) -> int:
-        """Of all transfers' KV, in order of the sequence's blocks."""
-        words = self.storage.words
-        assert words is not None
-        value = 0
-        for blocks in self.blocks:
-            value = zlib.crc32(words[:, :, blocks].tobytes(), value)
-        return value
+    def copy_rate(self, size_bytes: int) -> float:
+        """Bytes/s that this process copies from one array to another, the best of several times."""
+        source = np.ones(size_bytes, dtype=np.uint8)
+        target = np.empty_like(source)
+        best_s = float("inf")
+        for _ in range(10):
+            started = time.perf_counter()
+            target[:] = source
+            best_s = min(best_s, time.perf_counter() - started)
+        return size_bytes / best_s
 
 
 class RelaySource(_End):
-    """The prefill side: every block final from the start, all transfers granted at once."""
+    """A rank of the prefill side: every block final from the start, all transfers granted at once."""
 
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(self, transport: str = "zmq", **sizes: Any) -> None:
         super().__init__(**sizes, seed=1)
         words = self.storage.words
         assert words is not None
-        words[...] = np.random.default_rng(1).integers(0, 2**16, size=words.shape, dtype=words.dtype)
-        self.sender = ZmqSender(self.storage, self.layout, 0, self._on_event)
+        words[:, :, self.order()] = self.truth()
+        make, between = _named(SENDERS[transport])
+        self.sender = make(self.storage, self.layout, self.rank, *between, self._on_event)
 
     def _on_event(self, event: SenderEvent) -> None:
         if isinstance(event, SourceReleased):
             self.ended(event.key, event.error)
 
-    def send(self, address: str) -> float:
-        """Send everything once. Returns when the grants were given (`time.perf_counter`)."""
-        self.round += 1
-        keys = self.keys()
+    def prepare(self, number: int) -> None:
+        """Open all transfers of round `number`; all of their KV is there."""
+        keys = self.keys(number)
         self.left = set(keys)
-        dst = PeerRef("dst", "1" * 16, "none", [address])
         for key, blocks, hashes in zip(keys, self.blocks, self.hashes, strict=True):
-            self.sender.open(OutgoingTransfer(key, "0" * 16, blocks, hashes, self.tokens, _TIMEOUT_S))
-            for layer in range(self.layout.num_layers):
-                self.sender.blocks_final(key, layer, len(blocks))
+            self.sender.open(
+                OutgoingTransfer(key, "0" * 16, blocks, hashes, self.tokens, _TIMEOUT_S, final_blocks=len(blocks))
+            )
+
+    def send(self, number: int, addresses: list[str], layout: tuple[int, int] = (1, 1)) -> float:
+        """Send everything to the ranks at `addresses`. Returns when the grants were given (`time.perf_counter`)."""
+        dst = PeerRef("dst", "1" * 16, "none", addresses)
+        dst_layout = self.layout_of(layout)
         started = time.perf_counter()
-        for key, blocks in zip(keys, self.blocks, strict=True):
-            self.sender.grant(Grant(key, dst, self.layout, 0, blocks))
+        for key, blocks in zip(self.keys(number), self.blocks, strict=True):
+            self.sender.grant(Grant(key, dst, dst_layout, 0, blocks))
         self.wait()
         return started
 
@@ -115,12 +158,13 @@ class RelaySource(_End):
 
 
 class RelayDestination(_End):
-    """The decode side: opens all transfers, then waits until every slice is in and verified."""
+    """A rank of the decode side: opens all transfers, then waits until every slice is in and verified."""
 
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(self, transport: str = "zmq", **sizes: Any) -> None:
         super().__init__(**sizes, seed=2)
         self.received = 0
-        self.receiver = ZmqReceiver(self.storage, self.layout, 0, "127.0.0.1", 0, self._on_event)
+        make, between = _named(RECEIVERS[transport])
+        self.receiver = make(self.storage, self.layout, self.rank, *between, self._on_event)
 
     def _on_event(self, event: ReceiverEvent) -> None:
         if isinstance(event, ReceiveFailed):
@@ -133,21 +177,33 @@ class RelayDestination(_End):
         """Where to send."""
         return self.receiver.address
 
-    def expect(self) -> None:
-        """Open all transfers."""
-        self.round += 1
+    def expect(self, number: int, layout: tuple[int, int] = (1, 1)) -> None:
+        """Open all transfers of round `number`, from a node of that layout."""
         self.received = 0
-        keys = self.keys()
+        keys = self.keys(number)
         self.left = set(keys)
-        src = PeerRef("src", "0" * 16, "none", [])
+        src, src_layout = PeerRef("src", "0" * 16, "none", []), self.layout_of(layout)
         for key, blocks, hashes in zip(keys, self.blocks, self.hashes, strict=True):
-            self.receiver.open(IncomingTransfer(key, src, self.layout, blocks, hashes, 0, _TIMEOUT_S))
+            self.receiver.open(IncomingTransfer(key, src, src_layout, blocks, hashes, 0, _TIMEOUT_S))
 
     def arrived(self) -> tuple[float, int]:
         """Wait for everything. Returns when the last slice was in (`time.perf_counter`), and the bytes."""
         self.wait()
         return time.perf_counter(), self.received
 
+    def intact(self) -> bool:
+        """Whether all KV is as the sources had it. Forgets it, so that the next relay has to bring it again."""
+        words = self.storage.words
+        assert words is not None
+        same = bool((words[:, :, self.order()] == self.truth()).all())
+        words[...] = 0
+        return same
+
     def close(self) -> None:
         """Stop the transport."""
         self.receiver.close()
+
+
+def _named(place: tuple[str, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
+    module, _, name = place[0].partition(":")
+    return getattr(importlib.import_module(module), name), place[1]

@@ -14,7 +14,10 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from network_hosts import Host
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCH_PATH = [str(ROOT), str(ROOT / "tests")]
@@ -30,8 +33,18 @@ class WorkerFailed(Exception):
 class Worker:
     """A child process that holds one `load.<module>:<Class>(**arguments)`; ends with `close` or with its parent."""
 
-    def __init__(self, target: str, *, environ: dict[str, str] | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        environ: dict[str, str] | None = None,
+        host: Host | None = None,
+        **arguments: Any,
+    ) -> None:
+        """`host`: the network namespace to run in, instead of our own."""
         command = [sys.executable, __file__, str(os.getpid()), target, json.dumps(arguments)]
+        if host is not None:
+            command = host.inside(command)
         # Not what the caller's shell happens to set: a worker's wait policy is part of what it measures.
         inherited = {k: v for k, v in os.environ.items() if k not in PASSIVE}
         self._process = subprocess.Popen(

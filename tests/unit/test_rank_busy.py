@@ -1,0 +1,41 @@
+"""How busy a rank is: counted where steps are run, carried by its beats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from common.engine.executor import LocalExecutor
+from common.engine.step import StepInput, StepOutput
+from common.errors import EngineError
+from common.node.rank_messages import RankBeat, RankBusy, rank_codec
+from common.node.startup import WARM_UP
+
+
+class Runner:
+    """Reports the given forward times; fails where there is none."""
+
+    def __init__(self, *forward_s: float) -> None:
+        self.forward_s = list(forward_s)
+
+    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        if not self.forward_s:
+            raise EngineError("no more steps")
+        return StepOutput(step.step_id, [], self.forward_s.pop(0))
+
+
+def test_an_executor_adds_up_what_its_steps_took_and_a_failed_step_adds_nothing() -> None:
+    executor = LocalExecutor(Runner(0.25, 0.5))
+    assert executor.busy_s == 0.0
+    for _ in range(2):
+        executor.submit(WARM_UP)
+    with pytest.raises(EngineError):
+        executor.submit(WARM_UP)
+    assert executor.busy_s == 0.75
+
+
+def test_a_beat_carries_it_over_the_link() -> None:
+    codec = rank_codec()
+    beat = RankBeat(3, RankBusy(up_s=12.5, busy_s=11.25))
+    assert codec.decode(codec.encode(beat)) == beat
