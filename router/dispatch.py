@@ -159,11 +159,14 @@ class Dispatcher:
     # -- generation.Shell
 
     def place(self, generation: Generation, wanted: f.Place) -> None:
-        """Pick nodes; a first attempt is refused at once if there are none, a later one waits a while."""
+        """Pick nodes; a first attempt is refused at once if there are none, a later one waits a while.
+
+        As does a first one while the nodes come back to a router that was held up.
+        """
         live = self._live[generation.request_id]
         try:
             decision = place(
-                Query(wanted.num_tokens, wanted.avoid),
+                Query(wanted.num_tokens, wanted.avoid, wanted.last),
                 [node.candidate() for node in self.nodes.usable("prefill")],
                 [node.candidate() for node in self.nodes.usable("decode")],
                 policy=self._policy,
@@ -171,7 +174,7 @@ class Dispatcher:
                 chooser=self._chooser,
             )
         except Unavailable as error:
-            if wanted.attempt == 1:
+            if wanted.attempt == 1 and not self.nodes.rejoining:
                 generation.feed(f.Unplaceable(error))
             else:
                 self._park(generation, wanted, error)

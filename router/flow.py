@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from common.errors import EngineError, KvRelayError, TransferError, Unavailable, from_code
+from common.errors import EngineError, KvRelayError, PeerLost, TransferError, Unavailable, from_code
 from common.protocol import Abort, AttemptKey, DecodeRequest, PeerRef, PrefillRequest, SamplingParams, TokenChunk
 from router.flow_events import (
     Cancelled,
@@ -125,7 +125,11 @@ class Flow:
         self._prefill = self._decode = None
         self._early.clear()
         num_tokens = len(self.request.prompt_ids) + len(self.token_ids)
-        return [Place(self.attempt, num_tokens, frozenset(self._avoid))]
+        return [
+            Place(
+                self.attempt, num_tokens, frozenset(self._avoid), self.attempt > 1 and self.attempt >= self.max_attempts
+            )
+        ]
 
     def _on_placed(self, event: Placed) -> Instructions:
         self.state = State.PREFILL
@@ -220,10 +224,18 @@ class Flow:
             return []
         leg.open = False
         error = from_code(event.failure.code, event.failure.message)
-        # A failed transfer says little about who is at fault; another source is what can be had without
-        # giving up the decode node. Everything else is the reporter's own trouble.
-        blamed = self._prefill if isinstance(error, TransferError) and self._prefill is not None else leg
+        blamed = self._blamed(leg, error)
         return [Release(leg.peer.incarnation, self.key), *self._retry(error, {blamed.peer.incarnation})]
+
+    def _blamed(self, reporter: _Leg, error: KvRelayError) -> _Leg:
+        """A lost peer is the reporter's other end. Any other failed transfer says little about who is at fault;
+        another source is what can be had without giving up the decode node. The rest is the reporter's own trouble.
+        """
+        if self._prefill is None or self._decode is None or not isinstance(error, TransferError):
+            return reporter
+        if isinstance(error, PeerLost) and reporter is self._prefill:
+            return self._decode
+        return self._prefill
 
     def _on_node_lost(self, event: NodeLost) -> Instructions:
         leg = self._leg(event.incarnation)

@@ -86,12 +86,16 @@ Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveU
 
 @dataclass(frozen=True)
 class Place:
-    """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event."""
+    """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event.
+
+    `last`: there will be no other attempt.
+    """
 
     attempt: int
     num_tokens: int
     """To be prefilled: the prompt and what earlier attempts generated."""
     avoid: frozenset[str]
+    last: bool = False
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,10 @@ class ModelCatalog:
             self._problem = f"{error}; give the router a folder with --model"
             log.error("cannot use the model that the nodes registered: %s", self._problem)
             return
+        except Exception as error:  # whatever a model folder can hold, clients must be told that it does not load
+            self._problem = f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log"
+            log.exception("cannot load the model that the nodes registered")
+            return
         self._loaded_path = info.path
         self._adopt(model, info, max_len)
         log.info("serving %s from %s", info.name, info.path)

@@ -1,8 +1,8 @@
 """The router's live view of the nodes: who is listed, connected and answering, and how loaded each is.
 
-Runs on the router's event loop. A node is usable when membership lists it, its link stands and it has
-ponged within the lease. A broken link, silence past the lease or a new incarnation under the same name is a
-loss: reported at once, once per link. What Redis no longer lists but still answers finishes its work and gets no more.
+Runs on the router's event loop. A node is usable when membership lists it, its link stands, it has ponged
+within the lease and its engine turns. A broken link, silence past the lease, an engine that stands still or a new
+incarnation under the same name is a loss: reported at once, once per link or standstill. What Redis no longer lists but still answers finishes its work and gets no more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from router.policy import Candidate
 log = logging.getLogger(__name__)
 
 PINGS_PER_LEASE = 6
+_STUCK_S = 30.0
+"""An engine whose loop has not come round for so long (or for ten leases) is stuck. A step may take seconds."""
 _MAX_OWED_ABORTS = 10_000
 
 
@@ -41,8 +43,8 @@ class Node:
     load: NodeLoad = field(default_factory=NodeLoad)
     last_pong_s: float | None = None
     linked_s: float = 0.0
-    in_flight: set[AttemptKey] = field(default_factory=set[AttemptKey])
-    """Legs that were opened here and not released."""
+    stuck: bool = False
+    """It answers, but its engine stands still."""
     unreported: dict[AttemptKey, tuple[int, int]] = field(default_factory=dict[AttemptKey, tuple[int, int]])
     """Legs that the last pong cannot include: (order of sending, tokens)."""
     sent: int = 0
@@ -61,8 +63,8 @@ class Node:
 
     @property
     def usable(self) -> bool:
-        """Listed, connected, and has answered."""
-        return self.listed and self.link is not None and self.last_pong_s is not None
+        """Listed, connected, and has answered that it works."""
+        return self.listed and self.link is not None and self.last_pong_s is not None and not self.stuck
 
     def candidate(self) -> Candidate:
         """This node as the policies see it."""
@@ -95,11 +97,14 @@ class NodeTable:
         self.tick_s = lease_s / PINGS_PER_LEASE
         self._ping = Ping(router_id, lease_s)
         self._lease_s = lease_s
+        self._stuck_s = max(_STUCK_S, 10 * lease_s)
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_usable = on_usable
         self._clock = clock
         self._last_tick_s = clock()
+        self._held_up_s: float | None = None
+        """When it was last found that this loop had been held up past the lease."""
         self._nodes: dict[str, Node] = {}
 
     # -- membership
@@ -125,8 +130,9 @@ class NodeTable:
         """Ping every node, give up the silent ones, renew links that broke."""
         now = self._clock()
         # If this loop itself was held up, everybody seems silent: hear them out before judging.
-        late = now - self._last_tick_s > self._lease_s / 2
-        self._last_tick_s = now
+        last, self._last_tick_s = self._last_tick_s, now
+        late = now - last > self._lease_s / 2
+        self._drop_expired(now, last)
         for node in list(self._nodes.values()):
             if node.link is None:
                 if node.listed:
@@ -141,6 +147,32 @@ class NodeTable:
                     self._forget(node, f"{node.node_id} never answered")
                 continue
             self._send_ping(node)
+
+    def _drop_expired(self, now: float, last_tick_s: float) -> None:
+        """Give up the links on which this router itself was silent past the lease, as their nodes have done.
+
+        All of them before any loss is reported, so that no attempt moves to a node that is next. New links at once.
+        """
+        expired = [
+            node
+            for node in self._nodes.values()
+            if node.last_pong_s is not None and now - max(last_tick_s, node.linked_s) > self._lease_s
+        ]
+        for node in expired:
+            self._close_link(node)
+        if expired:
+            self._held_up_s = now
+        for node in expired:
+            held_up_s = now - max(last_tick_s, node.linked_s)
+            self._report_loss(node, f"this router was held up for {held_up_s:.1f} s, longer than its lease there")
+        for node in expired:
+            if node.listed and node.link is None:
+                self._connect(node)
+
+    @property
+    def rejoining(self) -> bool:
+        """Nodes are missing only because this router was held up; they are about to answer again."""
+        return self._held_up_s is not None and self._clock() - self._held_up_s <= self._lease_s
 
     def close(self) -> None:
         """Close all links; losses are not reported."""
@@ -174,16 +206,14 @@ class NodeTable:
             return
         if node is None or node.link is None:
             raise Unavailable("it is not connected")
-        node.in_flight.add(message.key)
+        node.link.send(message)
         node.sent += 1
         node.unreported[message.key] = (node.sent, len(message.token_ids))
-        node.link.send(message)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """This leg is over."""
         node = self._nodes.get(incarnation)
         if node is not None:
-            node.in_flight.discard(key)
             node.unreported.pop(key, None)
 
     # -- links
@@ -236,13 +266,17 @@ class NodeTable:
         if pong.incarnation != incarnation:
             self._drop_link(node, f"{node.record.peer.control_address} now belongs to another incarnation")
             return
-        first = node.last_pong_s is None
+        was_usable = node.usable
         node.last_pong_s = self._clock()
         node.load = pong.load
         # The link keeps order: the pong's figures include what was sent before its ping, and nothing later.
         reported = node.pings.popleft() if node.pings else 0
         node.unreported = {key: value for key, value in node.unreported.items() if value[0] > reported}
-        if first and node.listed:
+        was_stuck, node.stuck = node.stuck, not pong.load.step_age_s <= self._stuck_s
+        if node.stuck and not was_stuck:
+            # The link stays: it carries the aborts, and the pong that says that the engine turns again.
+            self._report_loss(node, f"its engine has not come round for {pong.load.step_age_s:.0f} s")
+        if node.usable and not was_usable:
             log.info("%s node %s is usable", node.record.role, node.node_id)
             self._on_usable()
 
@@ -253,10 +287,16 @@ class NodeTable:
 
     def _drop_link(self, node: Node, reason: str) -> None:
         """Give the link up; a listed node gets a new one with the next tick."""
+        self._close_link(node)
+        self._report_loss(node, reason)
+
+    def _close_link(self, node: Node) -> None:
         if node.link is not None:
             node.link.close()
             node.link = None
         node.last_pong_s = None
+
+    def _report_loss(self, node: Node, reason: str) -> None:
         log.warning("lost %s node %s: %s", node.record.role, node.node_id, reason)
         self._on_lost(node.incarnation, reason)
 

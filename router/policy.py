@@ -41,6 +41,8 @@ class Query:
     num_tokens: int
     avoid: frozenset[str] = frozenset()
     """Incarnations to use only if there is nobody else."""
+    last: bool = False
+    """No other attempt will follow: rather no relay than one from a node to avoid."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,10 @@ def place(
     if not fitting:
         return Decision(policy, "local", f"no prefill node has the KV of {target.picked.node_id}", target)
     sources = [node for node in fitting if node.incarnation not in query.avoid]
-    if not sources:
+    if not sources and query.last:
         return Decision(policy, "local", "the prefill nodes failed this request before", target)
-    source = choose(policy, sources, chooser)
-    return Decision(policy, "relayed", f"{uncached} uncached tokens", target, source)
+    source = choose(policy, sources or fitting, chooser)
+    reason = f"{uncached} uncached tokens"
+    if not sources:
+        reason += "; the prefill nodes failed this request before, there is no other"
+    return Decision(policy, "relayed", reason, target, source)

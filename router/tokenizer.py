@@ -39,18 +39,23 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _template_source(folder: Path, config: Mapping[str, Any], override: str | None) -> str | None:
     """The text of the template to use: the operator's file, the model's file, or the one in its configuration."""
-    if override is not None:
+    file = folder / "chat_template.jinja" if override is None else Path(override)
+    if override is not None or file.is_file():
         try:
-            return Path(override).read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the chat template {override}: {error}") from error
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+            raise ConfigError(f"cannot read the chat template {file}: {error}") from error
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name; the one for plain chat is called "default"
-        entries = cast("list[dict[str, str]]", found)
-        named = {entry.get("name"): entry.get("template") for entry in entries}
+        named: dict[str, str] = {}
+        for entry in cast("list[Any]", found):
+            fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+            name, template = fields.get("name"), fields.get("template")
+            if not isinstance(name, str) or not isinstance(template, str):
+                raise ConfigError(
+                    f"chat_template in {folder}/tokenizer_config.json must list names with their templates"
+                )
+            named[name] = template
         found = named.get("default", next(iter(named.values()), None))
     return found if isinstance(found, str) else None
 
@@ -80,11 +85,6 @@ class Tokenizer:
 
         vocab = self._raw.get_vocab(with_added_tokens=True)
         self._longest_token = max((len(token) for token in vocab), default=1)
-
-    @property
-    def raw(self) -> RawTokenizer:
-        """The library's object underneath."""
-        return self._raw
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain text, with the bos token and the like where the model wants them."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.step import SampledToken, SampleSpec
+from common.errors import EngineError
 from common.protocol import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
@@ -31,11 +32,16 @@ Row = NDArray[np.float32]
 
 
 def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
-    """Draw one token per row. logits: [n, vocab] float32, row i for `specs[i]`; not changed."""
+    """Draw one token per row. logits: [n, vocab] float32, row i for `specs[i]`; not changed.
+
+    Raises: EngineError when a row has no finite maximum: a NaN anywhere in it, or an overflow.
+    """
     rows: NDArray[np.float32] = logits.cpu().numpy()
     most_likely: list[int] = rows.argmax(-1).tolist()
     out: list[SampledToken] = []
     for row, best, spec in zip(rows, most_likely, specs, strict=True):
+        if not math.isfinite(row[best]):  # argmax takes a NaN for the maximum
+            raise EngineError(f"the model computed {row[best]} as the highest logit at position {spec.position}")
         params = spec.params
         plain = params.temperature < GREEDY_BELOW and not _banned(spec, row.size)
         token = best if plain else _draw(row, spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.errors import HandshakeRefused, TransferError
+from common.errors import HandshakeRefused, PeerLost, TransferError
 from common.protocol import (
     Abort,
     AttemptFailed,
@@ -144,6 +144,12 @@ def test_failed_transfer_blames_the_prefill_node_even_if_the_decode_node_reports
     instructions = flow.handle(LegFailed("inc-d", AttemptFailed(FIRST, TransferError.code, "timeout")))
     assert aborted(instructions) == ["p"]
     assert instructions[-1] == Place(2, 2, frozenset({"inc-p"}))
+
+
+def test_lost_peer_is_blamed_on_the_peer_whoever_reports_it() -> None:
+    for reporter, blamed in ((P, "inc-d"), (D, "inc-p")):
+        lost = LegFailed(reporter.incarnation, AttemptFailed(FIRST, PeerLost.code, "gone"))
+        assert placed_flow().handle(lost)[-1] == Place(2, 2, frozenset({blamed}))
 
 
 def test_error_that_cannot_pass_by_itself_is_not_tried_again() -> None:

@@ -69,7 +69,6 @@ def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch
         table.release(node.incarnation, AttemptKey("r1", 1))
         known = table.usable("decode")[0]
         assert known.candidate().in_flight == 0
-        assert not known.in_flight
 
     play(scene)
 
@@ -108,7 +107,7 @@ def test_silence_is_not_judged_when_the_router_itself_was_held_up() -> None:
     async def scene(view: View, node: StubNode) -> None:
         node.pings_answered = False
         view.table.tick()
-        view.clock.advance(10)
+        view.clock.advance(2.5)
         view.table.tick()
         assert view.lost == []
         for _ in range(5):
@@ -116,5 +115,51 @@ def test_silence_is_not_judged_when_the_router_itself_was_held_up() -> None:
             view.table.tick()
         assert [incarnation for incarnation, _ in view.lost] == [node.incarnation]
         assert "silent" in view.lost[0][1]
+
+    play(scene)
+
+
+def test_router_that_was_held_up_past_its_lease_loses_all_attempts_and_links_anew() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        other = StubNode("decode", "d1", automatic=False)
+        try:
+            view.table.update([node.record, other.record])
+            await view.change()
+            view.lost.clear()
+            view.clock.advance(10)
+            view.table.tick()
+            assert {incarnation for incarnation, _ in view.lost} == {node.incarnation, other.incarnation}
+            assert "held up for 10.0 s" in view.lost[0][1]
+            assert view.table.usable("decode") == []
+            assert view.table.rejoining
+            async with asyncio.timeout(5):
+                while len(view.table.usable("decode")) != 2:
+                    await asyncio.sleep(0.001)
+            view.clock.advance(0.5)
+            view.table.tick()
+            assert len(view.lost) == 2
+        finally:
+            await other.close()
+
+    play(scene)
+
+
+def test_node_whose_engine_stands_still_is_lost_until_it_turns_again() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        view.changed.clear()
+        node.step_age_s = 31.0
+        for _ in range(2):
+            view.clock.advance(0.5)
+            view.table.tick()
+        await view.change()
+        assert view.table.usable("decode") == []
+        await asyncio.sleep(0.05)  # the second pong says it again
+        assert [incarnation for incarnation, _ in view.lost] == [node.incarnation]
+        assert "not come round for 31 s" in view.lost[0][1]
+        view.changed.clear()
+        node.step_age_s = 0.0
+        view.table.tick()
+        await view.change()
+        assert len(view.table.usable("decode")) == 1
 
     play(scene)

@@ -61,7 +61,7 @@ def test_idle_nodes_share_requests_evenly(policy: str) -> None:
         (1000, [node("p")], 990, set[str](), "local"),
         (1000, [], 0, set[str](), "local"),
         (1000, [node("p", kv_kind="other")], 0, set[str](), "local"),  # type: ignore[arg-type]
-        (1000, [node("p")], 0, {"inc-p"}, "local"),
+        (1000, [node("p")], 0, {"inc-p"}, "relayed"),
         (1000, [node("p"), node("q")], 0, {"inc-p"}, "relayed"),
     ],
 )
@@ -73,7 +73,12 @@ def test_relay_only_where_it_pays_and_can_work(
     assert decision.reason
     assert json.loads(decision.to_json())["mode"] == mode
     if avoid and decision.prefill is not None:
-        assert decision.prefill.picked.node_id == "q"
+        assert decision.prefill.picked.node_id == prefill[-1].node_id
+
+
+def test_last_attempt_rather_does_without_a_relay_than_with_the_node_that_failed() -> None:
+    assert decide([node("p")], [node("d")], avoid=frozenset({"inc-p"}), last=True).mode == "local"
+    assert decide([node("p"), node("q")], [node("d")], avoid=frozenset({"inc-p"}), last=True).mode == "relayed"
 
 
 def test_decode_node_that_failed_is_used_again_only_if_it_is_the_last_one() -> None:

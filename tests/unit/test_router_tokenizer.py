@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_node import make_model_folder
+from stub_node import StubNode, make_model_folder
 
-from common.errors import BadRequest, ConfigError
+import router.model
+from common.errors import BadRequest, ConfigError, Unavailable
+from router.model import ModelCatalog
 from router.tokenizer import Tokenizer
 
 TEMPLATES = {
@@ -120,3 +123,38 @@ def test_missing_or_broken_files_are_one_clear_sentence(folder: Path, tmp_path: 
     set_config(folder, chat_template=None)
     with pytest.raises(BadRequest, match="no chat template"):
         Tokenizer(folder).render_chat(CHAT)
+    set_config(folder, chat_template=["{{ messages }}", 7])
+    with pytest.raises(ConfigError, match="must list names"):
+        Tokenizer(folder)
+    set_config(folder, chat_template=None)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    try:
+        with pytest.raises(ConfigError, match=r"cannot read the chat template .*chat_template\.jinja"):
+            Tokenizer(folder)
+    finally:
+        (folder / "chat_template.jinja").unlink()
+
+
+def test_model_that_fails_to_load_in_any_way_is_told_to_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("odd")
+
+    async def main() -> None:
+        node = StubNode("decode", "d0", "/models/odd", automatic=False)
+        catalog = ModelCatalog(model=None, served_model_name=None, chat_template=None)
+        try:
+            catalog.accept([node.record])
+            async with asyncio.timeout(5):
+                while "/models/odd cannot be loaded: RuntimeError" not in problem(catalog):
+                    await asyncio.sleep(0.001)
+        finally:
+            catalog.close()
+            await node.close()
+
+    def problem(catalog: ModelCatalog) -> str:
+        with pytest.raises(Unavailable) as told:
+            catalog.get(None)
+        return told.value.message
+
+    monkeypatch.setattr(router.model, "load", fail)
+    asyncio.run(main())

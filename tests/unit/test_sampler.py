@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.engine.sampler import sample, uniform
 from common.engine.step import SampleSpec
+from common.errors import EngineError
 from common.protocol import SamplingParams
 
 VOCAB = 2000
@@ -165,9 +166,15 @@ def test_logits_are_not_changed_and_more_logprobs_than_tokens_give_all() -> None
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 2}, {"temperature": 0.0}], ids=str)
-def test_hopeless_logits_still_give_a_token_of_the_vocabulary(value: float, params: dict[str, Any]) -> None:
+def test_logits_without_a_finite_maximum_are_an_error_and_no_token(value: float, params: dict[str, Any]) -> None:
     logits = torch.full((2, 10), value)
-    logits[1] = torch.arange(10.0)
-    out = sample(logits, [spec(**params), spec(**params)])
-    assert 0 <= out[0].token_id < 10
-    assert out[1] == sample(logits[1:], [spec(**params)])[0]
+    logits[0] = torch.arange(10.0)
+    with pytest.raises(EngineError, match="highest logit"):
+        sample(logits, [spec(**params), spec(**params)])
+
+
+def test_single_nan_among_good_logits_is_an_error() -> None:
+    logits = torch.arange(10.0)[None].clone()
+    logits[0, 3] = math.nan
+    with pytest.raises(EngineError, match="nan"):
+        sample(logits, [spec(logprobs=2)])
