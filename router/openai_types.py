@@ -292,16 +292,16 @@ class CompletionRequest(CompletionRequestBase):
     @classmethod
     def _as_list(cls, value: Any) -> Any:
         prompts = [value] if isinstance(value, str) else _items(value)
-        if prompts and all(type(item) is int for item in prompts):
+        if prompts and _are_token_ids(prompts):
             prompts = [prompts]
+        if len(prompts or ()) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed in one request")
         if prompts is None or not (
             all(isinstance(item, str) for item in prompts) or all(_are_token_ids(item) for item in prompts)
         ):
             raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
         if not prompts or not all(prompts):
             raise ValueError("must not be empty")
-        if len(prompts) > MAX_PROMPTS:
-            raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed in one request")
         return prompts
 
     @property
@@ -311,7 +311,7 @@ class CompletionRequest(CompletionRequestBase):
 
 def _are_token_ids(value: Any) -> bool:
     tokens = _items(value)
-    return tokens is not None and all(type(token) is int for token in tokens)
+    return tokens is not None and set(map(type, tokens)) <= {int}
 
 
 RequestT = TypeVar("RequestT", bound=CompletionRequestBase)
