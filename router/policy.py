@@ -159,6 +159,8 @@ def place(
         return Decision(policy, "local", f"{uncached} uncached tokens are cheaper without a relay", target)
     if not prefill:
         return Decision(policy, "local", "no prefill node is available", target)
+    if target.picked.incarnation in query.avoid:
+        return Decision(policy, "local", f"a relay to {target.picked.node_id} failed, there is no other", target)
     fitting = [node for node in prefill if node.kv_kind == target.picked.kv_kind]
     if not fitting:
         return Decision(policy, "local", f"no prefill node has the KV of {target.picked.node_id}", target)

@@ -92,3 +92,17 @@ def test_no_decode_node_is_unavailable_and_an_unknown_policy_names_the_known() -
         decide([node("p")], [])
     with pytest.raises(ConfigError, match="least_load"):
         check_policy("fastest")
+
+
+def test_the_only_decode_node_computes_the_prompt_itself_after_a_relay_to_it_failed() -> None:
+    """A prefill node that cannot reach it would lose the next attempt in the same way."""
+    decode = [node("d0")]
+    decision = place(
+        Query(1000, frozenset({decode[0].incarnation})),
+        [node("p0")],
+        decode,
+        policy="least_load",
+        local_prefill_tokens=32,
+        chooser=Chooser(),
+    )
+    assert (decision.mode, decision.decode.picked.node_id) == ("local", "d0")
