@@ -17,7 +17,6 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Favor = Literal["itl", "balanced", "ttft"]
-KvTransport = Literal["auto", "zmq", "shm", "collective"]
 
 
 @dataclass(frozen=True)
@@ -111,14 +110,6 @@ def _kv_memory_gb() -> Any:
     return _option(
         1.0, "Memory for each node's KV cache, in GB, unless --kv-blocks says how many.", "Capacity", low=1e-6
     )
-
-
-def _kv_transport() -> Any:
-    text = (
-        "How KV travels: auto takes shared memory within one host, NCCL between CUDA devices, else ZMQ; "
-        "collective is torch.distributed (gloo or NCCL)."
-    )
-    return _option("auto", text, "Network")
 
 
 def _api_key() -> Any:
@@ -226,10 +217,7 @@ class NodeConfig(ServiceConfig):
     kv_blocks: int | None = _kv_blocks()
     kv_memory_gb: float = _kv_memory_gb()
     lease_s: float = _lease_s()
-    kv_transport: KvTransport = _kv_transport()
-    transfer_timeout_s: float = _option(
-        60.0, "Seconds without progress after which a KV transfer is given up.", "Network", low=0.001
-    )
+    transfer_timeout_s: float = _option(60.0, "Seconds after which a KV transfer is given up.", "Network", low=0.001)
     tensor_parallel_size: int = _option(
         1, "Ranks that share every layer of this node's model.", "Ranks", "--tp", low=1, high=64, own=True
     )
@@ -239,9 +227,7 @@ class NodeConfig(ServiceConfig):
     master_port: int = _option(
         0, "Port there; 0 takes a free one, which works on one host only.", "Ranks", low=0, high=65535, own=True
     )
-    rank_timeout_s: float = _option(
-        120.0, "Seconds that ranks wait for each other; more than the longest step.", "Ranks", low=0.1
-    )
+    rank_timeout_s: float = _option(30.0, "Seconds that ranks wait for each other inside a step.", "Ranks", low=0.1)
     start_timeout_s: float = _option(
         600.0, "Seconds that a node's ranks together may take to start.", "Ranks", low=1, own=True
     )
@@ -316,7 +302,6 @@ class UpConfig(ServiceConfig):
     redis_url: str | None = _option(
         None, "A Redis that runs already; by default one is started.", "Network", secret=True
     )
-    kv_transport: KvTransport = _kv_transport()
     max_num_seqs: int = _max_num_seqs()
     kv_blocks: int | None = _kv_blocks()
     kv_memory_gb: float = _kv_memory_gb()
