@@ -227,7 +227,9 @@ class NodeConfig(ServiceConfig):
     master_port: int = _option(
         0, "Port there; 0 takes a free one, which works on one host only.", "Ranks", low=0, high=65535, own=True
     )
-    rank_timeout_s: float = _option(30.0, "Seconds that ranks wait for each other inside a step.", "Ranks", low=0.1)
+    rank_timeout_s: float = _option(
+        120.0, "Seconds that ranks wait for each other; more than the longest step.", "Ranks", low=0.1
+    )
     start_timeout_s: float = _option(
         600.0, "Seconds that a node's ranks together may take to start.", "Ranks", low=1, own=True
     )
