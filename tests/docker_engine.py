@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +56,10 @@ def compose_command() -> tuple[str, ...]:
 
 
 def build_image(folder: Path) -> Path:
-    """Build `IMAGE` from a copy of the sources in `folder`. Returns that folder's compose directory."""
+    """Build `IMAGE` from a copy of the sources in `folder`. Returns that folder's compose directory.
+
+    The image stays in the engine, so that the next build finds its layers; the one that it replaces goes.
+    """
     for name in _CONTEXT + _PACKAGES:
         source = ROOT / name
         if source.is_dir():
@@ -70,8 +74,16 @@ def build_image(folder: Path) -> Path:
         env["PIP_EXTRA_INDEX_URL"] = ""
     (folder / "host-network.yaml").write_text(_HOST_NETWORK)
     files = ["-f", str(folder / "compose/compose.yaml"), "-f", str(folder / "host-network.yaml")]
+    before = _image_ids()
     run(*compose_command(), *files, "build", "router", env=env, timeout_s=900)
+    for replaced in before - _image_ids():
+        subprocess.run(["docker", "rmi", replaced], capture_output=True, check=False)
     return folder / "compose"
+
+
+def _image_ids() -> set[str]:
+    """What `IMAGE` names now: one id or none."""
+    return set(run("docker", "images", "-q", "--no-trunc", IMAGE).split())
 
 
 @dataclass
@@ -89,6 +101,7 @@ class Project:
         env_file = self.file.parent / f"{self.name}.env"
         env_file.write_text("".join(f"{name}={value}\n" for name, value in self.settings.items()))
         self._env = inherited
+        self._made_s = int(time.time())
         self._command = [*compose_command(), "--env-file", str(env_file), "-p", self.name, "-f", str(self.file)]
 
     def compose(self, *args: str, timeout_s: float = 300.0) -> str:
@@ -101,6 +114,18 @@ class Project:
     def inspect(self, service: str, what: str) -> str:
         """A Go template over `docker inspect`'s answer."""
         return run("docker", "inspect", "-f", what, self.container(service)).strip()
+
+    def restarts(self, service: str) -> int:
+        """How often the engine has started the service's container again."""
+        return int(self.inspect(service, "{{.RestartCount}}"))
+
+    def history(self) -> list[str]:
+        """What happened so far, the oldest first: `start SERVICE` and `health_status: healthy SERVICE`."""
+        mine = f"label=com.docker.compose.project={self.name}"
+        kinds = ("--filter", "event=start", "--filter", "event=health_status", "--filter", mine)
+        line = '{{.Status}} {{index .Actor.Attributes "com.docker.compose.service"}}'
+        span = ("--since", str(self._made_s), "--until", str(int(time.time()) + 1))
+        return run("docker", "events", *span, *kinds, "--format", line).splitlines()
 
     def wait_healthy(self, *services: str, timeout_s: float = 90.0) -> None:
         def healthy() -> bool:

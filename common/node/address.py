@@ -43,6 +43,18 @@ def advertised(endpoint: str, config: NodeConfig) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def rank_host(config: NodeConfig) -> str:
+    """The address of this host by which the ranks of one node talk to each other; never every interface.
+
+    Loopback where all are on this host, unless `--host` names an interface.
+
+    Raises: ConfigError as `source_address`.
+    """
+    if config.host not in _EVERY_INTERFACE:
+        return config.host
+    return _LOOPBACK if config.nnodes == 1 else source_address(config.redis_url)
+
+
 def source_address(redis_url: str) -> str:
     """The address from which this machine would talk to Redis; loopback for a Redis behind a Unix socket.
 

@@ -17,6 +17,7 @@ from common.config import NodeConfig
 from common.engine.executor import Executor, LocalExecutor, OnBlocksFinal, StepDone
 from common.engine.step import StepOutput
 from common.errors import ConfigError, RankLost
+from common.node.address import rank_host
 from common.node.rank_messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
 from common.node.ranks import RankedExecutor, RankLinks
 from common.node.startup import WARM_UP, Blueprint, LoadedRank, load_rank, peak_memory_bytes
@@ -67,7 +68,7 @@ class Leader:
         self.links: RankLinks | None = None
         if blueprint.world_size > 1:
             ranks = ranks_of_host(config, blueprint.world_size)
-            host = config.master_addr if config.nnodes > 1 else config.host
+            host = config.master_addr if config.nnodes > 1 else rank_host(config)
             self.links = RankLinks(codec, blueprint.world_size, host, config.master_port)
             self.links.spawn(role, ranks[1:], config, self.links.address)
         self.loaded: LoadedRank
@@ -99,13 +100,13 @@ class Leader:
         else:
             links.collect(RankHello, config.start_timeout_s, "their processes are starting")
             same_host = config.nnodes == 1
-            setup = RankSetup(config.master_addr if config.nnodes > 1 else config.host, free_port(), same_host)
+            setup = RankSetup(config.master_addr if config.nnodes > 1 else rank_host(config), free_port(), same_host)
             links.broadcast(setup)
             mesh = connect_mesh(
                 self._blueprint.place(0),
                 master_address=setup.mesh_host,
                 master_port=setup.mesh_port,
-                interface=config.host,
+                interface=rank_host(config),
                 timeout_s=config.rank_timeout_s,
                 same_host=same_host,
             )
@@ -191,7 +192,7 @@ async def follow(config: NodeConfig, role: Role, blueprint: Blueprint, codec: Co
     Raises: RankLost naming the rank that ended.
     """
     ranks = ranks_of_host(config, blueprint.world_size)
-    links = RankLinks(codec, 1, config.host, 0)
+    links = RankLinks(codec, 1, rank_host(config), 0)
     links.spawn(role, ranks, config, f"tcp://{config.master_addr}:{config.master_port}")
     try:
         while True:

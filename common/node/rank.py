@@ -21,7 +21,7 @@ from common.config import NodeConfig
 from common.engine.executor import LocalExecutor, OnBlocksFinal
 from common.engine.step import StepInput
 from common.errors import EngineError, KvRelayError, PeerLost
-from common.node.address import advertised
+from common.node.address import advertised, rank_host
 from common.node.rank_messages import (
     LeaderBeat,
     RankBeat,
@@ -75,7 +75,7 @@ class RankProcess:
         self._context = zmq.Context()
         self._orders = self._context.socket(zmq.PULL)
         self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._orders.bind(f"tcp://{config.host}:*")
+        self._orders.bind(f"tcp://{rank_host(config)}:*")
         self._reports = self._connect()
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -108,7 +108,9 @@ class RankProcess:
             self._context.destroy(linger=1000)
 
     def _run(self, small_batches: bool, make_end: MakeEnd) -> None:
-        address = advertised(self._orders.getsockopt_string(zmq.LAST_ENDPOINT), self._config)
+        address = self._orders.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._config.nnodes > 1:
+            address = advertised(address, self._config)
         self.report(RankHello(self._rank, os.getpid(), address, platform.node()))
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         setup = self._wait_for(RankSetup)
@@ -118,7 +120,7 @@ class RankProcess:
             blueprint.place(self._rank),
             master_address=setup.mesh_host,
             master_port=setup.mesh_port,
-            interface=self._config.host,
+            interface=rank_host(self._config),
             timeout_s=self._config.rank_timeout_s,
             same_host=setup.same_host,
         )

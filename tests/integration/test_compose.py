@@ -47,49 +47,48 @@ def health(port: int) -> dict[str, object]:
         return {}
 
 
-@pytest.fixture
-def one_host(compose_folder: Path) -> Iterator[tuple[Project, int]]:
-    """Everything on one host, as it comes but for the port."""
+@contextlib.contextmanager
+def one_host(compose_folder: Path, **settings: str) -> Iterator[tuple[Project, int]]:
+    """Everything on one host, as it comes but for the port and `settings`."""
     port = free_port()
     name = f"kvtest{secrets.token_hex(3)}"
-    with project(name, compose_folder / "compose.yaml", {**DEMO, "HTTP_PORT": str(port)}) as running:
+    with project(name, compose_folder / "compose.yaml", {**DEMO, **settings, "HTTP_PORT": str(port)}) as running:
         running.wait_healthy("redis", "prefill", "decode", "router")
         yield running, port
 
 
-def test_one_host_chats_and_a_dead_container_comes_back(one_host: tuple[Project, int]) -> None:
-    running, port = one_host
-    first = chat(port)
-    assert first.status_code == 200, first.text
-    assert first.headers["x-kvrelay-prefill"] == "relayed"
-    text = first.json()["choices"][0]["message"]["content"]
+def check_chat(port: int) -> str:
+    """Ask through a relay; returns the answer's text."""
+    answer = chat(port)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kvrelay-prefill"] == "relayed"
+    text = answer.json()["choices"][0]["message"]["content"]
     assert text
-    for service in ("prefill", "decode", "router"):
-        assert run("docker", "exec", running.container(service), "id", "-u").strip() == "10001"
-
-    for service in ("decode", "prefill", "router"):
-        running.crash(service)
-        wait_until(
-            lambda service=service: int(running.inspect(service, "{{.RestartCount}}")) >= 1,
-            30,
-            f"{service} is restarted",
-        )
-    running.wait_healthy("prefill", "decode", "router")
-    wait_until(lambda: (health(port).get("prefill"), health(port).get("decode")) == (1, 1), 30, "both nodes are usable")
-    again = chat(port)
-    assert again.headers["x-kvrelay-prefill"] == "relayed"
-    assert again.json()["choices"][0]["message"]["content"] == text
+    return text
 
 
-def test_services_stop_in_order_and_within_their_grace(one_host: tuple[Project, int]) -> None:
-    running, _ = one_host
-    running.compose("stop")
-    for service in ("router", "prefill", "decode"):
-        container = run(
-            "docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={running.name}",
-            "--filter", f"label=com.docker.compose.service={service}",
-        ).strip()  # fmt: skip
-        assert run("docker", "inspect", "-f", "{{.State.ExitCode}}", container).strip() == "0"
+def test_one_host_chats_and_dead_services_come_back(compose_folder: Path) -> None:
+    with one_host(compose_folder) as (running, port):
+        history = running.history()
+        for first, then in (("redis", "prefill"), ("redis", "decode"), ("prefill", "router"), ("decode", "router")):
+            assert history.index(f"health_status: healthy {first}") < history.index(f"start {then}")
+        text = check_chat(port)
+        for service in ("decode", "prefill", "router"):
+            assert run("docker", "exec", running.container(service), "id", "-u").strip() == "10001"
+            running.crash(service)
+            wait_until(lambda service=service: running.restarts(service) >= 1, 30, f"{service} is restarted")
+        running.wait_healthy("prefill", "decode", "router")
+        wait_until(lambda: (health(port).get("prefill"), health(port).get("decode")) == (1, 1), 30, "both are usable")
+        assert check_chat(port) == text
+
+
+def test_nodes_of_several_ranks_chat_and_stop_in_order(compose_folder: Path) -> None:
+    with one_host(compose_folder, PREFILL_TP="2", DECODE_PP="2") as (running, port):
+        check_chat(port)
+        containers = {service: running.container(service) for service in ("router", "prefill", "decode")}
+        running.compose("stop")
+        codes = {name: run("docker", "inspect", "-f", "{{.State.ExitCode}}", id_) for name, id_ in containers.items()}
+        assert {name: code.strip() for name, code in codes.items()} == dict.fromkeys(containers, "0")
 
 
 @pytest.fixture

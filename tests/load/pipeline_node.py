@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from common.clock import monotonic
 from common.config import DecodeConfig
-from common.engine.executor import Executor
+from common.engine.executor import Executor, StepDone
 from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
 from common.node.leader import Leader, share_cores
@@ -39,19 +39,29 @@ _TIMEOUT_S = 900.0
 
 
 class _Recorder:
-    """An executor that keeps every step it is given."""
+    """An executor that keeps every step it is given, and what the first and the last stage took for it."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+        self._executor: Executor = leader.executor()
         self.steps: list[StepInput] = []
+        self.first_s: dict[int, float] = {}
+        self.last_s: dict[int, float] = {}
 
     def submit(self, step: StepInput) -> StepOutput | None:
         self.steps.append(step)
-        return self._executor.submit(step)
+        before_s = self._leader.busy()[0].busy_s
+        output = self._executor.submit(step)
+        self.first_s[step.step_id] = self._leader.busy()[0].busy_s - before_s
+        return output
+
+    def done(self, output: StepOutput) -> None:
+        """On the thread that hears the ranks."""
+        self.last_s[output.step_id] = output.forward_s
 
 
 class PipelineNode:
-    """One node; `measure` may be called again and again."""
+    """One node of two stages; `measure` may be called again and again."""
 
     def __init__(self, folder: str, pp_layers: str) -> None:
         config = DecodeConfig(
@@ -67,15 +77,16 @@ class PipelineNode:
         self._vocab_size = blueprint.model.vocab_size
         self._crash: BaseException | None = None
         self._changed = threading.Condition()
+        self._requests = 0
         self._waiting: set[AttemptKey] = set()
         self._running: set[AttemptKey] = set()
-        self._moments: list[tuple[int, int, list[tuple[float, float]]]] = []
-        """After each round: requests without a token, requests that run, (up, busy) of every rank."""
+        self._moments: list[tuple[int, list[tuple[float, float]]]] = []
+        """After each round in which all requests generate: steps so far, (up, busy) of every rank."""
         self._leader = Leader(config, "decode", blueprint, CODEC)
         try:
             asyncio.run(self._leader.start(small_batches=True))
             asyncio.run(self._leader.begin("0" * 16, "none"))
-            self._recorder = _Recorder(self._leader.executor())
+            self._recorder = _Recorder(self._leader)
             self._outbox = Outbox(self._on_round)
             node = DecodeNode(
                 PeerRef("bench", "0" * 16, "none", ["none"]),
@@ -91,19 +102,20 @@ class PipelineNode:
                 early_s=3.0,
             )
             self._engine = EngineLoop(node, self._outbox.flush, self._on_crash)
-            self._leader.watch(self._engine.post, lambda report: None, self._on_crash)
+            self._leader.watch(self._on_step, lambda report: None, self._on_crash)
             self._engine.start()
         except BaseException:
             self._leader.close()
             raise
 
-    def measure(self, requests: int, prompt: int, new_tokens: int, record: str) -> dict[str, Any]:
+    def measure(self, requests: int, prompt: int, new_tokens: int, keep: int, record: str) -> dict[str, Any]:
         """Run that many requests at once. Returns per stage the seconds up and busy, of the whole run and of the part
-        in which every request generates; the steps go to the file `record`."""
+        in which every request generates. `keep` steps from the middle of that part go to the file `record`."""
         rng = random.Random(requests)
         sampling = SamplingParams(seed=1, max_tokens=new_tokens, temperature=0.0)
         keys = [AttemptKey(f"bench-{i}", 1) for i in range(requests)]
         before = self._settled()
+        self._requests = requests
         self._waiting, self._running, self._moments = set(keys), set(keys), []
         self._recorder.steps = []
         started = time.perf_counter()
@@ -114,15 +126,26 @@ class PipelineNode:
         self._wait(lambda: not self._running)
         wall_s = time.perf_counter() - started
         whole = _between(before, self._settled())
-        Path(record).write_text("".join(json.dumps(asdict(step)) + "\n" for step in self._recorder.steps), "utf-8")
-        steady = [busy for waiting, running, busy in self._moments if not waiting and running == requests]
+        middle = self._moments[len(self._moments) // 2][0] if self._moments else len(self._recorder.steps) // 2
+        kept = self._recorder.steps[max(0, middle - keep // 2) : middle + keep // 2]
+        Path(record).write_text("".join(json.dumps(asdict(step)) + "\n" for step in kept), "utf-8")
         return {
             "wall_s": wall_s,
             "whole": whole,
-            "steady": [_steady([busy[rank] for busy in steady]) for rank in range(len(before))],
+            "steady": [_steady([busy[rank] for _, busy in self._moments]) for rank in range(len(before))],
+            "kept_s": [
+                sum(took[step.step_id] for step in kept) for took in (self._recorder.first_s, self._recorder.last_s)
+            ],
             "steps": len(self._recorder.steps),
+            "kept": len(kept),
             "tokens": requests * new_tokens,
         }
+
+    def _on_step(self, event: Any) -> None:
+        """On the thread that hears the ranks."""
+        if isinstance(event, StepDone):
+            self._recorder.done(event.output)
+        self._engine.post(event)
 
     def _on_round(self, messages: list[Outgoing]) -> None:
         """On the engine's thread."""
@@ -134,7 +157,8 @@ class PipelineNode:
                     self._waiting.discard(chunk.key)
                     if chunk.finish_reason is not None:
                         self._running.discard(chunk.key)
-            self._moments.append((len(self._waiting), len(self._running), self._busy()))
+            if not self._waiting and len(self._running) == self._requests:
+                self._moments.append((len(self._recorder.steps), self._busy()))
             self._changed.notify_all()
 
     def _on_crash(self, error: BaseException) -> None:

@@ -10,7 +10,7 @@ import pytest
 from common.config import DecodeConfig
 from common.config_sources import resolve
 from common.errors import ConfigError
-from common.node.address import advertised, source_address
+from common.node.address import advertised, rank_host, source_address
 from common.node.shell import NodeShell
 from common.protocol import NodeLoad, Ping, Pong
 from common.redis_server import RedisServer
@@ -53,6 +53,20 @@ def test_what_the_operator_says_wins(host: str, expected: str) -> None:
 def test_what_is_no_host_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="advertise_host"):
         advertised("tcp://127.0.0.1:7001", config(advertise_host=host))
+
+
+@pytest.mark.parametrize(
+    ("host", "nnodes", "expected"),
+    [
+        ("0.0.0.0", 1, "127.0.0.1"),
+        ("192.0.2.7", 1, "192.0.2.7"),
+        ("0.0.0.0", 2, "127.0.0.1"),
+        ("192.0.2.7", 2, "192.0.2.7"),
+    ],
+)
+def test_ranks_never_meet_on_every_interface(host: str, nnodes: int, expected: str) -> None:
+    """For two hosts: the address that routes to Redis, which here is on loopback."""
+    assert rank_host(config(host=host, nnodes=nnodes, advertise_host="192.0.2.99")) == expected
 
 
 def test_a_redis_without_a_route_is_a_configuration_error_without_its_password() -> None:
