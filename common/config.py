@@ -298,7 +298,13 @@ class UpConfig(ServiceConfig):
     pid_file: str | None = _option(
         None, "Write what runs (name, role, pid, address) to this file as JSON, and keep it true.", "Cluster", own=True
     )
-    start_timeout_s: float = _option(120.0, "Seconds that everything may take to be ready.", "Cluster", low=1, own=True)
+    start_timeout_s: float = _option(
+        120.0,
+        "Seconds that everything may take to be ready, and later a restarted process.",
+        "Cluster",
+        low=1,
+        own=True,
+    )
     host: str = _host()
     port: int = _option(8000, "Port of the HTTP API; 0 takes any free one.", "Network", low=0, high=65535, own=True)
     redis_url: str | None = _option(

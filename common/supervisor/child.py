@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 
@@ -32,6 +33,8 @@ class Child:
         self.policy = RestartPolicy()
         self.ready = False
         """The present process is usable."""
+        self.started_s = 0.0
+        """When the present process was started, by `time.monotonic`."""
         self.address = ""
         self.incarnation = ""
         """Of the process that last registered, the present one or one before; nodes only."""
@@ -48,6 +51,7 @@ class Child:
 
     async def start(self) -> None:
         self.ready = False
+        self.started_s = time.monotonic()
         self.last_line = ""
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", SUPERVISOR_VARIABLE: str(os.getpid()), **self.spec.environ}
         self._process = await asyncio.create_subprocess_exec(

@@ -217,7 +217,12 @@ class Cluster:
         while True:
             for child in self._children:
                 pid = child.pid
-                if pid is None or child.ready or not await self._is_usable(child) or child.pid != pid:
+                if pid is None or child.ready:
+                    continue
+                if not await self._is_usable(child):
+                    self._end_if_overdue(child)
+                    continue
+                if child.pid != pid:
                     continue
                 child.ready = True
                 child.policy.ready(time.monotonic())
@@ -225,6 +230,13 @@ class Cluster:
                     self._console.say(f"{child.spec.name} is ready again (pid {pid})")
                 self._write_pids()
             await asyncio.sleep(_PROBE_S)
+
+    def _end_if_overdue(self, child: Child) -> None:
+        """A restarted child has as long as the whole start had; the first start has its own deadline."""
+        allowed_s = self._config.start_timeout_s
+        if self._published and child.pid is not None and time.monotonic() > child.started_s + allowed_s:
+            self._console.say(f"{child.spec.name} is not ready after {allowed_s:g} s (pid {child.pid}): killing it")
+            child.signal(signal.SIGKILL)
 
     async def _is_usable(self, child: Child) -> bool:
         if child.spec.role == "redis":

@@ -1,6 +1,7 @@
 """Stands in for a node under `kvrelay up`: registers, and misbehaves as the environment says.
 
-STUB_<ROLE>: `refuse` ends with a ConfigError, `hang` never registers, `stubborn` ignores SIGTERM.
+STUB_<ROLE>: `refuse` ends with a ConfigError, `hang` never registers, `stubborn` ignores SIGTERM; `hang-if:PATH` hangs
+while that file is there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ async def _serve(config: NodeConfig, role: Any) -> None:
     manner = os.environ.get(f"STUB_{role.upper()}", "")
     if manner == "refuse":
         raise ConfigError("the model folder /nowhere does not exist")
-    if manner == "hang":
+    if manner == "hang" or (manner.startswith("hang-if:") and os.path.exists(manner.removeprefix("hang-if:"))):
         await asyncio.Event().wait()
     if manner == "stubborn":
         loop = asyncio.get_running_loop()
