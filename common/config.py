@@ -17,6 +17,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Favor = Literal["itl", "balanced", "ttft"]
+KvTransport = Literal["auto", "zmq", "shm", "collective"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,14 @@ def _kv_memory_gb() -> Any:
     return _option(
         1.0, "Memory for each node's KV cache, in GB, unless --kv-blocks says how many.", "Capacity", low=1e-6
     )
+
+
+def _kv_transport() -> Any:
+    text = (
+        "How KV travels: auto takes shared memory within one host, NCCL between CUDA devices, else ZMQ; "
+        "collective is torch.distributed (gloo or NCCL)."
+    )
+    return _option("auto", text, "Network")
 
 
 def _api_key() -> Any:
@@ -217,7 +226,10 @@ class NodeConfig(ServiceConfig):
     kv_blocks: int | None = _kv_blocks()
     kv_memory_gb: float = _kv_memory_gb()
     lease_s: float = _lease_s()
-    transfer_timeout_s: float = _option(60.0, "Seconds after which a KV transfer is given up.", "Network", low=0.001)
+    kv_transport: KvTransport = _kv_transport()
+    transfer_timeout_s: float = _option(
+        60.0, "Seconds without progress after which a KV transfer is given up.", "Network", low=0.001
+    )
     tensor_parallel_size: int = _option(
         1, "Ranks that share every layer of this node's model.", "Ranks", "--tp", low=1, high=64, own=True
     )
@@ -310,6 +322,7 @@ class UpConfig(ServiceConfig):
     redis_url: str | None = _option(
         None, "A Redis that runs already; by default one is started.", "Network", secret=True
     )
+    kv_transport: KvTransport = _kv_transport()
     max_num_seqs: int = _max_num_seqs()
     kv_blocks: int | None = _kv_blocks()
     kv_memory_gb: float = _kv_memory_gb()

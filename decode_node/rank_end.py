@@ -10,7 +10,7 @@ from common.node.rank import TransferEnd
 from common.node.startup import LoadedRank
 from kvtransfer.base import ReceiverEvent
 from kvtransfer.ranked import Open, Opened, TransferOrder, obey, to_report
-from kvtransfer.zmq import ZmqReceiver
+from kvtransfer.transports import make_receiver
 
 
 class ReceivingRank(TransferEnd):
@@ -20,13 +20,13 @@ class ReceivingRank(TransferEnd):
         self._rank = rank
         self._report = report
         self._lock = threading.Lock()
-        self._receiver = ZmqReceiver(
+        self._receiver = make_receiver(
+            loaded.config,
             loaded.storage,
             loaded.blueprint.layout,
             rank,
-            loaded.config.host,
-            0,
             self._on_event,
+            port=0,
             incarnation=incarnation,
         )
         self.data_address = advertised(self._receiver.address, loaded.config)

@@ -15,7 +15,7 @@ from common.node.shell import NodeShell
 from common.node.startup import Blueprint, fit_memory, make_record, make_scheduler, node_id_for, plan_node
 from decode_node.node import DecodeNode
 from kvtransfer.ranked import ORDER_TYPES, RankedReceiver, TransferReport
-from kvtransfer.zmq import ZmqReceiver
+from kvtransfer.transports import make_receiver
 
 if TYPE_CHECKING:
     from common.config import DecodeConfig
@@ -51,13 +51,13 @@ async def serve(config: DecodeConfig) -> None:
             blueprint.world_size,
             leader.broadcast,
             shell.post,
-            lambda on_event: ZmqReceiver(
+            lambda on_event: make_receiver(
+                config,
                 leader.loaded.storage,
                 blueprint.layout,
                 0,
-                config.host,
-                config.data_port,
                 on_event,
+                port=config.data_port,
                 incarnation=shell.me.incarnation,
             ),
         )

@@ -67,10 +67,15 @@ class DealerLink:
         if self._monitor in ready:
             raise PeerLost("the connection broke")
 
+    def quiet(self) -> None:
+        """Do not look at it any more; what is queued is still sent until `close`."""
+        if self._socket in self._poller:
+            self._poller.unregister(self._socket)
+            self._poller.unregister(self._monitor)
+
     def close(self) -> None:
         """Drop it, and what is queued on it."""
-        self._poller.unregister(self._socket)
-        self._poller.unregister(self._monitor)
+        self.quiet()
         self._close_sockets()
 
     def _close_sockets(self) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from common.node.rank import TransferEnd
 from common.node.startup import LoadedRank
 from kvtransfer.ranked import TransferOrder, obey, to_report
-from kvtransfer.zmq import ZmqSender
+from kvtransfer.transports import make_sender
 
 
 class SendingRank(TransferEnd):
     """Carries out the leader's orders on this rank's `KVSender`."""
 
     def __init__(self, loaded: LoadedRank, rank: int, incarnation: str, report: Callable[[object], None]) -> None:
-        self._sender = ZmqSender(
-            loaded.storage, loaded.blueprint.layout, rank, lambda event: report(to_report(rank, event))
+        self._sender = make_sender(
+            loaded.config, loaded.storage, loaded.blueprint.layout, rank, lambda event: report(to_report(rank, event))
         )
         self.on_blocks_final = self._sender.blocks_final
 

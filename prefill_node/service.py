@@ -12,7 +12,7 @@ from common.node.rank_messages import rank_codec
 from common.node.shell import NodeShell
 from common.node.startup import fit_memory, make_record, make_scheduler, node_id_for, plan_node
 from kvtransfer.ranked import ORDER_TYPES, RankedSender, TransferReport
-from kvtransfer.zmq import ZmqSender
+from kvtransfer.transports import make_sender
 from prefill_node.node import PrefillNode
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ async def serve(config: PrefillConfig) -> None:
             blueprint.world_size,
             leader.broadcast,
             shell.post,
-            lambda on_event: ZmqSender(leader.loaded.storage, blueprint.layout, 0, on_event),
+            lambda on_event: make_sender(config, leader.loaded.storage, blueprint.layout, 0, on_event),
         )
         await leader.begin(shell.me.incarnation, "")
         leader.watch(shell.post, sender.on_report, shell.on_crash)

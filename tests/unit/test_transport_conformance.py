@@ -24,6 +24,7 @@ from kvtransfer.base import (
     ReceiveFailed,
     SourceReleased,
 )
+from kvtransfer.collective import CollectiveReceiver, CollectiveSender
 from kvtransfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from kvtransfer.shm import ShmReceiver, ShmSender
 from kvtransfer.zmq import ZmqReceiver, ZmqSender
@@ -62,7 +63,26 @@ class ShmTransport:
         return ShmReceiver(storage, kv, rank, on_event, clock=clock, incarnation="dst-1")
 
 
-TRANSPORTS = {"zmq": ZmqTransport, "loopback": LoopbackTransport, "shm": ShmTransport}
+class CollectiveTransport:
+    """Gloo; small messages, so that every transfer takes several."""
+
+    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> CollectiveSender:
+        return CollectiveSender(
+            storage, kv, rank, "127.0.0.1", on_event, clock=clock, staging_bytes=1024, window=4, min_message_bytes=1
+        )
+
+    def receiver(
+        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
+    ) -> CollectiveReceiver:
+        return CollectiveReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, clock, incarnation="dst-1")
+
+
+TRANSPORTS = {
+    "zmq": ZmqTransport,
+    "loopback": LoopbackTransport,
+    "shm": ShmTransport,
+    "collective": CollectiveTransport,
+}
 
 
 def _threads() -> set[str]:
@@ -415,6 +435,48 @@ def test_deadlines_pass_at_both_ends(make: Any) -> None:
     cluster.receivers[0].end.abort(transfer.key)
     cluster.receivers[0].recorder.wait(transfer.key, DestinationReleased)
     transfer.check_destination_untouched()
+
+
+def _wake(cluster: Cluster) -> None:
+    """Make the threads look at the mock clock, of which their sleep knows nothing."""
+    for rank in [*cluster.senders, *cluster.receivers]:
+        rank.end.abort(AttemptKey("nobody", 1))
+
+
+def test_slow_transfer_lives_for_as_long_as_it_makes_progress(make: Any) -> None:
+    """Four blocks, each just in time: together far beyond the timeout."""
+    clock = MockClock()
+    cluster = make(clock=clock)
+    transfer = cluster.transfer(timeout_s=5.0)
+    transfer.compute()
+    transfer.open_receivers()
+    transfer.open_senders()
+    transfer.grant()
+    for upto in range(1, transfer.total + 1):
+        clock.advance(4.0)
+        _wake(cluster)
+        transfer.final(num_blocks=upto)
+        wait_until(
+            lambda upto=upto: np.array_equal(
+                cluster.receivers[0].storage.words[:, :, transfer.dst_blocks[:upto]], transfer.truth[:, :, :upto]
+            ),
+            f"block {upto}",
+        )
+    transfer.check_received()
+
+
+def test_sender_waits_for_its_grant_without_a_deadline(make: Any) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock)
+    transfer = cluster.transfer(timeout_s=5.0)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.final()
+    clock.advance(100.0)
+    _wake(cluster)
+    transfer.open_receivers()
+    transfer.grant()
+    transfer.check_received()
 
 
 def test_sender_close_releases_the_source(make: Any) -> None:

@@ -1,0 +1,170 @@
+"""Two ranks' own process group, and the thread that uses it: payloads in order, one at a time.
+
+Building a group, sending and receiving block, and a peer that hangs would block them for long. They happen here,
+on one thread per pair, so that only this pair waits; the I/O threads of the ends never do. The thread touches
+connections' buffers, never KV blocks, and runs no operator that would start an OpenMP team.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from common.errors import ConfigError, KvRelayError, PeerLost
+from common.parallel.gloo import make_group
+from kvtransfer.choose import GLOO
+from kvtransfer.mailbox import Command
+
+log = logging.getLogger(__name__)
+
+SENDING, RECEIVING = 0, 1
+"""Ranks in the group."""
+_POLL_S = 50e-6
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """How one end of a pair builds its group. The receiving end holds the store."""
+
+    backend: str
+    """`GLOO` or `NCCL`."""
+    name: str
+    """Of this one connection; random, so that no two meet by accident."""
+    rank: int
+    interface: str
+    """Address of this end, which its sockets are bound to."""
+    store_host: str
+    timeout_s: float
+    """Of building the group and of each payload."""
+
+
+@dataclass(frozen=True)
+class _Move:
+    buffer: torch.Tensor
+    then: Command
+
+
+class PairThread:
+    """One end of one pair. All callbacks are called on its thread; after `stop` none is but `on_end`.
+
+    `meet` begins, once the other end is about to meet us too; then payloads move in the order of `move`.
+    """
+
+    def __init__(self, name: str, plan: GroupPlan, *, on_ready: Command, on_end: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._on_ready, self._on_end = on_ready, on_end
+        self._queue: queue.SimpleQueue[_Move | int | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._listener: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def listen(self) -> int:
+        """Take a port for the store; only at the end that holds it. Raises: OSError."""
+        self._listener = socket.create_server((self._plan.interface, 0), backlog=8)
+        return self._listener.getsockname()[1]
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def meet(self, port: int) -> None:
+        """The other end is there, and the store listens on `port`."""
+        self._queue.put(port)
+
+    def move(self, buffer: torch.Tensor, then: Command) -> None:
+        """Send or receive all of `buffer`, then call `then`."""
+        self._queue.put(_Move(buffer, then))
+
+    def stop(self) -> None:
+        """End after what is under way, which takes at most the plan's timeout when the other end hangs."""
+        self._stopped.set()
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread has ended by then."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        reason = "stopped"
+        try:
+            self._serve()
+        except KvRelayError as error:
+            reason = error.message
+        except RuntimeError as error:
+            # What torch.distributed raises for whatever goes wrong with a peer.
+            reason = str(error).partition("\n")[0]
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+            self._on_end(reason)
+
+    def _serve(self) -> None:
+        store: Store | None = None
+        if self._listener is not None:
+            store = self._store(self._listener.getsockname()[1], self._listener.detach())
+            self._listener = None
+        port = self._queue.get()
+        if not isinstance(port, int):
+            return
+        group = _make_group(self._plan, store or self._store(port, None))
+        if not self._stopped.is_set():
+            self._on_ready()
+        while isinstance(item := self._queue.get(), _Move) and not self._stopped.is_set():
+            self._transfer(group, item.buffer)
+            item.then()
+
+    def _store(self, port: int, listening_fd: int | None) -> Store:
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            self._plan.store_host,
+            port,
+            is_master=listening_fd is not None,
+            timeout=timedelta(seconds=self._plan.timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listening_fd,
+        )
+
+    def _transfer(self, group: Any, buffer: torch.Tensor) -> None:
+        if self._plan.rank == SENDING:
+            work = group.send([buffer], RECEIVING, 0)
+        else:
+            work = group.recv([buffer], SENDING, 0)
+        if self._plan.backend == GLOO:
+            work.wait(timedelta(seconds=self._plan.timeout_s))
+            return
+        # NCCL's `wait` only orders streams, and its own time limit would end the process.
+        deadline = time.monotonic() + self._plan.timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                group.abort()
+                raise PeerLost(f"a payload took longer than {self._plan.timeout_s} s")
+            time.sleep(_POLL_S)
+
+
+def _make_group(plan: GroupPlan, store: Store) -> Any:
+    """Raises: RankLost, ConfigError or RuntimeError if that fails."""
+    prefixed = PrefixStore(plan.name, store)
+    if plan.backend == GLOO:
+        return make_group(prefixed, plan.rank, [SENDING, RECEIVING], plan.interface, plan.timeout_s)
+    return _make_nccl(prefixed, plan.rank)
+
+
+def _make_nccl(store: Store, rank: int) -> Any:
+    """Never run on a GPU so far. NCCL itself connects at the first payload."""
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise ConfigError("this build of torch has no NCCL")
+    options = nccl.Options()
+    # Beyond every deadline of ours: NCCL's watchdog ends the whole process when it finds one exceeded.
+    options._timeout = timedelta(days=1)
+    return nccl(store, rank, 2, options)
