@@ -62,6 +62,8 @@ class Peer(ABC):
         self.waiting: dict[AttemptKey, None] = {}
         """Those that may have something ready, in the order in which it became so."""
         self.last_progress = now
+        self.proven = False
+        """An ack has come: both ends can really use this transport."""
         self._window = window
         self._sequence = 0
         self._in_flight: dict[int, Buffer] = {}
@@ -103,6 +105,7 @@ class Peer(ABC):
             if buffer is not None:
                 self._free(buffer)
                 self.last_progress = now
+                self.proven = True
                 yield ack
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ A sender knows what it can do itself (the same offers without endpoints), and pi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.errors import HandshakeRefused
@@ -17,6 +17,7 @@ from common.errors import HandshakeRefused
 ZMQ, SHM, GLOO, NCCL = "zmq", "shm", "gloo", "nccl"
 COLLECTIVE = (NCCL, GLOO)
 _MAX_ADDRESS = 4096
+_NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -67,28 +68,37 @@ def parse_offers(address: str) -> list[TransportOffer]:
     return offers
 
 
-def choose(src: Iterable[TransportOffer], dst: Iterable[TransportOffer], wanted: str = "auto") -> Choice:
+def choose(
+    src: Iterable[TransportOffer],
+    dst: Iterable[TransportOffer],
+    wanted: str = "auto",
+    failed: Mapping[str, str] = _NONE,
+) -> Choice:
     """What `src` and `dst` use: shared memory on one host, else NCCL, else ZMQ; `wanted` may narrow it down.
+
+    `failed`: transports that did not come about between these two ends, with the reason; passed over while there is
+    another.
 
     Raises: HandshakeRefused naming both ends' offers if they share nothing that is wanted.
     """
     ours, theirs = {o.transport: o for o in src}, {o.transport: o for o in dst}
     allowed = {"auto": (SHM, NCCL, ZMQ, GLOO), "collective": COLLECTIVE}.get(wanted, (wanted,))
+    common = [name for name in allowed if name in ours and name in theirs]
     reasons: list[str] = []
-    for name in allowed:
-        if name not in ours or name not in theirs:
-            continue
-        if name == SHM and ours[SHM].host_id != theirs[SHM].host_id:
-            reasons.append("not on one host")
-            continue
-        why = {SHM: "both ends are on one host", NCCL: "both ends hold their KV on CUDA devices"}.get(
-            name, "; ".join(reasons) or "both ends offer it and nothing faster"
+    if SHM in common and ours[SHM].host_id != theirs[SHM].host_id:
+        common.remove(SHM)
+        reasons.append("not on one host")
+    if not common:
+        raise HandshakeRefused(
+            f"no common KV transport: {wanted} is wanted, the sending rank has {_names(ours)}, the receiving rank "
+            f"{_names(theirs)}" + (f" ({'; '.join(reasons)})" if reasons else "")
         )
-        return Choice(theirs[name], why if wanted == "auto" else f"asked for {wanted}; {why}")
-    raise HandshakeRefused(
-        f"no common KV transport: {wanted} is wanted, the sending rank has {_names(ours)}, the receiving rank "
-        f"{_names(theirs)}" + (f" ({'; '.join(reasons)})" if reasons else "")
+    name = next((name for name in common if name not in failed), common[0])
+    reasons += [f"{other} failed: {failed[other]}" for other in common[: common.index(name)]]
+    why = {SHM: "both ends are on one host", NCCL: "both ends hold their KV on CUDA devices"}.get(
+        name, "; ".join(reasons) or "both ends offer it and nothing faster"
     )
+    return Choice(theirs[name], why if wanted == "auto" else f"asked for {wanted}; {why}")
 
 
 def _names(offers: Iterable[str]) -> str:

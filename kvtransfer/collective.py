@@ -4,7 +4,7 @@ Headers and acks travel over ZMQ, payloads over the group, in the same order. Th
 connects: it asks for one, the receiver opens a store for both to meet in, and either end tears it down. Every
 blocking call is made by the pair's own thread (`kvtransfer.pair`); all else by the I/O threads of both ends.
 
-    sender -> receiver    [GroupRequest]   [GroupMeet]   [header, size]   [] as a life sign
+    sender -> receiver    [GroupRequest]   [GroupMeet]   [header, size]   [] as a life sign   [GroupLeave]
     receiver -> sender    [GroupReply]   [ack]
 """
 
@@ -48,6 +48,7 @@ TIMEOUT_S = 10.0
 _LIFE_SIGN_S, _SILENT_S = 5.0, 30.0
 _MAX_PAIRS = 256
 _MAX_WAITING = 64
+_LINGER_MS = 500
 _GRACE_S = 1.0
 """A thread that waits for a peer that hangs is left behind after so long; it ends at its own deadline."""
 _SIZE = struct.Struct("<Q")
@@ -76,6 +77,13 @@ class GroupMeet:
 
 
 @dataclass(frozen=True)
+class GroupLeave:
+    """The sender is closing the connection. One that is killed cannot say so: it is missed after `_SILENT_S`."""
+
+    __pydantic_config__ = _STRICT
+
+
+@dataclass(frozen=True)
 class GroupReply:
     """Where the store is; or, with an `error`, that there is no group, or none any more."""
 
@@ -85,7 +93,7 @@ class GroupReply:
     error: Annotated[str, Field(max_length=4096)] = ""
 
 
-_CODEC = Codec(GroupRequest, GroupMeet, GroupReply)
+_CODEC = Codec(GroupRequest, GroupMeet, GroupLeave, GroupReply)
 
 
 def make_buffer(backend: str, size_bytes: int) -> Buffer:
@@ -114,6 +122,7 @@ class CollectivePeer(Peer):
         self._pool = pool
         self._name = plan.name
         self._usable = False
+        self._answered = False
         self._closed = False
         self._failure = ""
         self._give_up_at = now + 2 * plan.timeout_s
@@ -165,6 +174,7 @@ class CollectivePeer(Peer):
         if reply.error:
             self._failure = reply.error
         else:
+            self._answered = True
             self._link.send(_CODEC.encode(GroupMeet()))
             self.pair.meet(reply.port)
 
@@ -175,7 +185,7 @@ class CollectivePeer(Peer):
         self._usable = False
         self._failure = self._failure or reason
         if self._closed:
-            self._link.close()
+            self.close_link()
 
     def _free(self, buffer: Buffer) -> None:
         self._pool.give_back(buffer)
@@ -185,6 +195,12 @@ class CollectivePeer(Peer):
         self._closed = True
         self._link.quiet()
         self.pair.stop()
+        if self._answered:
+            self._link.send(_CODEC.encode(GroupLeave()))
+
+    def close_link(self) -> None:
+        """After `close`, when the thread has ended or is left behind."""
+        self._link.close(linger_ms=_LINGER_MS if self._answered else 0)
 
 
 class CollectiveConnector:
@@ -209,7 +225,7 @@ class CollectiveConnector:
         self._window = window
         self._timeout_s = timeout_s
         self._context: Context = zmq.Context()
-        self._pairs: list[PairThread] = []
+        self._peers: list[CollectivePeer] = []
 
     def attach(self, context: EndContext) -> None:
         """As `Connector.attach`. Raises: ConfigError."""
@@ -222,7 +238,7 @@ class CollectiveConnector:
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> CollectivePeer:
         """As `Connector.connect`. Raises: PeerLost."""
-        self._pairs = [pair for pair in self._pairs if not pair.join(0.0)]
+        self._peers = [peer for peer in self._peers if not peer.pair.join(0.0)]
         link = DealerLink(self._context, self._end.poller, offer.endpoint)
         plan = GroupPlan(
             backend=self._backend,
@@ -233,13 +249,15 @@ class CollectiveConnector:
             timeout_s=self._timeout_s,
         )
         peer = CollectivePeer(link, self._pool, plan, incarnation, self._end.post, window=self._window, now=now)
-        self._pairs.append(peer.pair)
+        self._peers.append(peer)
         return peer
 
     def close(self) -> None:
         """As `Connector.close`."""
-        _join(self._pairs)
-        self._context.destroy(linger=0)
+        _join([peer.pair for peer in self._peers])
+        for peer in self._peers:
+            peer.close_link()
+        self._context.term()
 
 
 @dataclass(eq=False)
@@ -335,6 +353,9 @@ class CollectiveListener:
             self._join_group(identity, message)
         elif isinstance(message, GroupMeet) and connection is not None:
             connection.pair.meet(0)  # the store is our own
+        elif isinstance(message, GroupLeave):
+            if connection is not None:
+                self._drop(connection, "the sender closed it")
         else:
             raise ProtocolError(f"a {type(message).__name__} out of turn")
 

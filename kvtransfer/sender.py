@@ -74,6 +74,8 @@ class Sender:
         self._connectors = {connector.offer.transport: connector for connector in connectors}
         self._peers: dict[str, Peer] = {}
         """By data address."""
+        self._failed: dict[str, dict[str, str]] = {}
+        """Reasons, by data address and transport."""
         self._pairs: dict[tuple[str, str], Pair] = {}
         self._bytes: dict[str, int] = dict.fromkeys(self._connectors, 0)
         self._poller = zmq.Poller()
@@ -170,6 +172,8 @@ class Sender:
                 else:
                     self._end.acknowledged(ack.key, now)
         except PeerLost as error:
+            if not peer.proven:
+                self._note_failure(address, peer.transport, error.message)
             self._lose(address, error.message)
 
     def _peer(self, grant: Grant, dst_rank: int) -> Peer:
@@ -183,11 +187,35 @@ class Sender:
             self._lose(address, f"incarnation {incarnation} has taken its address")
             peer = None
         if peer is None:
-            choice = choose((c.offer for c in self._connectors.values()), parse_offers(address), self._wanted)
-            self._note_choice(Pair(grant.dst.node_id, incarnation, dst_rank, choice))
-            peer = self._connectors[choice.transport].connect(choice.offer, incarnation, self._clock())
-            self._peers[address] = peer
+            peer = self._peers[address] = self._connect(grant, dst_rank)
         return peer
+
+    def _connect(self, grant: Grant, dst_rank: int) -> Peer:
+        """A connection over the best transport that comes about: that both ends name it is no proof that it does.
+
+        Raises: as `_peer`.
+        """
+        address, incarnation = grant.dst.data_addresses[dst_rank], grant.dst.incarnation
+        ours, theirs = [c.offer for c in self._connectors.values()], parse_offers(address)
+        while True:
+            failed = self._failed.get(address, {})
+            choice = choose(ours, theirs, self._wanted, failed)
+            try:
+                peer = self._connectors[choice.transport].connect(choice.offer, incarnation, self._clock())
+            except PeerLost as error:
+                if choice.transport in failed:  # and so did all others
+                    raise
+                self._note_failure(address, choice.transport, error.message)
+                continue
+            self._note_choice(Pair(grant.dst.node_id, incarnation, dst_rank, choice))
+            return peer
+
+    def _note_failure(self, address: str, transport: str, reason: str) -> None:
+        """The next connection to `address` takes another transport, if there is one."""
+        log.warning("%s to %s failed: %s", transport, address, reason)
+        if address not in self._failed and len(self._failed) >= _MAX_PAIRS:
+            del self._failed[next(iter(self._failed))]
+        self._failed.setdefault(address, {})[transport] = reason
 
     def _note_choice(self, pair: Pair) -> None:
         place = f"{pair.dst_rank}", pair.incarnation

@@ -73,15 +73,16 @@ class DealerLink:
             self._poller.unregister(self._socket)
             self._poller.unregister(self._monitor)
 
-    def close(self) -> None:
-        """Drop it, and what is queued on it."""
-        self.quiet()
-        self._close_sockets()
+    def close(self, linger_ms: int = 0) -> None:
+        """Drop it, and after `linger_ms` what is queued on it. Once more changes nothing."""
+        if not self._socket.closed:
+            self.quiet()
+            self._close_sockets(linger_ms)
 
-    def _close_sockets(self) -> None:
+    def _close_sockets(self, linger_ms: int = 0) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=0)
+        self._socket.close(linger=linger_ms)
 
 
 class ZmqPeer(Peer):

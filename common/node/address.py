@@ -21,25 +21,32 @@ _LOOPBACK = "127.0.0.1"
 _DEFAULT_REDIS_PORT = 6379
 
 
-def advertised(endpoint: str, config: NodeConfig) -> str:
-    """`endpoint` (`tcp://HOST:PORT`, as a socket reports it) as others must write it to reach this node.
+def advertised(endpoints: str, config: NodeConfig) -> str:
+    """`endpoints` (`tcp://HOST:PORT` as a socket reports it, or several with spaces between, as a rank's data address
+    lists them: `zmq+tcp://HOST:PORT`) as others must write them to reach this node. What is no TCP stays as it is.
 
-    The host is `config.advertise_host` where that is set. Else it stays, unless the socket listens on every
+    A host is `config.advertise_host` where that is set. Else it stays, unless the socket listens on every
     interface: then it becomes the address of the interface that routes to Redis.
 
     Raises: ConfigError if `advertise_host` is no host, or Redis' host cannot be resolved.
     """
+    if config.advertise_host is not None:
+        _check_host(config.advertise_host)
+    return " ".join(_advertised_endpoint(endpoint, config) for endpoint in endpoints.split())
+
+
+def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
     scheme, _, place = endpoint.partition("://")
+    if not scheme.endswith("tcp"):
+        return endpoint
     bound, _, port = place.rpartition(":")
     host = config.advertise_host
-    if host is not None:
-        _check_host(host)
-    elif bound.strip("[]") in _EVERY_INTERFACE:
+    if host is None:
+        if bound.strip("[]") not in _EVERY_INTERFACE:
+            return endpoint
         host = source_address(config.redis_url)
         if host.startswith("127."):
             log.warning("advertising %s, which only this machine can reach; --advertise-host changes it", host)
-    else:
-        return endpoint
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 

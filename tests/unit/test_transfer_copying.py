@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from common.kv.layout import KVLayout, RankShard
 from common.kv.storage import KVStorage
-from kvtransfer.copying import SliceCopier
+from kvtransfer.copying import DeviceCopier, SliceCopier
 from kvtransfer.wire import KVSlice
 
 NUM_BLOCKS = 9
@@ -73,3 +74,23 @@ def test_storage_outside_cpu_memory_is_refused() -> None:
     kv = KVLayout("m", 1, 1, 4, "float32")
     with pytest.raises(ConfigError, match="CPU"):
         SliceCopier(KVStorage(kv, kv.shard(0, 0), 1, device="meta"))
+
+
+@given(cases())
+def test_device_copier_does_the_same_by_tensors(case: tuple[KVStorage, KVSlice, np.ndarray]) -> None:
+    """On CPU tensors here; what it copies does not depend on the device."""
+    storage, piece, blocks = case
+    assert storage.words is not None
+    size = piece.size_bytes(storage.layout)
+    want, got = np.zeros(size + 3, dtype=np.uint8), torch.zeros(size + 3, dtype=torch.uint8)
+    SliceCopier(storage).gather_all([piece], blocks, want)
+    DeviceCopier(storage).gather_all([piece], blocks, got)
+    np.testing.assert_array_equal(got.numpy(), want)
+    payload = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
+    payload.setflags(write=False)
+    before = storage.words.copy()
+    SliceCopier(storage).scatter_all([piece], blocks, payload)
+    after = storage.words.copy()
+    storage.words[:] = before
+    DeviceCopier(storage).scatter_all([piece], blocks, payload)
+    np.testing.assert_array_equal(storage.words, after)

@@ -1,0 +1,224 @@
+"""Which transport a pair of ranks takes, and that one receiver serves several at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transfer_harness import Cluster, Recorder, layout, wait_until
+
+from common.clock import Clock
+from common.config import DecodeConfig
+from common.errors import ConfigError, HandshakeRefused
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from kvtransfer import shm, transports
+from kvtransfer.base import SourceReleased
+from kvtransfer.choose import TransportOffer, choose, format_offers, parse_offers
+from kvtransfer.host import host_id
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from kvtransfer.shm import ShmConnector, ShmListener
+from kvtransfer.zmq import ZmqConnector, ZmqListener
+
+ZMQ = TransportOffer("zmq", "tcp://10.0.0.1:1")
+SHM = TransportOffer("shm", "unix://host-a/name", "host-a")
+GLOO = TransportOffer("gloo", "tcp://10.0.0.1:2")
+NCCL = TransportOffer("nccl", "tcp://10.0.0.1:3")
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "wanted", "taken", "why"),
+    [
+        ([ZMQ, SHM], [ZMQ, SHM], "auto", "shm", "one host"),
+        ([ZMQ, TransportOffer("shm", host_id="host-b")], [ZMQ, SHM], "auto", "zmq", "not on one host"),
+        ([ZMQ, NCCL], [ZMQ, NCCL], "auto", "nccl", "CUDA"),
+        ([ZMQ, NCCL], [ZMQ, SHM], "auto", "zmq", "nothing faster"),
+        ([ZMQ, SHM, GLOO], [GLOO], "auto", "gloo", "nothing faster"),
+        ([ZMQ, SHM], [ZMQ, SHM], "zmq", "zmq", "asked for zmq"),
+        ([ZMQ, GLOO], [ZMQ, GLOO], "collective", "gloo", "asked for collective"),
+        ([NCCL, GLOO], [ZMQ, NCCL, GLOO], "collective", "nccl", "CUDA"),
+    ],
+)
+def test_choice(src: list[TransportOffer], dst: list[TransportOffer], wanted: str, taken: str, why: str) -> None:
+    choice = choose(src, dst, wanted)
+    assert choice.transport == taken
+    assert choice.offer in dst
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("failed", "wanted", "taken", "why"),
+    [
+        ({"shm": "no such name"}, "auto", "zmq", "shm failed: no such name"),
+        ({"shm": "no such name"}, "shm", "shm", "asked for shm"),
+        ({"shm": "no such name", "zmq": "gone"}, "auto", "shm", "one host"),
+    ],
+)
+def test_what_failed_is_passed_over_while_there_is_another(
+    failed: dict[str, str], wanted: str, taken: str, why: str
+) -> None:
+    choice = choose([ZMQ, SHM], [ZMQ, SHM], wanted, failed)
+    assert choice.transport == taken
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "wanted"),
+    [
+        ([ZMQ], [GLOO], "auto"),
+        ([], [ZMQ], "auto"),
+        ([ZMQ, SHM], [ZMQ], "shm"),
+        ([TransportOffer("shm", host_id="host-b")], [SHM], "shm"),
+        ([GLOO], [NCCL], "collective"),
+    ],
+)
+def test_nothing_in_common_is_refused_by_naming_both_ends(
+    src: list[TransportOffer], dst: list[TransportOffer], wanted: str
+) -> None:
+    with pytest.raises(HandshakeRefused) as refused:
+        choose(src, dst, wanted)
+    for offer in [*src, *dst]:
+        assert offer.transport in refused.value.message
+
+
+@given(st.lists(st.sampled_from([ZMQ, SHM, GLOO, NCCL]), unique=True))
+def test_offers_survive_their_address(offers: list[TransportOffer]) -> None:
+    assert parse_offers(format_offers(offers)) == offers
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:1", "zmq", "zmq+", "zmq+tcp://", "+tcp://a:1", "zmq+tcp://a:1 x"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(HandshakeRefused):
+        parse_offers(address)
+
+
+def test_transport_of_a_later_version_is_passed_over() -> None:
+    assert choose([ZMQ], parse_offers("rdma+ib://x zmq+tcp://10.0.0.1:1")).transport == "zmq"
+
+
+def test_host_id_is_stable_and_says_nothing_of_the_host() -> None:
+    assert host_id() == host_id()
+    assert "/" not in (host_id() or "")
+    assert " " not in (host_id() or "")
+
+
+class Everything:
+    """Ranks of the source take turns: even ones may share memory with the destination, odd ones may not."""
+
+    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Sender:
+        connectors: list[Any] = [ZmqConnector()]
+        if rank % 2 == 0:
+            connectors.append(ShmConnector())
+        return Sender(storage, kv, rank, on_event, connectors, clock=clock, min_message_bytes=1)
+
+    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Receiver:
+        listeners = [ZmqListener("127.0.0.1", 0), ShmListener()]
+        return Receiver(storage, kv, rank, on_event, listeners, clock=clock, incarnation="dst-1")
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    clusters: list[Cluster] = []
+
+    def factory(src: KVLayout, dst: KVLayout) -> Cluster:
+        clusters.append(Cluster(Everything(), src, dst))
+        return clusters[-1]
+
+    yield factory
+    for cluster in clusters:
+        cluster.close()
+
+
+def test_slices_of_one_attempt_arrive_over_two_transports(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    cluster = make(layout(tp=2), layout(tp=1))
+    for i in range(3):
+        cluster.transfer(f"r{i}", tokens=27, seed=i).run()
+    half = 3 * 7 * cluster.dst_layout.bytes_per_block // 2
+    assert cluster.receivers[0].end.bytes_by_transport == {"zmq": half, "shm": half}
+    assert cluster.senders[0].end.bytes_by_transport == {"zmq": 0, "shm": half}
+    assert cluster.senders[1].end.bytes_by_transport == {"zmq": half}
+    assert [pair.choice.transport for rank in cluster.senders for pair in rank.end.pairs] == ["shm", "zmq"]
+    said = [r.getMessage() for r in caplog.records if " over " in r.getMessage()]
+    assert len(said) == 2, "once for each pair"
+
+
+def test_one_host_by_name_only_takes_zmq_at_once(make: Any) -> None:
+    """As clones of one virtual machine would be: every name is equal, no memory is shared."""
+    cluster = make(layout(), layout())
+    receiver = cluster.receivers[0].end
+    receiver._address = receiver.address.replace("/kvrelay-", "/kvrelay-elsewhere-")
+    cluster.transfer("r", tokens=27).run()
+    assert receiver.bytes_by_transport["shm"] == 0
+    [pair] = cluster.senders[0].end.pairs
+    assert (pair.choice.transport, "shm failed" in pair.choice.why) == ("zmq", True)
+
+
+def test_transport_that_breaks_before_its_first_ack_is_not_taken_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver cannot map the memory and hangs up: that attempt is lost, the next goes another way."""
+
+    def cannot(*_: Any) -> Any:
+        raise OSError("no memory left")
+
+    cluster = make(layout(), layout())
+    monkeypatch.setattr(shm.ring, "accept", cannot)
+    transfer = cluster.transfer("r", tokens=27)
+    transfer.open_senders()
+    transfer.grant()
+    transfer.final()
+    sender = cluster.senders[0].end
+    wait_until(lambda: "shm" in sender._failed.get(cluster.receivers[0].end.address, {}), "the sender knows")
+    cluster.transfer("r", attempt=2, tokens=27).run()
+    assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
+
+
+def test_sender_with_nothing_in_common_fails_its_transfer_and_names_both(make: Any) -> None:
+    cluster = make(layout(), layout())
+    lone = Sender(
+        cluster.senders[0].storage, cluster.src_layout, 0, cluster.senders[0].recorder, [ShmConnector()], wanted="zmq"
+    )
+    try:
+        transfer = cluster.transfer()
+        cluster.senders[0].end, kept = lone, cluster.senders[0].end
+        transfer.open_senders()
+        transfer.grant()
+        error = cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error
+        assert isinstance(error, HandshakeRefused)
+        cluster.senders[0].end = kept
+    finally:
+        lone.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "offered"), [("auto", ["zmq", "shm"]), ("zmq", ["zmq"]), ("shm", ["shm"]), ("collective", ["gloo"])]
+)
+def test_node_offers_what_it_may(wanted: str, offered: list[str]) -> None:
+    kv = layout()
+    config = DecodeConfig(kv_transport=wanted)  # type: ignore[arg-type]
+    storage = KVStorage(kv, kv.shard(0, 0), 4)
+    receiver = transports.make_receiver(config, storage, kv, 0, Recorder(), port=0, incarnation="d")
+    try:
+        assert [offer.transport for offer in parse_offers(receiver.address)] == offered
+    finally:
+        receiver.close()
+
+
+def test_host_that_cannot_share_memory_offers_zmq_and_refuses_to_be_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (transports, shm):
+        monkeypatch.setattr(module, "host_id", lambda: None)
+    kv = layout()
+    storage = KVStorage(kv, kv.shard(0, 0), 4)
+    receiver = transports.make_receiver(DecodeConfig(), storage, kv, 0, Recorder(), port=0, incarnation="d")
+    receiver.close()
+    assert [offer.transport for offer in parse_offers(receiver.address)] == ["zmq"]
+    with pytest.raises(ConfigError, match="Linux"):
+        transports.make_sender(DecodeConfig(kv_transport="shm"), storage, kv, 0, Recorder())

@@ -1,0 +1,181 @@
+"""What only process groups promise: a meeting that never happens, or a store that nobody answers, hurts nobody else."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
+
+from common.clock import Clock
+from common.errors import PeerLost
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from common.protocol import PeerRef
+from kvtransfer import collective
+from kvtransfer.base import SourceReleased
+from kvtransfer.collective import CollectiveReceiver, CollectiveSender, GroupMeet, GroupReply, GroupRequest
+
+ENCODE = collective._CODEC.encode
+
+
+class Transport:
+    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> CollectiveSender:
+        return CollectiveSender(
+            storage,
+            kv,
+            rank,
+            "127.0.0.1",
+            on_event,
+            clock=clock,
+            staging_bytes=1024,
+            min_message_bytes=1,
+            timeout_s=0.5,
+        )
+
+    def receiver(
+        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
+    ) -> CollectiveReceiver:
+        return CollectiveReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, clock, timeout_s=0.5)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster(Transport(), layout(), layout())
+    yield made
+    made.close()
+
+
+class FakeReceiver:
+    def __init__(self) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.peer = PeerRef("d", "dst-1", "", ["gloo+" + self.socket.getsockopt_string(zmq.LAST_ENDPOINT)])
+
+    def request(self) -> tuple[bytes, GroupRequest]:
+        assert self.socket.poll(1000 * DEADLINE_S)
+        identity, data = self.socket.recv_multipart()
+        return identity, collective._CODEC.decode(data)
+
+    def reply(self, identity: bytes, reply: GroupReply) -> None:
+        self.socket.send_multipart([identity, b"g" + ENCODE(reply)])
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeReceiver]:
+    receiver = FakeReceiver()
+    yield receiver
+    receiver.context.destroy(linger=0)
+
+
+def offer_to(cluster: Cluster, peer: PeerRef) -> Any:
+    transfer = cluster.transfer("hanging", tokens=60)
+    transfer.open_senders()
+    transfer.grant(peer)
+    transfer.final()
+    return transfer
+
+
+def test_receiver_that_never_answers_delays_nobody_and_is_given_up(cluster: Cluster, fake: FakeReceiver) -> None:
+    hanging = offer_to(cluster, fake.peer)
+    fake.request()
+    cluster.transfer("good").run()
+    assert isinstance(cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error, PeerLost)
+
+
+@pytest.mark.parametrize("store", ["refuses", "hangs"])
+def test_store_that_does_not_answer_delays_nobody_and_is_given_up(
+    cluster: Cluster, fake: FakeReceiver, store: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hanging = offer_to(cluster, fake.peer)
+        identity, request = fake.request()
+        port = server.getsockname()[1]
+        if store == "refuses":
+            server.close()
+        fake.reply(identity, GroupReply(request.name, port))
+        cluster.transfer("good").run()
+        assert isinstance(cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error, PeerLost)
+
+
+def test_refusal_names_its_reason(cluster: Cluster, fake: FakeReceiver) -> None:
+    hanging = offer_to(cluster, fake.peer)
+    identity, request = fake.request()
+    fake.reply(identity, GroupReply("another group", error="not yours"))
+    fake.reply(identity, GroupReply(request.name, error="out of groups"))
+    error = cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error
+    assert isinstance(error, PeerLost)
+    assert "out of groups" in error.message
+
+
+def test_sender_that_never_meets_its_receiver_leaves_nothing_behind(cluster: Cluster) -> None:
+    """It says that it comes to the store and does not; the receiver goes on meanwhile, and forgets it."""
+    receiver = cluster.receivers[0].end
+    listener: Any = receiver._listeners[0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(receiver.address.removeprefix("gloo+"))
+        dealer.send(ENCODE(GroupRequest("absent", "gloo", 1024)))
+        assert dealer.poll(1000 * DEADLINE_S)
+        assert collective._CODEC.decode(dealer.recv()[1:]).port
+        dealer.send(ENCODE(GroupMeet()))
+        cluster.transfer("good").run()
+        assert dealer.poll(1000 * DEADLINE_S)
+        assert collective._CODEC.decode(dealer.recv()[1:]).error
+        wait_until(lambda: len(listener._connections) == 1, "only the good one is left")
+
+
+HOSTILE = {
+    "garbage": [b"\xff\xff"],
+    "too many frames": [b"a", b"b", b"c"],
+    "meeting without a group": [ENCODE(GroupMeet())],
+    "an answer": [ENCODE(GroupReply("x"))],
+    "payload without a group": [b"header", bytes(8)],
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_malformed_messages_are_counted_and_the_receiver_goes_on(cluster: Cluster, what: str) -> None:
+    receiver = cluster.receivers[0].end
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(receiver.address.removeprefix("gloo+"))
+        dealer.send_multipart(HOSTILE[what])
+        wait_until(lambda: receiver.discarded_messages == 1, "it is counted")
+    cluster.transfer().run()
+
+
+@pytest.mark.parametrize("size", [0, 1025, 2**62])
+def test_payload_of_a_wrong_size_ends_its_group_before_memory_is_taken(cluster: Cluster, size: int) -> None:
+    receiver = cluster.receivers[0].end
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(receiver.address.removeprefix("gloo+"))
+        dealer.send(ENCODE(GroupRequest("greedy", "gloo", 1024)))
+        assert dealer.poll(1000 * DEADLINE_S)
+        dealer.recv()
+        dealer.send_multipart([b"header", size.to_bytes(8, "little")])
+        assert dealer.poll(1000 * DEADLINE_S)
+        assert collective._CODEC.decode(dealer.recv()[1:]).error
+        wait_until(lambda: receiver.discarded_messages == 1, "it is counted")
+    cluster.transfer().run()
+
+
+def test_group_is_torn_down_with_either_end_and_made_again(cluster: Cluster) -> None:
+    cluster.transfer("first").run()
+    receiver = cluster.receivers[0]
+    old: Any = receiver.end._listeners[0]
+    assert len(old._connections) == 1
+    again = CollectiveReceiver(receiver.storage, cluster.dst_layout, 0, "127.0.0.1", 0, receiver.recorder)
+    receiver.end.close()
+    assert not old._connections
+    receiver.end = again
+    cluster.transfer("second", seed=1).run()
+    cluster.senders[0].end.close()
+    listener: Any = again._listeners[0]
+    wait_until(lambda: not listener._connections, "the receiver has noticed")
