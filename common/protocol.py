@@ -99,6 +99,8 @@ class PrefillRequest:
     timeout_s: float
     """Give up (silently freeing everything) so long after arrival."""
     cache_salt: str = ""
+    priority: int = 0
+    """Lower runs earlier; equal ones in order of arrival."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class DecodeRequest:
     prefill: PeerRef | None
     timeout_s: float
     cache_salt: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -319,6 +322,8 @@ class NodeRecord:
     kv_blocks_total: int
     started_at: float
     """Unix seconds."""
+    max_num_seqs: int = 64
+    """Sequences that it runs at once."""
 
 
 Message = (

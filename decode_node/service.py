@@ -80,7 +80,7 @@ async def serve(config: DecodeConfig) -> None:
         try:
             await shell.run(
                 node,
-                make_record("decode", me, blueprint, leader.num_blocks),
+                make_record("decode", me, config, blueprint, leader.num_blocks),
                 on_ready=lambda: log.info("decode node %s ready at %s", me.node_id, me.control_address),
             )
         finally:

@@ -63,7 +63,7 @@ async def serve(config: PrefillConfig) -> None:
         try:
             await shell.run(
                 node,
-                make_record("prefill", shell.me, blueprint, leader.num_blocks),
+                make_record("prefill", shell.me, config, blueprint, leader.num_blocks),
                 on_ready=lambda: log.info("prefill node %s ready at %s", shell.me.node_id, shell.me.control_address),
             )
         finally:

@@ -29,7 +29,7 @@ from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
 from router.metrics import Metrics
 from router.nodes import NodeTable
-from router.policy import Chooser, Query, check_policy, place
+from router.policy import Memory, Query, check_policy, place
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Dispatcher:
         self._policy = check_policy(settings.policy)
         self._metrics = metrics
         self._clock = clock
-        self._chooser = Chooser()
+        self._memory = Memory()
         self._live: dict[str, _Live] = {}
         self._parked: dict[str, tuple[f.Place, asyncio.TimerHandle]] = {}
         """Attempts that wait for a node to come back."""
@@ -167,11 +167,11 @@ class Dispatcher:
         try:
             decision = place(
                 Query(wanted.num_tokens, wanted.avoid, wanted.last),
-                [node.candidate() for node in self.nodes.usable("prefill")],
-                [node.candidate() for node in self.nodes.usable("decode")],
+                self.nodes.fleets["prefill"],
+                self.nodes.fleets["decode"],
                 policy=self._policy,
                 local_prefill_tokens=self._settings.local_prefill_tokens,
-                chooser=self._chooser,
+                memory=self._memory,
             )
         except Unavailable as error:
             if wanted.attempt == 1 and not self.nodes.rejoining:

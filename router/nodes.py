@@ -14,10 +14,21 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock, monotonic
 from common.errors import Unavailable
-from common.kv.layout import KVLayout
-from common.protocol import Abort, AttemptKey, DecodeRequest, Message, NodeLoad, NodeRecord, Ping, Pong, PrefillRequest
+from common.kv.layout import DTYPE_BYTES, KVLayout
+from common.protocol import (
+    Abort,
+    AttemptKey,
+    DecodeRequest,
+    Message,
+    NodeLoad,
+    NodeRecord,
+    Ping,
+    Pong,
+    PrefillRequest,
+    Role,
+)
 from common.rpc import Link
-from router.policy import Candidate
+from router.policy import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +44,21 @@ def kv_kind(layout: KVLayout) -> str:
     return f"{layout.fingerprint}/{shape}"
 
 
+def token_bytes(layout: KVLayout) -> int:
+    """KV bytes of one token, over all ranks."""
+    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What a request asks of a node: prompt tokens to compute and KV blocks to hold."""
+
+    order: int
+    """Among all requests sent to this node."""
+    tokens: int
+    blocks: int
+
+
 @dataclass
 class Node:
     """One incarnation as this router knows it."""
@@ -45,8 +71,10 @@ class Node:
     linked_s: float = 0.0
     stuck: bool = False
     """It answers, but its engine stands still."""
-    unreported: dict[AttemptKey, tuple[int, int]] = field(default_factory=dict[AttemptKey, tuple[int, int]])
-    """Legs that the last pong cannot include: (order of sending, tokens)."""
+    unreported: dict[AttemptKey, Leg] = field(default_factory=dict[AttemptKey, Leg])
+    """Open legs that the last pong cannot include."""
+    reported: dict[AttemptKey, Leg] = field(default_factory=dict[AttemptKey, Leg])
+    """Open legs that it includes."""
     sent: int = 0
     pings: deque[int] = field(default_factory=deque[int])
     """For each unanswered ping, how many requests had been sent before it."""
@@ -66,17 +94,21 @@ class Node:
         """Listed, connected, and has answered that it works."""
         return self.listed and self.link is not None and self.last_pong_s is not None and not self.stuck
 
-    def candidate(self) -> Candidate:
-        """This node as the policies see it."""
-        return Candidate(
-            node_id=self.node_id,
-            incarnation=self.incarnation,
-            kv_kind=kv_kind(self.record.layout),
-            waiting=self.load.waiting,
-            running=self.load.running,
-            in_flight=len(self.unreported),
-            queued_tokens=self.load.queued_tokens + sum(tokens for _, tokens in self.unreported.values()),
-        )
+    def columns(self) -> dict[str, float]:
+        """What the last pong and the requests since say, as the columns of a `Fleet`."""
+        load = self.load
+        return {
+            "waiting": load.waiting,
+            "running": load.running,
+            "queued_tokens": load.queued_tokens,
+            "free_blocks": load.kv_blocks_total - load.kv_blocks_used,
+            "total_blocks": load.kv_blocks_total,
+            "in_flight": len(self.unreported),
+            "in_flight_tokens": sum(leg.tokens for leg in self.unreported.values()),
+            "in_flight_blocks": sum(leg.blocks for leg in self.unreported.values()),
+            "ended": 0,
+            "ended_tokens": 0,
+        }
 
 
 class NodeTable:
@@ -106,6 +138,8 @@ class NodeTable:
         self._held_up_s: float | None = None
         """When it was last found that this loop had been held up past the lease."""
         self._nodes: dict[str, Node] = {}
+        self.fleets: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
+        """The usable nodes as the policies see them."""
 
     # -- membership
 
@@ -115,6 +149,7 @@ class NodeTable:
         names = {record.peer.node_id: record.peer.incarnation for record in records}
         for node in list(self._nodes.values()):
             node.listed = node.incarnation in listed
+            self._sync(node)
             successor = names.get(node.node_id, node.incarnation)
             if successor != node.incarnation:
                 self._forget(node, f"{node.node_id} restarted")
@@ -179,6 +214,8 @@ class NodeTable:
         for node in self._nodes.values():
             if node.link is not None:
                 node.link.close()
+                node.link = None
+            self._sync(node)
         self._nodes.clear()
 
     # -- use
@@ -195,8 +232,16 @@ class NodeTable:
         """The node with this incarnation, if it is known."""
         return self._nodes.get(incarnation)
 
-    def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
-        """Send, and count a request as in flight until `release`.
+    def send(
+        self,
+        incarnation: str,
+        message: PrefillRequest | DecodeRequest | Abort,
+        *,
+        tokens: int | None = None,
+        blocks: int = 0,
+    ) -> None:
+        """Send, and count a request as in flight until `release`, with `tokens` to compute (None: all of the
+        prompt) and `blocks` of KV.
 
         An abort that cannot be sent is kept for the next link. Raises: Unavailable for a request that cannot be sent.
         """
@@ -208,13 +253,47 @@ class NodeTable:
             raise Unavailable("it is not connected")
         node.link.send(message)
         node.sent += 1
-        node.unreported[message.key] = (node.sent, len(message.token_ids))
+        leg = Leg(node.sent, len(message.token_ids) if tokens is None else tokens, blocks)
+        node.unreported[message.key] = leg
+        self._fleet(node).bump(incarnation, in_flight=1, in_flight_tokens=leg.tokens, in_flight_blocks=leg.blocks)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """This leg is over."""
         node = self._nodes.get(incarnation)
-        if node is not None:
-            node.unreported.pop(key, None)
+        if node is None:
+            return
+        leg = node.unreported.pop(key, None)
+        if leg is not None:
+            self._fleet(node).bump(
+                incarnation, in_flight=-1, in_flight_tokens=-leg.tokens, in_flight_blocks=-leg.blocks
+            )
+            return
+        leg = node.reported.pop(key, None)
+        if leg is not None:
+            self._fleet(node).bump(incarnation, ended=1, ended_tokens=leg.tokens)
+
+    # -- columns
+
+    def _fleet(self, node: Node) -> Fleet:
+        return self.fleets[node.record.role]
+
+    def _sync(self, node: Node) -> None:
+        """Bring the node's row up to date: it has one exactly while it is usable."""
+        fleet = self._fleet(node)
+        if not node.usable:
+            fleet.drop(node.incarnation)
+        elif node.incarnation in fleet:
+            fleet.update(node.incarnation, **node.columns())
+        else:
+            record = node.record
+            fleet.add(
+                node.node_id,
+                node.incarnation,
+                kv_kind=kv_kind(record.layout),
+                capacity=record.max_num_seqs,
+                token_bytes=token_bytes(record.layout),
+                **node.columns(),
+            )
 
     # -- links
 
@@ -271,8 +350,10 @@ class NodeTable:
         node.load = pong.load
         # The link keeps order: the pong's figures include what was sent before its ping, and nothing later.
         reported = node.pings.popleft() if node.pings else 0
-        node.unreported = {key: value for key, value in node.unreported.items() if value[0] > reported}
+        for key in [key for key, leg in node.unreported.items() if leg.order <= reported]:
+            node.reported[key] = node.unreported.pop(key)
         was_stuck, node.stuck = node.stuck, not pong.load.step_age_s <= self._stuck_s
+        self._sync(node)
         if node.stuck and not was_stuck:
             # The link stays: it carries the aborts, and the pong that says that the engine turns again.
             self._report_loss(node, f"its engine has not come round for {pong.load.step_age_s:.0f} s")
@@ -295,6 +376,7 @@ class NodeTable:
             node.link.close()
             node.link = None
         node.last_pong_s = None
+        self._sync(node)
 
     def _report_loss(self, node: Node, reason: str) -> None:
         log.warning("lost %s node %s: %s", node.record.role, node.node_id, reason)

@@ -280,6 +280,7 @@ class Stack:
         assert self.router.dispatcher.waiting == 0
         for node in self.router.dispatcher.nodes.known():
             assert not node.unreported, node.node_id
+            assert not node.reported, node.node_id
 
 
 @contextlib.asynccontextmanager

@@ -177,9 +177,11 @@ def fit_memory(blueprint: Blueprint, config: NodeConfig, num_blocks: int) -> Blu
     return replace(blueprint, model=replace(blueprint.model, max_model_len=longest))
 
 
-def make_record(role: Role, me: PeerRef, blueprint: Blueprint, num_blocks: int) -> NodeRecord:
+def make_record(role: Role, me: PeerRef, config: NodeConfig, blueprint: Blueprint, num_blocks: int) -> NodeRecord:
     """What the node says about itself in the membership."""
-    return NodeRecord(role, me, blueprint.model, blueprint.layout, num_blocks, started_at=time.time())
+    return NodeRecord(
+        role, me, blueprint.model, blueprint.layout, num_blocks, time.time(), max_num_seqs=config.max_num_seqs
+    )
 
 
 def make_scheduler(config: NodeConfig, blueprint: Blueprint, num_blocks: int, *, prefill_chunk: int) -> Scheduler:

@@ -57,18 +57,16 @@ def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch
         table.send(node.incarnation, ask(1))
         table.tick()  # its pong will include request 1 ...
         table.send(node.incarnation, ask(2))  # ... but not request 2
-        candidate = table.usable("decode")[0].candidate()
-        assert (candidate.in_flight, candidate.queued_tokens) == (2, 200)
+        fleet = table.fleets["decode"]
+        assert (fleet.in_flight[0], fleet.backlog[0]) == (2, 200)
         async with asyncio.timeout(5):
             while table.usable("decode")[0].load.running != 1:
                 await asyncio.sleep(0.001)
-        candidate = table.usable("decode")[0].candidate()
-        assert (candidate.running, candidate.in_flight, candidate.queued_tokens) == (1, 1, 100)
+        assert (fleet.running[0], fleet.in_flight[0], fleet.backlog[0], fleet.requests[0]) == (1, 1, 100, 2)
         table.release(node.incarnation, AttemptKey("r2", 1))
         table.release(node.incarnation, AttemptKey("r2", 1))
         table.release(node.incarnation, AttemptKey("r1", 1))
-        known = table.usable("decode")[0]
-        assert known.candidate().in_flight == 0
+        assert (fleet.in_flight[0], fleet.ended[0], fleet.requests[0]) == (0, 1, 0)
 
     play(scene)
 

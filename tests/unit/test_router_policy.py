@@ -5,27 +5,41 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
 from common.errors import ConfigError, Unavailable
-from router.policy import Candidate, Chooser, Decision, Query, check_policy, place
+from common.protocol import Role
+from router.policy import Decision, Fleet, Memory, Query, check_policy, place
 
 
-def node(name: str, **load: int) -> Candidate:
-    return Candidate(name, f"inc-{name}", **load)  # type: ignore[arg-type]
+@dataclass
+class Node:
+    name: str
+    kv_kind: str
+    values: dict[str, float]
 
 
-def decide(
-    prefill: list[Candidate], decode: list[Candidate], *, policy: str = "least_load", **query: object
-) -> Decision:
+def node(name: str, kv_kind: str = "", **values: float) -> Node:
+    return Node(name, kv_kind, values)
+
+
+def fleet(role: Role, nodes: list[Node]) -> Fleet:
+    made = Fleet(role)
+    for each in nodes:
+        made.add(each.name, f"inc-{each.name}", kv_kind=each.kv_kind, **each.values)
+    return made
+
+
+def decide(prefill: list[Node], decode: list[Node], *, policy: str = "least_load", **query: object) -> Decision:
     return place(
         Query(**{"num_tokens": 1000, **query}),  # type: ignore[arg-type]
-        prefill,
-        decode,
+        fleet("prefill", prefill),
+        fleet("decode", decode),
         policy=policy,
         local_prefill_tokens=32,
-        chooser=Chooser(),
+        memory=Memory(),
     )
 
 
@@ -44,10 +58,11 @@ def test_equal_load_is_decided_by_queued_tokens() -> None:
 
 @pytest.mark.parametrize("policy", ["least_load", "round_robin", "random"])
 def test_idle_nodes_share_requests_evenly(policy: str) -> None:
-    chooser = Chooser(rng=random.Random(1))
+    memory = Memory(random.Random(1))
     nodes = [node("a"), node("b"), node("c")]
+    prefill, decode = fleet("prefill", nodes), fleet("decode", nodes)
     counts = Counter(
-        place(Query(1000), nodes, nodes, policy=policy, local_prefill_tokens=0, chooser=chooser).decode.picked.node_id
+        place(Query(1000), prefill, decode, policy=policy, local_prefill_tokens=0, memory=memory).decode.picked.node_id
         for _ in range(300)
     )
     assert max(counts.values()) - min(counts.values()) <= (60 if policy == "random" else 0)
@@ -58,22 +73,22 @@ def test_idle_nodes_share_requests_evenly(policy: str) -> None:
     [
         (32, [node("p")], 0, set[str](), "local"),
         (33, [node("p")], 0, set[str](), "relayed"),
-        (1000, [node("p")], 990, set[str](), "local"),
+        (1000, [node("p")], 992, set[str](), "local"),
         (1000, [], 0, set[str](), "local"),
-        (1000, [node("p", kv_kind="other")], 0, set[str](), "local"),  # type: ignore[arg-type]
+        (1000, [node("p", kv_kind="other")], 0, set[str](), "local"),
         (1000, [node("p")], 0, {"inc-p"}, "relayed"),
         (1000, [node("p"), node("q")], 0, {"inc-p"}, "relayed"),
     ],
 )
 def test_relay_only_where_it_pays_and_can_work(
-    num_tokens: int, prefill: list[Candidate], hit: int, avoid: set[str], mode: str
+    num_tokens: int, prefill: list[Node], hit: int, avoid: set[str], mode: str
 ) -> None:
-    decision = decide(prefill, [node("d", hit_tokens=hit)], num_tokens=num_tokens, avoid=frozenset(avoid))
+    decision = decide(prefill, [node("d")], num_tokens=num_tokens, avoid=frozenset(avoid), hits={"inc-d": hit // 16})
     assert decision.mode == mode
     assert decision.reason
     assert json.loads(decision.to_json())["mode"] == mode
     if avoid and decision.prefill is not None:
-        assert decision.prefill.picked.node_id == prefill[-1].node_id
+        assert decision.prefill.picked.node_id == prefill[-1].name
 
 
 def test_last_attempt_rather_does_without_a_relay_than_with_the_node_that_failed() -> None:
@@ -96,13 +111,5 @@ def test_no_decode_node_is_unavailable_and_an_unknown_policy_names_the_known() -
 
 def test_the_only_decode_node_computes_the_prompt_itself_after_a_relay_to_it_failed() -> None:
     """A prefill node that cannot reach it would lose the next attempt in the same way."""
-    decode = [node("d0")]
-    decision = place(
-        Query(1000, frozenset({decode[0].incarnation})),
-        [node("p0")],
-        decode,
-        policy="least_load",
-        local_prefill_tokens=32,
-        chooser=Chooser(),
-    )
+    decision = decide([node("p0")], [node("d0")], avoid=frozenset({"inc-d0"}))
     assert (decision.mode, decision.decode.picked.node_id) == ("local", "d0")

@@ -1,0 +1,17 @@
+"""Which nodes serve an attempt: one small file per policy, `place` over them. Pure functions over columns."""
+
+from router.policy.base import Choice, Decision, Fleet, Memory, Picked, Policy, Query
+from router.policy.place import POLICIES, check_policy, place
+
+__all__ = [
+    "POLICIES",
+    "Choice",
+    "Decision",
+    "Fleet",
+    "Memory",
+    "Picked",
+    "Policy",
+    "Query",
+    "check_policy",
+    "place",
+]

@@ -1,0 +1,290 @@
+"""What the policies look at and what they answer: a fleet's columns, a query, a decision. Pure.
+
+Runs in the router process, on its event loop. A decision reads NumPy columns that are kept up to date as nodes
+report, so its time does not depend on Python work per node.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from common.hashing import BLOCK_SIZE
+from common.protocol import Role
+from router.costs import Costs
+
+FloatArray = npt.NDArray[np.float64]
+PrefillMode = Literal["relayed", "local"]
+
+SHOWN_CANDIDATES = 8
+"""Of each leg's candidates, so many of the best are named in an answer's headers."""
+
+
+def stable_hash(text: str) -> int:
+    """64 bits, equal in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class _Column:
+    """One row of `Fleet.table`: a value for each node."""
+
+    def __init__(self, default: float = 0.0) -> None:
+        self.default = default
+        self.index = -1
+
+    def __set_name__(self, owner: type[Fleet], name: str) -> None:
+        self.index = len(owner.columns)
+        owner.columns[name] = self
+
+    def __get__(self, fleet: Fleet, owner: type[Fleet]) -> FloatArray:
+        return fleet.table[self.index]
+
+
+class Fleet:
+    """The usable nodes of one role: a row for each in every column, in the order of their names.
+
+    Invariant: every column has `len(self)` entries, and `row` says which is whose. Rows move when nodes come and go.
+    """
+
+    columns: ClassVar[dict[str, _Column]] = {}
+
+    capacity = _Column(64.0)
+    """Sequences that the node runs at once (its max_num_seqs)."""
+    waiting = _Column()
+    """Requests that wait there, as last reported; the same for the next ones."""
+    running = _Column()
+    queued_tokens = _Column()
+    """Prompt tokens accepted and not computed."""
+    free_blocks = _Column()
+    """KV blocks that nobody uses; cached ones can be evicted and count."""
+    total_blocks = _Column()
+    in_flight = _Column()
+    """This router's requests that the report cannot include yet."""
+    in_flight_tokens = _Column()
+    """What these have to compute: prompt tokens that the node does not hold."""
+    in_flight_blocks = _Column()
+    """KV blocks that these need."""
+    ended = _Column()
+    """This router's requests that the report includes and that are over since."""
+    ended_tokens = _Column()
+    slowness = _Column(1.0)
+    """Times the fleet's prefill costs (`Costs`)."""
+    link_slowness = _Column(1.0)
+    """Times the fleet's transfer costs, for relays to (decode) or from (prefill) this node."""
+    step_s = _Column()
+    """Duration of its recent decode steps; 0 while unknown."""
+    token_bytes = _Column()
+    """KV bytes of one token."""
+
+    def __init__(self, role: Role) -> None:
+        self.role: Role = role
+        self.costs = Costs()
+        self.node_ids: list[str] = []
+        self.incarnations: list[str] = []
+        self.kv_kinds: list[str] = []
+        self.table: FloatArray = np.zeros((len(self.columns), 0))
+        self.node_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self.kind_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        """Nodes can relay to each other only if these are equal: what their KV means."""
+        self._rows: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.incarnations)
+
+    def __contains__(self, incarnation: object) -> bool:
+        return incarnation in self._rows
+
+    def row(self, incarnation: str) -> int | None:
+        """Where this incarnation stands in every column, until nodes come or go; None if it is not here."""
+        return self._rows.get(incarnation)
+
+    def kind_of(self, incarnation: str) -> str:
+        """What this node's KV means."""
+        return self.kv_kinds[self._rows[incarnation]]
+
+    # -- who is here
+
+    def add(self, node_id: str, incarnation: str, *, kv_kind: str = "", **values: float) -> None:
+        """A node becomes usable. `values` by column; the others get their defaults."""
+        assert incarnation not in self._rows, incarnation
+        at = bisect.bisect(list(zip(self.node_ids, self.incarnations, strict=True)), (node_id, incarnation))
+        self.node_ids.insert(at, node_id)
+        self.incarnations.insert(at, incarnation)
+        self.kv_kinds.insert(at, kv_kind)
+        defaults = np.array([column.default for column in self.columns.values()])
+        self.table = np.insert(self.table, at, defaults, axis=1)
+        self._reindex()
+        self.update(incarnation, **values)
+
+    def drop(self, incarnation: str) -> None:
+        """A node is no longer usable. One that is not here is ignored."""
+        at = self._rows.get(incarnation)
+        if at is None:
+            return
+        for names in (self.node_ids, self.incarnations, self.kv_kinds):
+            del names[at]
+        self.table = np.delete(self.table, at, axis=1)
+        self._reindex()
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> Fleet:
+        """A copy with only the nodes that `mask` picks."""
+        rows = [int(row) for row in np.flatnonzero(mask)]
+        other = Fleet(self.role)
+        other.costs = self.costs
+        other.node_ids = [self.node_ids[row] for row in rows]
+        other.incarnations = [self.incarnations[row] for row in rows]
+        other.kv_kinds = [self.kv_kinds[row] for row in rows]
+        other.table = self.table[:, rows]
+        other.node_hash, other.kind_hash = self.node_hash[rows], self.kind_hash[rows]
+        other._rows = {incarnation: row for row, incarnation in enumerate(other.incarnations)}
+        return other
+
+    def _reindex(self) -> None:
+        self._rows = {incarnation: row for row, incarnation in enumerate(self.incarnations)}
+        self.node_hash = np.array([stable_hash(name) for name in self.node_ids], np.uint64)
+        self.kind_hash = np.array([stable_hash(kind) for kind in self.kv_kinds], np.uint64)
+
+    # -- how they are
+
+    def update(self, incarnation: str, **values: float) -> None:
+        """New values in some columns. An incarnation that is not here is ignored."""
+        row = self._rows.get(incarnation)
+        if row is not None:
+            for name, value in values.items():
+                self.table[self.columns[name].index, row] = value
+
+    def bump(self, incarnation: str, **changes: float) -> None:
+        """Add to some columns. An incarnation that is not here is ignored."""
+        row = self._rows.get(incarnation)
+        if row is not None:
+            for name, change in changes.items():
+                self.table[self.columns[name].index, row] += change
+
+    def values(self, incarnation: str) -> dict[str, float]:
+        """All columns of one node, by name."""
+        row = self._rows[incarnation]
+        return {name: float(self.table[column.index, row]) for name, column in self.columns.items()}
+
+    @property
+    def load(self) -> FloatArray:
+        """The classic score: waiting requests weigh four times running ones; unreported changes count."""
+        return np.maximum(self.waiting * 4 + self.running + self.in_flight - self.ended, 0.0)
+
+    @property
+    def requests(self) -> FloatArray:
+        """Requests at each node, waiting or running."""
+        return np.maximum(self.waiting + self.running + self.in_flight - self.ended, 0.0)
+
+    @property
+    def backlog(self) -> FloatArray:
+        """Prompt tokens that each node still has to compute."""
+        return np.maximum(self.queued_tokens - self.ended_tokens, 0.0) + self.in_flight_tokens
+
+    def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
+        """Leading blocks of the request that each node holds."""
+        blocks = np.zeros(len(self))
+        for incarnation, count in hits.items():
+            row = self._rows.get(incarnation)
+            if row is not None:
+                blocks[row] = count
+        return blocks
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is to be placed."""
+
+    num_tokens: int
+    avoid: frozenset[str] = frozenset()
+    """Incarnations to use only if there is nobody else."""
+    last: bool = False
+    """No other attempt will follow: rather no relay than one from a node to avoid."""
+    hits: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By incarnation: leading blocks of the request that it holds."""
+    block_size: int = BLOCK_SIZE
+    max_new_tokens: int = 0
+    """The answer may grow so long."""
+    session: str = ""
+    """Requests with the same key go to the same nodes under `session`."""
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The node that one leg goes to."""
+
+    node_id: str
+    incarnation: str
+    hit_tokens: int = 0
+    """Leading tokens of the request whose KV it is known to hold."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A picked node, and the scores that it was picked by (lower is better), by node id, best first."""
+
+    picked: Picked
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where an attempt goes and why."""
+
+    policy: str
+    mode: PrefillMode
+    reason: str
+    decode: Choice
+    prefill: Choice | None = None
+
+    def explain(self) -> dict[str, object]:
+        """The decision as plain data for headers, logs and traces."""
+        legs = {"decode": self.decode} if self.prefill is None else {"prefill": self.prefill, "decode": self.decode}
+        return {
+            "policy": self.policy,
+            "mode": self.mode,
+            "reason": self.reason,
+            **{
+                name: {"node": leg.picked.node_id, "hit": leg.picked.hit_tokens, "scores": leg.scores}
+                for name, leg in legs.items()
+            },
+        }
+
+    def to_json(self) -> str:
+        """`explain`, compact."""
+        return json.dumps(self.explain(), separators=(",", ":"))
+
+
+@dataclass
+class Memory:
+    """What a policy may remember between decisions."""
+
+    rng: random.Random = field(default_factory=random.Random)
+    turn: int = 0
+
+
+Score = Callable[[Fleet, Query, Memory], FloatArray]
+"""(fleet with at least one node, query, memory) -> a score for each node; the lowest is picked. Infinite: never."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A way to score nodes."""
+
+    name: str
+    score: Score
+    slack: float = 0.0
+    """Scores that differ by no more than this count as equal."""
+
+
+def shown(fleet: Fleet, scores: FloatArray, count: int | None) -> dict[str, float]:
+    """The `count` best nodes (None: all) by name with their scores, best first."""
+    order: Sequence[int] = np.argsort(scores, kind="stable")[:count].tolist()
+    return {fleet.node_ids[row]: round(float(scores[row]), 6) for row in order if np.isfinite(scores[row])}

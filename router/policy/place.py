@@ -1,0 +1,116 @@
+"""The one entry to routing: which prefill node and which decode node serve an attempt, and why. Pure.
+
+Runs in the router process, on its event loop, once per attempt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.errors import ConfigError, Unavailable
+from router.policy import at_random, least_load, round_robin
+from router.policy.base import (
+    SHOWN_CANDIDATES,
+    Choice,
+    Decision,
+    Fleet,
+    FloatArray,
+    Memory,
+    Picked,
+    Policy,
+    Query,
+    shown,
+    stable_hash,
+)
+
+POLICIES: dict[str, Policy] = {module.POLICY.name: module.POLICY for module in (least_load, round_robin, at_random)}
+
+
+def check_policy(name: str) -> str:
+    """`name`, if there is such a policy.
+
+    Raises: ConfigError that lists those there are.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"unknown routing policy {name!r}; known: {', '.join(POLICIES)}")
+    return name
+
+
+def pick(scores: FloatArray, fleet: Fleet, memory: Memory, slack: float = 0.0) -> int:
+    """The row of the best score; of equal ones the one with the least to compute, then in turn."""
+    near = np.flatnonzero(scores <= scores.min() + slack)
+    if len(near) > 1:
+        backlog = fleet.backlog[near]
+        near = near[backlog <= backlog.min()]
+    return int(near[np.argmin((near - memory.turn) % len(fleet))])
+
+
+def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory, shown_count: int | None) -> Choice:
+    """The best of `fleet` (not empty)."""
+    scores = policy.score(fleet, query, memory)
+    best = pick(scores, fleet, memory, policy.slack)
+    incarnation = fleet.incarnations[best]
+    hit = min(query.hits.get(incarnation, 0) * query.block_size, query.num_tokens)
+    return Choice(Picked(fleet.node_ids[best], incarnation, hit), shown(fleet, scores, shown_count))
+
+
+def without(fleet: Fleet, avoid: frozenset[str]) -> Fleet:
+    """`fleet` less the nodes to avoid."""
+    rows = [row for incarnation in avoid if (row := fleet.row(incarnation)) is not None]
+    if not rows:
+        return fleet
+    mask = np.ones(len(fleet), np.bool_)
+    mask[rows] = False
+    return fleet.select(mask)
+
+
+def with_kind(fleet: Fleet, kind: str) -> Fleet:
+    """The nodes of `fleet` whose KV is of this kind."""
+    mask = fleet.kind_hash == stable_hash(kind)
+    return fleet if mask.all() else fleet.select(mask)
+
+
+def place(
+    query: Query,
+    prefill: Fleet,
+    decode: Fleet,
+    *,
+    policy: str,
+    local_prefill_tokens: int,
+    memory: Memory,
+    shown_count: int | None = SHOWN_CANDIDATES,
+) -> Decision:
+    """Pick nodes for one attempt. `shown_count`: candidates that the decision names per leg; None: all.
+
+    Invariant: a relay is only ever planned between nodes whose KV means the same. Raises: Unavailable
+    when there is no decode node.
+    """
+    if not len(decode):
+        raise Unavailable("no decode node is available now; try again")
+    memory.turn += 1
+    how = POLICIES[policy]
+    preferred = without(decode, query.avoid)
+    targets = preferred if len(preferred) else decode
+    target = choose(how, targets, query, memory, shown_count)
+    uncached = query.num_tokens - target.picked.hit_tokens
+
+    def local(reason: str) -> Decision:
+        return Decision(policy, "local", reason, target)
+
+    if uncached <= local_prefill_tokens:
+        return local(f"{uncached} uncached tokens are cheaper without a relay")
+    if not len(prefill):
+        return local("no prefill node is available")
+    if target.picked.incarnation in query.avoid:
+        return local(f"a relay to {target.picked.node_id} failed, there is no other")
+    fitting = with_kind(prefill, targets.kind_of(target.picked.incarnation))
+    if not len(fitting):
+        return local(f"no prefill node has the KV of {target.picked.node_id}")
+    sources = without(fitting, query.avoid)
+    if not len(sources) and query.last:
+        return local("the prefill nodes failed this request before")
+    source = choose(how, sources if len(sources) else fitting, query, memory, shown_count)
+    reason = f"{uncached} uncached tokens"
+    if not len(sources):
+        reason += "; the prefill nodes failed this request before, there is no other"
+    return Decision(policy, "relayed", reason, target, source)

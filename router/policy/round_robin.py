@@ -1,0 +1,15 @@
+"""`round_robin`: score = distance to the node whose turn it is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from router.policy.base import Fleet, FloatArray, Memory, Policy, Query
+
+
+def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
+    """In turn, in the order of names."""
+    return (np.arange(len(fleet), dtype=np.float64) - memory.turn) % len(fleet)
+
+
+POLICY = Policy("round_robin", score)
