@@ -29,7 +29,7 @@ from common.errors import KvRelayError
 from common.process import die_with_parent
 
 ENTRY_POINT_GROUP = "kvrelay.commands"
-_ORDER = ["up", "router", "prefill", "decode"]
+_ORDER = ["up", "router", "prefill", "decode", "admin", "load", "simulate"]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
@@ -87,7 +87,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _flowing(text: str) -> str:
+def flowing(text: str) -> str:
     """Paragraphs without the line breaks of the source, for a terminal of any width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
@@ -134,7 +134,7 @@ def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[Config
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     aliases = {alias: _flag(name) for name, info in field_infos(cls).items() for alias in info.aliases}
-    app.command(cls.section, help=_flowing(help), cls=_command_class(aliases), context_settings=_CONTEXT)(command)
+    app.command(cls.section, help=flowing(help), cls=_command_class(aliases), context_settings=_CONTEXT)(command)
     return app
 
 
@@ -199,7 +199,7 @@ def _show_version(wanted: bool) -> None:
 app = typer.Typer(cls=_CommandGroup, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
-@app.callback(help=_flowing(_HELP), context_settings=_CONTEXT, no_args_is_help=True)
+@app.callback(help=flowing(_HELP), context_settings=_CONTEXT, no_args_is_help=True)
 def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)

@@ -125,6 +125,20 @@ def _api_key() -> Any:
     return _option("", "Key that clients must send as a bearer token; empty lets everyone in.", "Clients", secret=True)
 
 
+def _admin_port() -> Any:
+    text = "Port of the admin API, which exists only with --admin-token; 0 takes any free one."
+    return _option(0, text, "Admin", low=0, high=65535, own=True)
+
+
+def _admin_host() -> Any:
+    return _option("127.0.0.1", "Interface that the admin API listens on.", "Admin", own=True)
+
+
+def _admin_token(otherwise: str) -> Any:
+    text = f"Token that `kvrelay admin` must show, the same in the whole cluster; without one {otherwise}."
+    return _option("", text, "Admin", secret=True)
+
+
 def _chat_template() -> Any:
     return _option(None, "File of a Jinja chat template, instead of the model's own.", "Clients")
 
@@ -191,6 +205,9 @@ class RouterConfig(ServiceConfig):
     local_prefill_tokens: int = _local_prefill_tokens()
     policy: str = _policy()
     max_attempts: int = _max_attempts()
+    admin_port: int = _admin_port()
+    admin_host: str = _admin_host()
+    admin_token: str = _admin_token("there is no admin API")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +268,9 @@ class NodeConfig(ServiceConfig):
     nice: int = _option(
         0, "Niceness to add to this process; needs no rights when positive.", "Capacity", low=-20, high=19
     )
+    admin_port: int = _admin_port()
+    admin_host: str = _admin_host()
+    admin_token: str = _admin_token("there is no admin API")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +353,10 @@ class UpConfig(ServiceConfig):
     local_prefill_tokens: int = _local_prefill_tokens()
     policy: str = _policy()
     max_attempts: int = _max_attempts()
+    admin_port: int = _option(
+        0, "Port of the router's admin API; 0 takes any free one.", "Admin", low=0, high=65535, own=True
+    )
+    admin_token: str = _admin_token("one is made, which `kvrelay admin` on this machine finds")
 
 
 SERVICES: tuple[type[ServiceConfig], ...] = (RouterConfig, PrefillConfig, DecodeConfig, UpConfig)

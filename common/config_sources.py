@@ -26,7 +26,9 @@ ENV_PREFIX = "KVRELAY_"
 CONFIG_FILE_VARIABLE = "KVRELAY_CONFIG"
 SUPERVISOR_VARIABLE = "KVRELAY_SUPERVISOR_PID"
 """Set by a supervisor for its children: they die with that process."""
-_RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE}
+ADMIN_URL_VARIABLE = "KVRELAY_ADMIN_URL"
+"""Which router `kvrelay admin` asks."""
+_RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE}
 
 Source = Literal["default", "file", "table", "environment", "flag"]
 """Where a value came from; `file` is the file's top level, `table` the service's own table in it."""

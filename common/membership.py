@@ -145,6 +145,11 @@ class Registrar:
             _honour_cancellation()
             await asyncio.sleep(self._lease_s / 3)
 
+    @property
+    def reachable(self) -> bool:
+        """Redis answered last time."""
+        return self._reachable
+
     async def deregister(self) -> None:
         """Take the record away, if it is still ours and Redis can be reached, and close the connection.
 

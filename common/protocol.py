@@ -223,6 +223,8 @@ class NodeLoad:
     relayed_bytes: int = 0
     local_prefills: int = 0
     transfers_failed: int = 0
+    draining: bool = False
+    """It finishes what it has and is to get nothing new."""
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,8 @@ class NodeRecord:
     """Unix seconds."""
     max_num_seqs: int = 64
     """Sequences that it runs at once."""
+    admin_address: str = ""
+    """URL of its admin port; empty without one."""
 
 
 Message = (

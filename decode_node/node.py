@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from common.clock import Clock
 from common.engine.executor import Executor, StepDone
@@ -163,6 +164,26 @@ class DecodeNode:
                     self._prefill_lost(attempt)
             case _:
                 log.warning("a decode node does not take %s", event)
+
+    def describe_attempts(self) -> list[dict[str, Any]]:
+        """For operators: every attempt, where it stands and how old it is."""
+        now_s = self.clock()
+        return [
+            {
+                "attempt": str(key),
+                "state": self._state(attempt),
+                "age_s": round(now_s - attempt.seq.arrival_s, 3),
+                "prompt_tokens": attempt.request.prompt_len,
+                "generated_tokens": attempt.seq.num_generated,
+                "prefill_node": None if attempt.request.prefill is None else attempt.request.prefill.node_id,
+            }
+            for key, attempt in self.attempts.items()
+        ]
+
+    def _state(self, attempt: _Attempt) -> str:
+        if attempt.phase is not Phase.ACTIVE:
+            return attempt.phase.value
+        return "running" if attempt.seq.key in self.scheduler.running else "waiting"
 
     def on_time(self, now_s: float) -> None:
         for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:

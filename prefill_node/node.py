@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from common.clock import Clock
 from common.engine.executor import Executor, StepDone
@@ -116,6 +117,28 @@ class PrefillNode:
                     self._fail(attempt, PeerLost(f"decode node lost: {reason}"))
             case _:
                 log.warning("a prefill node does not take %s", event)
+
+    def describe_attempts(self) -> list[dict[str, Any]]:
+        """For operators: every attempt, where it stands and how old it is."""
+        now_s = self.clock()
+        return [
+            {
+                "attempt": str(key),
+                "state": self._state(attempt),
+                "age_s": round(now_s - attempt.seq.arrival_s, 3),
+                "prompt_tokens": attempt.seq.num_tokens,
+                "computed_tokens": attempt.seq.num_computed,
+                "decode_node": attempt.request.decode.node_id,
+            }
+            for key, attempt in self.attempts.items()
+        ]
+
+    def _state(self, attempt: _Attempt) -> str:
+        if attempt.ended:
+            return "ended, its blocks are still being sent"
+        if attempt.reported:
+            return "first token out, KV is being relayed"
+        return "waiting" if attempt.seq.first_step_s is None else "computing"
 
     def on_time(self, now_s: float) -> None:
         for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s and not a.ended]:

@@ -174,6 +174,8 @@ class Dispatcher:
                 memory=self._memory,
             )
         except Unavailable as error:
+            if self.nodes.draining("decode"):
+                error = Unavailable("every decode node that is left is draining; try again later")
             if wanted.attempt == 1 and not self.nodes.rejoining:
                 generation.feed(f.Unplaceable(error))
             else:

@@ -91,8 +91,9 @@ class Node:
 
     @property
     def usable(self) -> bool:
-        """Listed, connected, and has answered that it works."""
-        return self.listed and self.link is not None and self.last_pong_s is not None and not self.stuck
+        """Listed, connected, has answered that it works, and is not draining."""
+        answers = self.listed and self.link is not None and self.last_pong_s is not None
+        return answers and not self.stuck and not self.load.draining
 
     def columns(self) -> dict[str, float]:
         """What the last pong and the requests since say, as the columns of a `Fleet`."""
@@ -223,6 +224,11 @@ class NodeTable:
     def usable(self, role: str) -> list[Node]:
         """Nodes of this role that may get new work. Silence is judged by `tick` alone."""
         return [node for node in self._nodes.values() if node.record.role == role and node.usable]
+
+    def draining(self, role: str) -> int:
+        """Nodes of this role that would be usable if they did not drain."""
+        nodes = [node for node in self._nodes.values() if node.record.role == role and node.load.draining]
+        return sum(node.listed and node.last_pong_s is not None for node in nodes)
 
     def known(self) -> Iterable[Node]:
         """Every node, usable or not."""

@@ -13,10 +13,12 @@ from collections.abc import Generator
 
 import uvicorn
 
+from common.admin.server import AdminServer
 from common.config import RouterConfig
 from common.errors import ConfigError, Unavailable
 from common.membership import Directory
 from common.protocol import NodeRecord
+from router.admin import RouterAdmin
 from router.api import Services, build
 from router.dispatch import Dispatcher, DispatchSettings
 from router.metrics import Metrics
@@ -133,10 +135,14 @@ async def serve(config: RouterConfig) -> None:
     except BaseException:
         sock.close()
         raise
+    admin = AdminServer(config.admin_host, config.admin_port, config.admin_token) if config.admin_token else None
     directory = Directory(config.redis_url, config.cluster, router.set_nodes, grace_s=config.lease_s)
     server = http_server(router, config, directory)
     host, port = sock.getsockname()[:2]
     log.info("listening on http://%s:%d", host, port)
+    if admin is not None:
+        admin.start(RouterAdmin(router, config, directory).routes())
+        log.info("admin at %s", admin.url)
     http = asyncio.create_task(server.serve(sockets=[sock]))
     background = [asyncio.create_task(directory.run()), asyncio.create_task(router.dispatcher.run())]
     try:
@@ -148,6 +154,8 @@ async def serve(config: RouterConfig) -> None:
         for task in background:
             task.cancel()
         results = await asyncio.gather(http, *background, return_exceptions=True)
+        if admin is not None:
+            await admin.close()
         router.close()
         sock.close()
     for result in results:

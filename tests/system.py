@@ -106,6 +106,14 @@ class System:
 
         wait_until(whole, timeout_s, "all pools whole and all counters zero")
 
+    def admin(self, *args: str, code: int = 0) -> Any:
+        """The answer of `kvrelay admin ARGS --json`; with another exit code what it wrote to standard error."""
+        command = [sys.executable, "-m", "common.cli", "admin", *args, "--json"]
+        environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.pid_file.parent)}
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+        assert result.returncode == code, result.stdout + result.stderr
+        return json.loads(result.stdout) if code == 0 else result.stderr
+
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
@@ -116,8 +124,9 @@ def running_system(folder: Path, *args: str, env: dict[str, str] | None = None) 
     port = free_port()
     pid_file, log_file = folder / "pids.json", folder / "up.log"
     command = [sys.executable, "-m", "common.cli", "up", "--port", str(port), "--pid-file", str(pid_file), *args]
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), **(env or {})}
     with log_file.open("wb") as log:
-        supervisor = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
+        supervisor = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     system = System(f"http://127.0.0.1:{port}", pid_file, log_file, supervisor)
     pids: list[int] = []
     try:

@@ -10,6 +10,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.clock import Clock, monotonic
@@ -34,6 +36,11 @@ class NodeLogic(Protocol):
     def on_time(self, now_s: float) -> None:
         """Look at deadlines."""
         ...
+
+
+@dataclass(frozen=True)
+class _Question:
+    put: Callable[[], None]
 
 
 class EngineLoop:
@@ -66,6 +73,20 @@ class EngineLoop:
         """Hand one event to the logic. Any thread."""
         self._inbox.put(event)
 
+    def ask(self, question: Callable[[], Any]) -> Future[Any]:
+        """Run `question` on the engine's thread, between two steps: the only place from which to look at the logic."""
+        answer: Future[Any] = Future()
+
+        def put() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question())
+                except Exception as error:  # the asker's bug is not the engine's
+                    answer.set_exception(error)
+
+        self._inbox.put(_Question(put))
+        return answer
+
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the step that is running. Raises: TimeoutError if that takes longer than `timeout_s`."""
         self._stopping = True
@@ -91,7 +112,9 @@ class EngineLoop:
         try:
             event = self._inbox.get(timeout=_IDLE_WAIT_S) if block else self._inbox.get_nowait()
             while True:
-                if event is not None:
+                if isinstance(event, _Question):
+                    event.put()
+                elif event is not None:
                     self._logic.handle(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:

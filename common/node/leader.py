@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from common.errors import ConfigError, RankLost
 from common.node.address import rank_host
 from common.node.rank_messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
 from common.node.ranks import RankedExecutor, RankLinks
-from common.node.startup import WARM_UP, Blueprint, LoadedRank, load_rank, peak_memory_bytes
+from common.node.startup import WARM_UP, Blueprint, LoadedRank, load_rank, peak_memory_bytes, resident_bytes
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import SOLO
 from common.protocol import Codec, Role
@@ -157,6 +158,25 @@ class Leader:
             return []
         own = RankBusy(time.monotonic() - self._serving_since_s, self._local.busy_s)
         return [own, *(busy for _, busy in sorted(self.links.busy.items()))] if self.links is not None else [own]
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """For operators: each rank's place, process, memory and how busy it has been. Any thread.
+
+        Pid and memory are known of ranks on this host only.
+        """
+        pids = {0: os.getpid(), **(self.links.pids() if self.links is not None else {})}
+        return [
+            {
+                "rank": rank,
+                "place": str(self._blueprint.place(rank)),
+                "pid": pids.get(rank),
+                "memory_bytes": resident_bytes(pids[rank]) if rank in pids else None,
+                "kv_blocks": self.num_blocks,
+                "busy_s": round(busy.busy_s, 1),
+                "up_s": round(busy.up_s, 1),
+            }
+            for rank, busy in enumerate(self.busy())
+        ]
 
     def watch(
         self,

@@ -103,6 +103,10 @@ class RankLinks:
             socket.connect(hello.address)
             sockets[hello.rank] = socket
 
+    def pids(self) -> dict[int, int]:
+        """Of the ranks on this host but 0."""
+        return {rank: child.pid for rank, child in self._children.items()}
+
     def check_children(self) -> None:
         """Raises: RankLost naming a local rank whose process ended."""
         for rank, child in self._children.items():

@@ -11,15 +11,19 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
+from common.admin.server import AdminServer
 from common.clock import monotonic
 from common.config import NodeConfig
 from common.engine.loop import EngineLoop, NodeLogic
 from common.errors import EngineError, Unavailable
 from common.membership import Registrar, check_redis
 from common.node.address import advertised
+from common.node.admin import Describe, NodeAdmin, open_admin
+from common.node.drain import Drain
 from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
 from common.protocol import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong
 from common.rpc import SILENCE_S, Identity, Link, Server
@@ -32,6 +36,8 @@ class MeasuredLogic(NodeLogic, Protocol):
 
     @property
     def load(self) -> NodeLoad: ...
+
+    def describe_attempts(self) -> list[dict[str, Any]]: ...
 
 
 class NodeShell:
@@ -46,6 +52,9 @@ class NodeShell:
         self._logic: MeasuredLogic | None = None
         self._leases: dict[Identity, float] = {}
         self._links: dict[str, Link] = {}
+        self.drain = Drain()
+        self._admin: AdminServer | None = None
+        self._registrar: Registrar | None = None
         self._crashed = asyncio.Event()
         self._crash: BaseException | None = None
 
@@ -57,21 +66,52 @@ class NodeShell:
         await check_redis(self.config.redis_url)
         self._server = Server(self.config.host, self.config.port, self._on_message)
         self.me = replace(self.me, control_address=advertised(self._server.address, self.config))
+        self._admin, self._admin_address = open_admin(self.config)
 
     def post(self, event: Any) -> None:
         """Hand an event to the logic; for the callbacks of transfer threads."""
         if self._engine is not None:
             self._engine.post(event)
 
-    async def run(self, logic: MeasuredLogic, record: NodeRecord, on_ready: Callable[[], None]) -> None:
-        """Serve until cancelled; then end in order.
+    @property
+    def leases(self) -> list[Identity]:
+        """Who holds a lease here: routers, and on a decode node prefill nodes."""
+        return list(self._leases)
+
+    @property
+    def registered(self) -> bool:
+        """Redis answered when the registration was last renewed."""
+        return self._registrar is not None and self._registrar.reachable
+
+    @property
+    def load(self) -> NodeLoad:
+        """As of now; all zero before `run`."""
+        if self._logic is None or self._engine is None:
+            return NodeLoad()
+        age_s = monotonic() - self._engine.last_round_s
+        return replace(self._logic.load, step_age_s=age_s, draining=self.drain.active)
+
+    def ask_attempts(self) -> Future[list[dict[str, Any]]]:
+        """What `describe_attempts` says, between two steps. Only while `run` runs."""
+        assert self._engine is not None
+        assert self._logic is not None
+        return self._engine.ask(self._logic.describe_attempts)
+
+    async def run(
+        self, logic: MeasuredLogic, record: NodeRecord, on_ready: Callable[[], None], describe: Describe = dict
+    ) -> None:
+        """Serve until cancelled; then end in order. `describe` adds to the status that the admin port tells.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
         """
         self._logic = logic
         self._engine = EngineLoop(logic, self.outbox.flush, self.on_crash)
         self._engine.start()
+        record = replace(record, admin_address=self._admin_address)
         registrar = Registrar(self.config.redis_url, self.config.cluster, record, lease_s=self.config.lease_s)
+        self._registrar = registrar
+        if self._admin is not None:
+            self._admin.start(NodeAdmin(self, record, describe).routes())
         tasks = [
             asyncio.create_task(registrar.run()),
             asyncio.create_task(self._housekeeping()),
@@ -87,6 +127,8 @@ class NodeShell:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await registrar.deregister()
+            if self._admin is not None:
+                await self._admin.close()
             if self._crash is None:
                 await asyncio.to_thread(self._engine.stop)
             for link in self._links.values():
@@ -101,15 +143,10 @@ class NodeShell:
         if isinstance(message, Ping):
             if message.lease_s > 0:
                 self._leases[identity] = monotonic() + message.lease_s
-            self._reply(identity, self._pong())
+                self.drain.pinged(identity)
+            self._reply(identity, Pong(self.me.node_id, self.me.incarnation, self.load))
         elif self._engine is not None:
             self._engine.post(FromClient(identity, message))
-
-    def _pong(self) -> Pong:
-        if self._logic is None or self._engine is None:
-            return Pong(self.me.node_id, self.me.incarnation, NodeLoad())
-        age_s = monotonic() - self._engine.last_round_s
-        return Pong(self.me.node_id, self.me.incarnation, replace(self._logic.load, step_age_s=age_s))
 
     async def _housekeeping(self) -> None:
         """End the leases of silent routers and peers, renew ours."""

@@ -158,6 +158,14 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def resident_bytes(pid: int) -> int | None:
+    """Memory that a process of this machine has now; None where that cannot be known."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def fit_memory(blueprint: Blueprint, config: NodeConfig, num_blocks: int) -> Blueprint:
     """`blueprint` with a context that `num_blocks` can hold: no request that the node lets in can be too long for it.
 

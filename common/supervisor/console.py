@@ -54,7 +54,7 @@ Try it:
   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
-The API is described at {url}/docs. Ctrl-C stops everything.
+The API is described at {url}/docs. `kvrelay admin nodes` says what every node does. Ctrl-C stops everything.
 """
 
 

@@ -14,6 +14,9 @@ ServiceRole = Literal["redis", "router", "prefill", "decode"]
 STOP_ORDER: tuple[ServiceRole, ...] = ("router", "prefill", "decode", "redis")
 """Clients first, so that nobody sees a node vanish below it; what everybody needs last."""
 
+ADMIN_HOST = "127.0.0.1"
+"""Of every service's admin port: whoever may use it has an account on this machine."""
+
 _YIELDING_NICE = 10
 """Niceness of the side that `favor` does not favor; under contention it still keeps most of its throughput."""
 
@@ -41,8 +44,12 @@ def plan_children(
     port: int,
     own_redis: tuple[str, ...] | None,
     host_name: str,
+    admin_token: str,
+    admin_port: int,
 ) -> list[ChildSpec]:
     """The children in order of start. `own_redis` is the command of a Redis to run, None for a foreign one.
+
+    All services get `admin_token`, `admin_port` is the router's.
 
     A field of `config` that a service has too is passed on only if it was set by a flag, by the environment or in
     the [up] table: what stands elsewhere in a file reaches the service through the file itself.
@@ -51,6 +58,7 @@ def plan_children(
     if own_redis is not None:
         children.append(ChildSpec("redis", "redis", own_redis, quiet=True))
     router = {"host": config.host, "port": str(port), "redis_url": redis_url, "cluster": config.cluster}
+    router |= {"admin_token": admin_token, "admin_port": str(admin_port), "admin_host": ADMIN_HOST}
     children.append(_service("router", RouterConfig, config, sources, router, None))
     for role, cls, count in (("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)):
         for index in range(count):
@@ -59,6 +67,7 @@ def plan_children(
             # In a Redis that others use too, plain names would collide with those of another `kvrelay up`.
             node_id = name if own_redis is not None else f"{name}-{host_name}-{port}"
             own |= {"node_id": node_id, "host": "127.0.0.1", "port": "0", "data_port": "0"}
+            own |= {"admin_token": admin_token, "admin_port": "0", "admin_host": ADMIN_HOST}
             own |= _ranks(role, config)
             if yields(config.favor) == role:
                 own["nice"] = str(_YIELDING_NICE)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
 import shutil
 import signal
 import socket
@@ -15,6 +17,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
+from common.admin.found import RunningCluster, announced, runtime_folder
 from common.config import UpConfig
 from common.config_sources import Source
 from common.errors import ConfigError, DeadlineExceeded, KvRelayError
@@ -24,7 +27,7 @@ from common.redis_server import free_port, redis_command
 from common.supervisor.child import Child
 from common.supervisor.console import Console, banner, failure_line
 from common.supervisor.pid_file import PidEntry, PidFile
-from common.supervisor.plan import STOP_ORDER, ChildSpec, plan_children
+from common.supervisor.plan import ADMIN_HOST, STOP_ORDER, ChildSpec, plan_children
 from common.supervisor.probe import RouterProbe, connect_host, redis_answers
 from common.supervisor.restarts import GiveUp, describe_exit
 
@@ -51,6 +54,10 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
     pid_file = PidFile(config.pid_file)
     if config.redis_url is not None:
         await check_redis(config.redis_url)
+    admin_token = config.admin_token or secrets.token_urlsafe(24)
+    admin_port = _usable_port(ADMIN_HOST, config.admin_port)
+    admin_url = f"http://{ADMIN_HOST}:{admin_port}"
+    running = RunningCluster(os.getpid(), f"http://{connect_host(config.host)}:{port}", admin_url, admin_token)
     directory = tempfile.mkdtemp(prefix="kvrelay-up-")
     try:
         redis_port = free_port()
@@ -62,8 +69,11 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
             port=port,
             own_redis=None if config.redis_url else tuple(redis_command(redis_port, directory)),
             host_name=socket.gethostname(),
+            admin_token=admin_token,
+            admin_port=admin_port,
         )
-        await Cluster(config, specs, redis_url, port, pid_file).run()
+        with announced(running, runtime_folder(os.environ)):
+            await Cluster(config, specs, redis_url, port, pid_file).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

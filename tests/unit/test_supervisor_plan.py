@@ -21,6 +21,8 @@ def plan(up: Resolved[UpConfig], *, own_redis: bool = True) -> list[ChildSpec]:
         port=9000,
         own_redis=("redis-server",) if own_redis else None,
         host_name="box",
+        admin_token="the-admin-token",
+        admin_port=9001,
     )
 
 

@@ -1,0 +1,146 @@
+"""`kvrelay admin`: what every node does, and hands on it. Loads rich and nothing heavier."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from common.admin.client import AdminClient, AdminRefused, AdminUnreachable, connect
+from common.cli import flowing, run_checked
+from common.config_sources import ADMIN_URL_VARIABLE
+from common.errors import DeadlineExceeded
+
+_HELP = """Look into a running cluster: its nodes, its requests, what the router would decide; drain nodes.
+
+It asks a router's admin port, and nodes at the addresses that the router knows. For a cluster that `kvrelay up` of the
+same user runs on this machine nothing needs to be given. For another one: --url with a router's admin address, and its
+admin token in KVRELAY_ADMIN_TOKEN.
+
+Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 nobody answers.
+"""
+_POLL_S = 0.25
+
+app = typer.Typer(
+    name="admin",
+    help=flowing(_HELP),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", envvar=ADMIN_URL_VARIABLE, help="Admin address of a router."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")]
+NodeName = Annotated[
+    str, typer.Argument(metavar="ID", help="A node's id or incarnation, or its unambiguous beginning.")
+]
+
+
+@app.command("nodes")
+def nodes(url: Url = None, as_json: Json = False) -> None:
+    """Every node that the router knows: its state, its load, its cache."""
+    _show(url, as_json, lambda client: client.get("/nodes"), lambda show, answer: show.nodes(answer))
+
+
+@app.command("node")
+def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
+    """One node, as the router sees it and as it says itself: ranks, memory, transports, attempts in flight."""
+
+    def fetch(client: AdminClient) -> dict[str, Any]:
+        known = client.node(name)
+        try:
+            return {"router": known, "node": client.get("/status", base=_address(known))}
+        except (AdminUnreachable, AdminRefused) as error:
+            return {"router": known, "node": None, "complaint": error.message}
+
+    def render(show: Any, answer: dict[str, Any]) -> Any:
+        says = answer["node"] if answer["node"] is not None else {"it does not answer": answer["complaint"]}
+        return show.group(
+            show.properties("as the router sees it", answer["router"]), show.properties("as it says itself", says)
+        )
+
+    _show(url, as_json, fetch, render)
+
+
+@app.command("router")
+def router(url: Url = None, as_json: Json = False) -> None:
+    """The router that is asked: what it serves, its queue, its index."""
+    _show(url, as_json, lambda client: client.get("/status"), lambda show, answer: show.properties("", answer))
+
+
+@app.command("drain")
+def drain(
+    name: NodeName,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when nothing runs there any more.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Give up waiting after so long.")] = 600.0,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Have a node finish what it has and get nothing new. A restart of the node, or `undrain`, ends it."""
+
+    def act(client: AdminClient) -> dict[str, Any]:
+        base = _address(client.node(name))
+        status = client.post("/drain", {}, base=base)
+        deadline_s = time.monotonic() + timeout_s
+        while wait and not status["idle"]:
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"{status['node_id']} is not idle after {timeout_s:g} s; it goes on draining")
+            time.sleep(_POLL_S)
+            status = client.get("/status", base=base)
+            if not status["draining"]:
+                raise AdminRefused(f"{status['node_id']} does not drain any more: somebody called undrain")
+        return status
+
+    _show(url, as_json, act, lambda show, status: show.cell(_drained(status)))
+
+
+@app.command("undrain")
+def undrain(name: NodeName, url: Url = None, as_json: Json = False) -> None:
+    """Have a drained node take new work again."""
+    _show(
+        url,
+        as_json,
+        lambda client: client.post("/undrain", {}, base=_address(client.node(name))),
+        lambda show, status: show.cell(f"{status['node_id']} takes new work"),
+    )
+
+
+def _drained(status: dict[str, Any]) -> str:
+    if status["idle"]:
+        return f"{status['node_id']} is drained: nothing runs there"
+    attempts = status["attempts"]
+    running = "its engine is in a long step" if attempts is None else f"{len(attempts)} attempts in flight"
+    return f"{status['node_id']} is draining: {running}"
+
+
+def _address(known: dict[str, Any]) -> str:
+    """A node's admin URL. Raises: AdminRefused if it has none."""
+    if not known["admin_address"]:
+        raise AdminRefused(f"{known['node_id']} has no admin port: it was started without --admin-token")
+    return known["admin_address"]
+
+
+def _show(
+    url: str | None, as_json: bool, fetch: Callable[[AdminClient], Any], render: Callable[[Any, Any], Any]
+) -> None:
+    """Fetch with a client, print as JSON or as `render(show, answer)`."""
+
+    def act() -> None:
+        answer = fetch(connect(url, os.environ))
+        if as_json:
+            print(json.dumps(answer, indent=2, ensure_ascii=False))
+            return
+        from common.admin import show
+
+        show.console().print(render(show, answer))
+
+    run_checked(act)

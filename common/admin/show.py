@@ -1,0 +1,128 @@
+"""How the answers of admin ports look in a terminal. Only formatting: dictionaries in, rich tables out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_PIPE_WIDTH = 240
+"""Where nobody's terminal limits it."""
+_STATES = {"usable": "green", "draining": "yellow", "not answering": "red"}
+
+
+def console() -> Console:
+    """For standard output: colours and its width only in a terminal."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def cell(value: Any) -> Text:
+    """A value as text that cannot style or steer the terminal, whatever a service put into it."""
+    if value is None or value == "":
+        return Text("-", "dim")
+    if isinstance(value, float):
+        value = f"{value:.3f}".rstrip("0").rstrip(".")
+    return Text("".join(char if char.isprintable() or char == "\n" else "?" for char in str(value)))
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """A plain table; numbers stand right. Cells that are `Text` already stay as they are."""
+    data = [list(row) for row in rows]
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        numbers = bool(data) and all(_is_number(row[index]) for row in data)
+        made.add_column(name, justify="right" if numbers else "left", no_wrap=index == 0, overflow="fold")
+    for row in data:
+        made.add_row(*(value if isinstance(value, Text) else cell(value) for value in row))
+    return made
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit())
+
+
+def nodes(answer: Mapping[str, Any]) -> RenderableType:
+    """`kvrelay admin nodes`."""
+    columns = ("node", "role", "state", "running", "waiting", "queued tokens", "KV used", "cached", "hits", "relayed")
+    rows = [_node_row(node) for node in answer["nodes"]]
+    return table("", (*columns, "answered"), rows) if rows else cell("the router knows no node")
+
+
+def _node_row(node: Mapping[str, Any]) -> list[Any]:
+    load = node["load"]
+    blocks = load["kv_blocks_total"]
+    age_s = node["answered_s_ago"]
+    return [
+        node["node_id"],
+        node["role"],
+        Text(node["state"], _STATES.get(node["state"], "yellow")),
+        load["running"],
+        load["waiting"],
+        load["queued_tokens"],
+        percent(load["kv_blocks_used"], blocks),
+        percent(load["kv_blocks_cached"], blocks),
+        percent(load["prefix_hits"], load["prefix_queries"]),
+        size(load["relayed_bytes"]),
+        None if age_s is None else f"{age_s:.1f} s ago",
+    ]
+
+
+def group(*parts: RenderableType) -> RenderableType:
+    """One below the other."""
+    return Group(*parts)
+
+
+def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
+    """A dictionary, whatever is in it: its values in two columns, then its lists of dictionaries as tables."""
+    flat = [(key, value) for key, value in _flat(about) if not _is_rows(value)]
+    parts: list[RenderableType] = [table(title, ("", " "), [(key, _one_line(value)) for key, value in flat])]
+    parts += [records(key, value) for key, value in _flat(about) if _is_rows(value)]
+    return Group(*parts)
+
+
+def records(title: str, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """A list of dictionaries as a table whose columns are their keys."""
+    if not rows:
+        return Text(f"{title}: none", "dim")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    names = [column.replace("_", " ") for column in columns]
+    return table(title, names, [[_one_line(row.get(column)) for column in columns] for row in rows])
+
+
+def _flat(about: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in about.items():
+        name = f"{prefix}{key}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _flat(value, name + ": ")
+        else:
+            yield name, value
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value) and bool(value)
+
+
+def _one_line(value: Any) -> Any:
+    if isinstance(value, list):
+        return ", ".join(str(item) for item in value)
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key} {item}" for key, item in value.items())
+    return {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
+
+
+def percent(part: int, whole: int) -> str | None:
+    """As in 12.5 %; nothing of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else None
+
+
+def size(count: int) -> str:
+    """Bytes in a unit that suits."""
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -1,0 +1,105 @@
+"""What a node's admin port tells and does. Runs on the node's asyncio loop; the engine is asked on its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from common.admin.server import AdminRoute, AdminServer, Call
+from common.config import NodeConfig
+from common.node.address import advertised
+from common.protocol import NodeRecord
+
+if TYPE_CHECKING:
+    from common.node.shell import NodeShell
+
+_ENGINE_ANSWERS_S = 5.0
+"""An engine in a longer step, or a stuck one, is reported without its attempts; the age of its round tells."""
+
+Describe = Callable[[], dict[str, Any]]
+"""Adds to a node's status what the shell does not know: its ranks, its transports."""
+
+
+def open_admin(config: NodeConfig) -> tuple[AdminServer | None, str]:
+    """The admin port of a node, not yet answering, and the URL to register; None and "" without a token.
+
+    Raises: ConfigError.
+    """
+    if not config.admin_token:
+        return None, ""
+    server = AdminServer(config.admin_host, config.admin_port, config.admin_token)
+    return server, server.url if _is_loopback(config.admin_host) else advertised(server.url, config)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class NodeAdmin:
+    """The routes of one node: `GET /status`, `POST /drain`, `POST /undrain`."""
+
+    def __init__(self, shell: NodeShell, record: NodeRecord, describe: Describe) -> None:
+        self._shell = shell
+        self._record = record
+        self._describe = describe
+
+    def routes(self) -> list[AdminRoute]:
+        """For the admin port."""
+        return [
+            AdminRoute("GET", "/status", self._status),
+            AdminRoute("POST", "/drain", self._drain),
+            AdminRoute("POST", "/undrain", self._undrain),
+        ]
+
+    async def _drain(self, call: Call) -> dict[str, Any]:
+        self._shell.drain.begin()
+        return await self._status(call)
+
+    async def _undrain(self, call: Call) -> dict[str, Any]:
+        self._shell.drain.end()
+        return await self._status(call)
+
+    async def _status(self, call: Call) -> dict[str, Any]:
+        shell, record = self._shell, self._record
+        attempts = await self._attempts()
+        untold = shell.drain.untold(shell.leases)
+        return {
+            "node_id": record.peer.node_id,
+            "incarnation": record.peer.incarnation,
+            "role": record.role,
+            "model": record.model.name,
+            "pid": os.getpid(),
+            "up_s": round(time.time() - record.started_at, 1),
+            "control_address": record.peer.control_address,
+            "data_addresses": record.peer.data_addresses,
+            "layout": {
+                "tensor_parallel": record.layout.tp_size,
+                "pipeline_stages": list(record.layout.pp_layers),
+                "dtype": record.layout.dtype,
+                "block_size": record.layout.block_size,
+            },
+            "draining": shell.drain.active,
+            "idle": shell.drain.active and attempts == [] and untold == 0,
+            "leases": len(shell.leases),
+            "leases_untold": untold,
+            "redis": "ok" if shell.registered else "away: it serves on and keeps trying",
+            "load": dataclasses.asdict(shell.load),
+            "attempts": attempts,
+            **self._describe(),
+        }
+
+    async def _attempts(self) -> list[dict[str, Any]] | None:
+        """None if the engine does not answer in time."""
+        try:
+            async with asyncio.timeout(_ENGINE_ANSWERS_S):
+                return await asyncio.wrap_future(self._shell.ask_attempts())
+        except TimeoutError:
+            return None

@@ -1,0 +1,61 @@
+"""When a drained node may say that it is idle, and how its engine is looked into."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from common.engine.loop import EngineLoop
+from common.node.drain import Drain
+
+
+def test_a_lease_holder_counts_as_told_with_its_second_ping() -> None:
+    drain = Drain()
+    drain.pinged(b"a")
+    assert drain.untold([b"a", b"b"]) == 0
+    drain.begin()
+    assert drain.untold([b"a", b"b"]) == 2
+    drain.pinged(b"a")
+    assert drain.untold([b"a", b"b"]) == 2
+    drain.pinged(b"a")
+    assert drain.untold([b"a", b"b"]) == 1
+    assert drain.untold([b"a"]) == 0
+    drain.begin()
+    assert drain.untold([b"a"]) == 0
+
+
+def test_draining_again_after_undrain_tells_everybody_anew() -> None:
+    drain = Drain()
+    drain.begin()
+    drain.pinged(b"a")
+    drain.pinged(b"a")
+    drain.end()
+    assert not drain.active
+    drain.begin()
+    assert drain.untold([b"a"]) == 1
+
+
+class _Logic:
+    def handle(self, event: object) -> None:
+        raise AssertionError(event)
+
+    def step(self) -> bool:
+        return False
+
+    def on_time(self, now_s: float) -> None:
+        pass
+
+
+def test_engine_answers_questions_on_its_thread_and_outlives_their_bugs() -> None:
+    crashes: list[BaseException] = []
+    loop = EngineLoop(_Logic(), lambda: None, crashes.append)
+    loop.start()
+    try:
+        assert loop.ask(lambda: threading.current_thread().name).result(5) == "engine"
+        with pytest.raises(ZeroDivisionError):
+            loop.ask(lambda: 1 / 0).result(5)
+        assert loop.ask(lambda: 7).result(5) == 7
+    finally:
+        loop.stop()
+    assert crashes == []
