@@ -174,12 +174,12 @@ class Dispatcher:
                 memory=self._memory,
             )
         except Unavailable as error:
-            if self.nodes.draining("decode"):
-                error = Unavailable("every decode node that is left is draining; try again later")
+            drained = Unavailable("every decode node that is left is draining; try again later")
+            why = drained if self.nodes.draining("decode") else error
             if wanted.attempt == 1 and not self.nodes.rejoining:
-                generation.feed(f.Unplaceable(error))
+                generation.feed(f.Unplaceable(why))
             else:
-                self._park(generation, wanted, error)
+                self._park(generation, wanted, why)
             return
         generation.decision = decision
         decode = self.nodes.get(decision.decode.picked.incarnation)
