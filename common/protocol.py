@@ -61,6 +61,14 @@ class SamplingParams:
     top_k: int = 0
     """0 keeps all."""
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that was generated before."""
+    frequency_penalty: float = 0.0
+    """Taken off once for each time that it was generated."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, multiplies negative ones, of tokens in the prompt or generated before."""
+    logit_bias: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """(token id, what is added to its logit)"""
     min_tokens: int = 0
     """Until so many tokens are generated, no token of `stop_token_ids` can be drawn."""
     stop_token_ids: list[int] = field(default_factory=list[int])

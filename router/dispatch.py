@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.clock import Clock, monotonic
 from common.errors import DeadlineExceeded, KvRelayError, Overloaded, Unavailable
@@ -17,7 +17,6 @@ from common.protocol import (
     Abort,
     AttemptFailed,
     AttemptKey,
-    AttemptStats,
     DecodeRequest,
     Message,
     NodeRecord,
@@ -25,11 +24,14 @@ from common.protocol import (
     TokenBatch,
 )
 from router import flow_events as f
+from router.breaker import Breakers
 from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
 from router.metrics import Metrics
 from router.nodes import NodeTable
-from router.policy import Memory, Query, check_policy, place
+from router.parking import Parking
+from router.policy import Decision, Memory, Query, check_policy, place
+from router.story import Stories
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +73,9 @@ class Dispatcher:
         self._clock = clock
         self._memory = Memory()
         self._live: dict[str, _Live] = {}
-        self._parked: dict[str, tuple[f.Place, asyncio.TimerHandle]] = {}
-        """Attempts that wait for a node to come back."""
+        self._parking = Parking()
+        self.breakers = Breakers(clock=clock)
+        self.stories = Stories()
         self._waiting = 0
         self.nodes = NodeTable(
             f"router-{secrets.token_hex(6)}",
@@ -96,9 +99,14 @@ class Dispatcher:
         return self._waiting
 
     def submit(
-        self, request_id: str, requests: list[GenerationRequest], pieces: TokenPieces, on_news: Callable[[], None]
+        self,
+        request_id: str,
+        requests: list[GenerationRequest],
+        pieces: TokenPieces,
+        on_news: Callable[[], None],
+        client_id: str = "",
     ) -> list[Generation]:
-        """Start the generations of one client request: all of them or none.
+        """Start the generations of one client request: all of them or none. `client_id` is its own name for it.
 
         Raises: Overloaded when the queue bound is reached.
         """
@@ -108,8 +116,12 @@ class Dispatcher:
         try:
             for index, request in enumerate(requests):
                 own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
+                story = self.stories.begin(own_id, client_id)
+                sizes = {"prompt_tokens": len(request.prompt_ids), "max_tokens": request.sampling.max_tokens}
+                story.add("arrived", data=sizes)
+                attempts = self._settings.max_attempts
                 generation = Generation(
-                    own_id, request, pieces, self, max_attempts=self._settings.max_attempts, on_news=on_news
+                    own_id, request, pieces, self, max_attempts=attempts, on_news=on_news, story=story
                 )
                 late = f.GiveUp(DeadlineExceeded(f"the request took longer than the {timeout_s:g} s that it may"))
                 timer = asyncio.get_running_loop().call_later(timeout_s, generation.feed, late)
@@ -144,6 +156,7 @@ class Dispatcher:
     def set_nodes(self, records: list[NodeRecord]) -> None:
         """Take over what membership lists now."""
         self.nodes.update(records)
+        self.breakers.keep(node.incarnation for node in self.nodes.known())
 
     def fail_all(self, error: Unavailable) -> None:
         """End every generation, with this error where a client still listens."""
@@ -163,10 +176,13 @@ class Dispatcher:
 
         As does a first one while the nodes come back to a router that was held up.
         """
+        if wanted.backoff_s and not wanted.at_once:
+            self._pause(generation, wanted, "not the first failure in a row")
+            return
         live = self._live[generation.request_id]
         try:
             decision = place(
-                Query(wanted.num_tokens, wanted.avoid, wanted.last),
+                Query(wanted.num_tokens, wanted.avoid | self.breakers.not_admitted(), wanted.last),
                 self.nodes.fleets["prefill"],
                 self.nodes.fleets["decode"],
                 policy=self._policy,
@@ -181,6 +197,11 @@ class Dispatcher:
             else:
                 self._park(generation, wanted, why)
             return
+        if wanted.backoff_s and wanted.avoid & _incarnations(decision):
+            self._pause(generation, wanted, "only nodes that just failed it are left")
+            return
+        for incarnation in _incarnations(decision):
+            self.breakers.chosen(incarnation)
         generation.decision = decision
         decode = self.nodes.get(decision.decode.picked.incarnation)
         prefill = None if decision.prefill is None else self.nodes.get(decision.prefill.picked.incarnation)
@@ -192,12 +213,22 @@ class Dispatcher:
         generation.feed(f.Placed(None if prefill is None else prefill.record.peer, decode.record.peer, timeout_s))
 
     def _park(self, generation: Generation, wanted: f.Place, error: Unavailable) -> None:
-        def give_up() -> None:
-            self._parked.pop(generation.request_id, None)
-            generation.feed(f.Unplaceable(error))
+        generation.story.add("parked", error.message)
+        self._parking.park(
+            generation.request_id,
+            REPLACEMENT_WAIT_S,
+            wake=lambda: self._place_again(generation, wanted),
+            give_up=lambda: generation.feed(f.Unplaceable(error)),
+        )
 
-        timer = asyncio.get_running_loop().call_later(REPLACEMENT_WAIT_S, give_up)
-        self._parked[generation.request_id] = (wanted, timer)
+    def _pause(self, generation: Generation, wanted: f.Place, why: str) -> None:
+        generation.story.add("backoff", why, {"seconds": round(wanted.backoff_s, 3)})
+        rested = replace(wanted, backoff_s=0.0)
+        self._parking.pause(generation.request_id, wanted.backoff_s, lambda: self._place_again(generation, rested))
+
+    def _place_again(self, generation: Generation, wanted: f.Place) -> None:
+        if generation.request_id in self._live:
+            self.place(generation, wanted)
 
     def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
         """As `NodeTable.send`."""
@@ -213,18 +244,22 @@ class Dispatcher:
             self._no_longer_waiting(generation)
         self._metrics.tokens(generation, count, first=first)
 
-    def on_stats(self, role_is_prefill: bool, stats: AttemptStats) -> None:
-        """Account for a leg's report."""
-        self._metrics.leg(role_is_prefill, stats)
+    def on_report(self, generation: Generation, report: f.Report) -> None:
+        """Account for a leg's report, which comes with its first tokens."""
+        self.breakers.succeeded(report.incarnation)
+        self._metrics.leg(report.role_is_prefill, report.stats)
+
+    def blame(self, incarnation: str, error: KvRelayError) -> None:
+        """An attempt ended by this node's fault."""
+        self.breakers.failed(incarnation, error)
 
     def on_end(self, generation: Generation) -> None:
         """Forget a generation; its timers go with it."""
         self._no_longer_waiting(generation)
         live = self._live.pop(generation.request_id)
         live.deadline.cancel()
-        parked = self._parked.pop(generation.request_id, None)
-        if parked is not None:
-            parked[1].cancel()
+        self._parking.forget(generation.request_id)
+        self.stories.end(generation.story)
         self._metrics.end(generation)
 
     def _no_longer_waiting(self, generation: Generation) -> None:
@@ -247,6 +282,7 @@ class Dispatcher:
                 log.warning("dropped a %s, which a router has no use for", type(message).__name__)
 
     def _on_lost(self, incarnation: str, reason: str) -> None:
+        self.breakers.failed(incarnation, Unavailable(reason))
         for request_id in list(self._live):
             self._feed(request_id, f.NodeLost(incarnation, reason))
 
@@ -256,9 +292,9 @@ class Dispatcher:
             live.generation.feed(event)
 
     def _on_usable(self) -> None:
-        parked, self._parked = self._parked, {}
-        for request_id, (wanted, timer) in parked.items():
-            timer.cancel()
-            live = self._live.get(request_id)
-            if live is not None:
-                self.place(live.generation, wanted)
+        self._parking.wake_all()
+
+
+def _incarnations(decision: Decision) -> set[str]:
+    legs = (decision.prefill, decision.decode)
+    return {leg.picked.incarnation for leg in legs if leg is not None}

@@ -13,10 +13,15 @@ the other leg, and a hole that nobody can fill any more means a new attempt.
 Invariants: the tokens of all `Emit`s, joined, are what one undisturbed attempt would generate; exactly one of
 `Finish`, `Fail`, `Cancelled` is returned, after it nothing; each `Send` that opens a leg is matched by exactly
 one `Release` of it.
+
+How often it tries: an attempt in which the decode node brought tokens was worth it and is not counted, so that a
+long stream outlives any number of faults. `max_attempts` others in a row are the end, or the request's deadline.
+The first retry goes at once if there is another node; every further one waits, twice as long as the one before.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,6 +30,7 @@ from typing import ClassVar
 from common.errors import EngineError, KvRelayError, PeerLost, TransferError, Unavailable, from_code
 from common.protocol import Abort, AttemptKey, DecodeRequest, PeerRef, PrefillRequest, SamplingParams, TokenChunk
 from router.flow_events import (
+    Blame,
     Cancelled,
     Chunk,
     ClientGone,
@@ -36,6 +42,7 @@ from router.flow_events import (
     Instructions,
     LegFailed,
     NodeLost,
+    Note,
     Place,
     Placed,
     Release,
@@ -55,6 +62,14 @@ class State(Enum):
     DECODE = "decode"
     """Only the decode node matters."""
     DONE = "done"
+
+
+_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+
+
+def backoff_s(failures: int, jitter: float) -> float:
+    """How long to wait after `failures` in a row; `jitter` in [0, 1) shortens it by up to a half."""
+    return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** min(failures - 1, 10)) * (1 - jitter / 2)
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,8 @@ class Flow:
 
     request: FlowRequest
     max_attempts: int = 3
+    """So many in a row may bring nothing."""
+    jitter: Callable[[], float] = random.random
     state: State = State.PLACING
     attempt: int = 0
     token_ids: list[int] = field(default_factory=list[int])
@@ -92,6 +109,11 @@ class Flow:
     _early: list[TokenChunk] = field(default_factory=list[TokenChunk])
     """The decode node's chunks that wait for the prefill node's token, without gaps among them."""
     _avoid: set[str] = field(default_factory=set[str])
+    """Who failed since tokens last came."""
+    _failures: int = 0
+    """Attempts in a row that brought nothing."""
+    _enough: int = 0
+    """With more tokens than these the present attempt was worth it."""
 
     def start(self) -> Instructions:
         """The first instructions."""
@@ -125,14 +147,13 @@ class Flow:
         self._prefill = self._decode = None
         self._early.clear()
         num_tokens = len(self.request.prompt_ids) + len(self.token_ids)
-        return [
-            Place(
-                self.attempt, num_tokens, frozenset(self._avoid), self.attempt > 1 and self.attempt >= self.max_attempts
-            )
-        ]
+        last = self._failures > 0 and self._failures + 1 >= self.max_attempts
+        wait_s = backoff_s(self._failures, self.jitter()) if self._failures else 0.0
+        return [Place(self.attempt, num_tokens, frozenset(self._avoid), last, wait_s, self._failures == 1)]
 
     def _on_placed(self, event: Placed) -> Instructions:
         self.state = State.PREFILL
+        self._enough = len(self.token_ids) + (event.prefill is not None)
         self._decode = _Leg(event.decode)
         ids = self.request.prompt_ids + self.token_ids
         prompt_len, sampling, salt = len(self.request.prompt_ids), self.request.sampling, self.request.cache_salt
@@ -174,7 +195,10 @@ class Flow:
     def _on_first_token(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
         if chunk.start > len(self.token_ids):
             return self._on_gap(leg, chunk)
-        instructions = self._accept(leg, chunk)
+        instructions: Instructions = []
+        if self.state is State.PREFILL:
+            instructions.append(self._note("first_token", leg))
+        instructions += self._accept(leg, chunk)
         if self.state is State.PREFILL:
             self.state = State.HANDOVER
             early, self._early = self._early, []
@@ -187,14 +211,16 @@ class Flow:
         if chunk.start > len(self.token_ids):
             return self._on_gap(leg, chunk)
         instructions = self._close_leg(self._prefill)  # it has spoken, or the decode node spoke for it
-        self.state = State.DECODE
+        if self.state is not State.DECODE:
+            instructions.append(self._note("first_token" if self.state is State.PREFILL else "handover", leg))
+            self.state = State.DECODE
         return instructions + self._accept(leg, chunk)
 
     def _accept(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
         """Emit what is new in a chunk that leaves no gap, and end with it if it is the last."""
         instructions: Instructions = []
         if chunk.stats is not None:
-            instructions.append(Report(leg is self._prefill, chunk.stats))
+            instructions.append(Report(leg is self._prefill, chunk.stats, leg.peer.incarnation))
         known = len(self.token_ids) - chunk.start
         fresh = chunk.token_ids[known:]
         if fresh:
@@ -212,7 +238,7 @@ class Flow:
 
     def _on_gap(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
         message = f"{leg.peer.node_id} sent token {chunk.start} where {len(self.token_ids)} was expected"
-        return self._retry(EngineError(message), set())
+        return [self._note("gap", leg, message), *self._retry(EngineError(message), None)]
 
     # -- things that go wrong
 
@@ -225,7 +251,12 @@ class Flow:
         leg.open = False
         error = from_code(event.failure.code, event.failure.message)
         blamed = self._blamed(leg, error)
-        return [Release(leg.peer.incarnation, self.key), *self._retry(error, {blamed.peer.incarnation})]
+        failed: Instructions = [
+            Release(leg.peer.incarnation, self.key),
+            self._note("leg_failed", leg, f"{error.code}: {error.message}", blamed=blamed.peer.node_id),
+            Blame(blamed.peer.incarnation, error),
+        ]
+        return failed + self._retry(error, blamed)
 
     def _blamed(self, reporter: _Leg, error: KvRelayError) -> _Leg:
         """A lost peer is the reporter's other end. Any other failed transfer says little about who is at fault;
@@ -245,19 +276,33 @@ class Flow:
         error = Unavailable(f"node {leg.peer.node_id} was lost: {event.reason}")
         # It may still live behind a cut link: the abort waits for a new one.
         gone: Instructions = [Release(leg.peer.incarnation, self.key), Send(leg.peer, Abort(self.key))]
-        return gone + self._retry(error, {event.incarnation})
+        return [*gone, self._note("node_lost", leg, event.reason), *self._retry(error, leg)]
 
-    def _retry(self, error: KvRelayError, avoid: set[str]) -> Instructions:
-        self._avoid |= avoid
+    def _retry(self, error: KvRelayError, blamed: _Leg | None) -> Instructions:
+        if len(self.token_ids) > self._enough:
+            self._failures = 0
+            self._avoid.clear()
+        self._failures += 1
+        if blamed is not None:
+            self._avoid.add(blamed.peer.incarnation)
         sampling = self.request.sampling
         if len(self.token_ids) >= sampling.max_tokens:  # only the finish itself was lost
             return self._end(Finish("length"))
         if not error.retryable:
             return self._end(Fail(error))
-        if self.attempt >= self.max_attempts:
+        if self._failures >= self.max_attempts:
             tries = f" (after {self.attempt} attempts)" if self.attempt > 1 else ""
             return self._end(Fail(type(error)(error.message + tries)))
-        return [*self._close_legs(), *self._place()]
+        closed = self._close_legs()
+        note = Note("retry", error.message, {"failures_in_a_row": self._failures, "tokens_so_far": len(self.token_ids)})
+        return [*closed, note, *self._place()]
+
+    def _note(self, event: str, leg: _Leg, reason: str = "", **data: object) -> Note:
+        about = {"attempt": self.attempt, "node": leg.peer.node_id, "role": self._role(leg), **data}
+        return Note(event, reason, about)
+
+    def _role(self, leg: _Leg) -> str:
+        return "prefill" if leg is self._prefill else "decode"
 
     def _on_client_gone(self, _: ClientGone) -> Instructions:
         return self._end(Cancelled())

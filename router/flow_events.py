@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import KvRelayError
@@ -88,7 +89,8 @@ Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveU
 class Place:
     """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event.
 
-    `last`: there will be no other attempt.
+    `last`: there will be no other attempt, unless this one brings tokens. Before it is placed `backoff_s` must
+    pass; with `at_once` only if no other nodes than those in `avoid` can be had.
     """
 
     attempt: int
@@ -96,6 +98,8 @@ class Place:
     """To be prefilled: the prompt and what earlier attempts generated."""
     avoid: frozenset[str]
     last: bool = False
+    backoff_s: float = 0.0
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,24 @@ class Report:
 
     role_is_prefill: bool
     stats: AttemptStats
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Blame:
+    """It is this incarnation's fault that the attempt goes no further."""
+
+    incarnation: str
+    error: KvRelayError
+
+
+@dataclass(frozen=True)
+class Note:
+    """For the request's story (`router.story`)."""
+
+    event: str
+    reason: str = ""
+    data: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,5 +174,5 @@ class Cancelled:
     """Terminal: there is nobody to tell."""
 
 
-Instruction = Place | Send | Release | Emit | Report | Finish | Fail | Cancelled
+Instruction = Place | Send | Release | Emit | Report | Blame | Note | Finish | Fail | Cancelled
 Instructions = list[Instruction]

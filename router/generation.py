@@ -16,7 +16,6 @@ from common.errors import KvRelayError, Unavailable
 from common.protocol import (
     Abort,
     AttemptKey,
-    AttemptStats,
     DecodeRequest,
     FinishReason,
     PrefillRequest,
@@ -27,6 +26,7 @@ from router import flow_events as f
 from router.detokenizer import TokenPieces
 from router.flow import Flow, FlowRequest
 from router.policy import Decision
+from router.story import Story
 from router.text import TextStream
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,15 @@ class Outcome:
     error: KvRelayError | None = None
 
 
+@dataclass(slots=True)
+class Served:
+    """How the present attempt was served, as far as its legs have reported; bytes are of all attempts."""
+
+    prefill_hit_tokens: int | None = None
+    decode_hit_tokens: int | None = None
+    relayed_bytes: int = 0
+
+
 class Shell(Protocol):
     """What a generation needs from the dispatcher."""
 
@@ -78,7 +87,9 @@ class Shell(Protocol):
 
     def on_tokens(self, generation: Generation, count: int, *, first: bool) -> None: ...
 
-    def on_stats(self, role_is_prefill: bool, stats: AttemptStats) -> None: ...
+    def on_report(self, generation: Generation, report: f.Report) -> None: ...
+
+    def blame(self, incarnation: str, error: KvRelayError) -> None: ...
 
     def on_end(self, generation: Generation) -> None: ...
 
@@ -99,6 +110,7 @@ class Generation:
         *,
         max_attempts: int,
         on_news: Callable[[], None],
+        story: Story | None = None,
     ) -> None:
         self.request_id = request_id
         self.request = request
@@ -106,6 +118,9 @@ class Generation:
             FlowRequest(request_id, request.prompt_ids, request.sampling, request.cache_salt), max_attempts
         )
         self.decision: Decision | None = None
+        """Of the latest attempt."""
+        self.served = Served()
+        self.story = story or Story(request_id)
         self.outcome: Outcome | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -165,12 +180,20 @@ class Generation:
                 if pending:
                     self._carry_out(pending.popleft())
                 else:
-                    pending += self.flow.handle(self._events.popleft())
+                    event = self._events.popleft()
+                    if type(event) is f.Placed:
+                        self._placed(event)
+                    pending += self.flow.handle(event)
         except Exception:
             self._break_off(pending)
             raise
         finally:
             self._busy = False
+
+    def _placed(self, event: f.Placed) -> None:
+        served, flow = self.served, self.flow
+        served.prefill_hit_tokens = served.decode_hit_tokens = None
+        self.story.add("decision", f"attempt {flow.attempt}", self.decision)
 
     def _break_off(self, pending: Iterable[f.Instruction]) -> None:
         """End at once, although the flow may think that it ended well already: legs closed, the client told."""
@@ -197,12 +220,18 @@ class Generation:
             case f.Send(peer, message):
                 try:
                     self._shell.send(peer.incarnation, message)
+                    if not isinstance(message, Abort):
+                        self.story.add("sent", type(message).__name__, {"node": peer.node_id})
                 except Unavailable as error:
                     self._events.append(f.NodeLost(peer.incarnation, error.message))
             case f.Release(incarnation, key):
                 self._shell.release(incarnation, key)
-            case f.Report(role_is_prefill, stats):
-                self._take_stats(role_is_prefill, stats)
+            case f.Report():
+                self._take_report(instruction)
+            case f.Blame(incarnation, error):
+                self._shell.blame(incarnation, error)
+            case f.Note(event, reason, data):
+                self.story.add(event, reason, data)
             case f.Place():
                 self._shell.place(self, instruction)
             case f.Finish(reason):
@@ -226,15 +255,22 @@ class Generation:
         self._shell.on_tokens(self, delta.consumed, first=first)
         if delta.stop is not None:
             self._stop = delta.stop
+            self.story.add("stop_found", repr(delta.stop))
             self._events.append(f.StopFound())
         self._on_news()
 
-    def _take_stats(self, role_is_prefill: bool, stats: AttemptStats) -> None:
+    def _take_report(self, report: f.Report) -> None:
+        stats = report.stats
         # Later attempts find what the first one left in the caches; the client is told of the first one's hits.
-        if not self._cached_known and (role_is_prefill or self.flow.prefill_peer is None):
+        if not self._cached_known and (report.role_is_prefill or self.flow.prefill_peer is None):
             self.cached_tokens = min(stats.cached_tokens, len(self.request.prompt_ids))
             self._cached_known = True
-        self._shell.on_stats(role_is_prefill, stats)
+        if report.role_is_prefill:
+            self.served.prefill_hit_tokens = stats.cached_tokens
+        else:  # both legs may count the bytes of one relay; the receiver knows what arrived
+            self.served.decode_hit_tokens = stats.cached_tokens
+            self.served.relayed_bytes += stats.relayed_bytes
+        self._shell.on_report(self, report)
 
     def _finished(self, reason: FinishReason) -> Outcome:
         if self._stop is not None:
@@ -251,5 +287,20 @@ class Generation:
         # A stop string found in the very chunk that ends the attempt has already decided the outcome.
         if self.outcome is None:
             self.outcome = outcome
+            self._tell_end(outcome)
             self._shell.on_end(self)
             self._on_news()
+
+    def _tell_end(self, outcome: Outcome) -> None:
+        data = {
+            "prompt_tokens": len(self.request.prompt_ids),
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+            "relayed_bytes": self.served.relayed_bytes,
+        }
+        if outcome.error is not None:
+            self.story.add("failed", f"{outcome.error.code}: {outcome.error.message}", data)
+        elif outcome.finish_reason is None:
+            self.story.add("cancelled", "the client left", data)
+        else:
+            self.story.add("finished", outcome.finish_reason, data)

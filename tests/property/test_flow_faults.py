@@ -21,6 +21,7 @@ from common.protocol import (
 )
 from router.flow import Flow, FlowRequest, State
 from router.flow_events import (
+    Blame,
     Cancelled,
     Chunk,
     ClientGone,
@@ -70,14 +71,24 @@ class World:
     def __init__(self, data: st.DataObject, max_tokens: int, max_attempts: int) -> None:
         self.data = data
         self.flow = Flow(FlowRequest("r", PROMPT, SamplingParams(seed=1, max_tokens=max_tokens)), max_attempts)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_attempts = max_tokens, max_attempts
         self.born = 0
+        self.lost: set[str] = set()
+        self.asked: set[tuple[str, AttemptKey]] = set()
         self.nodes = [self.new_node(role) for role in ("prefill", "prefill", "decode", "decode")]
         self.emitted: list[int] = []
         self.terminal: Finish | Fail | Cancelled | None = None
         self.open_legs: Counter[tuple[str, AttemptKey]] = Counter()
         self.prefilled: set[AttemptKey] = set()
         self.faults = 0
+        self.parked: Place | None = None
+        """An attempt that waits for a backoff or for a node to come back."""
+        self.enough: int | None = None
+        """With more tokens than these the present attempt was worth it; None before it is placed."""
+        self.fruitless = 0
+        """Attempts in a row that were not."""
+        self.blamed: set[str] = set()
+        """Incarnations, since an attempt was worth it."""
 
     def new_node(self, role: str) -> FakeNode:
         self.born += 1
@@ -99,8 +110,11 @@ class World:
             assert self.terminal is None, f"{instruction} after {self.terminal}"
             match instruction:
                 case Place():
-                    assert instruction.num_tokens == len(PROMPT) + len(self.emitted)
-                    events.append(self.place())
+                    self.check_place(instruction)
+                    if self.data.draw(st.booleans()):
+                        self.parked = instruction
+                    else:
+                        events.append(self.place())
                 case Send(peer, message):
                     self.deliver_to_node(peer, message)
                 case Release(incarnation, key):
@@ -109,14 +123,40 @@ class World:
                 case Emit(start, token_ids):
                     assert start == len(self.emitted)
                     self.emitted += token_ids
+                case Blame(incarnation):
+                    assert incarnation in {asked for asked, _ in self.asked}
+                    self.blamed.add(incarnation)
                 case Finish() | Fail() | Cancelled():
+                    self.attempt_is_over()
                     self.terminal = instruction
+                    self.parked = None
                 case _:
                     pass
+
+    def attempt_is_over(self) -> None:
+        if self.enough is not None:
+            worth_it = len(self.emitted) > self.enough
+            self.fruitless = 1 if worth_it else self.fruitless + 1
+        self.enough = None
+
+    def check_place(self, place: Place) -> None:
+        self.attempt_is_over()
+        assert place.num_tokens == len(PROMPT) + len(self.emitted)
+        assert self.fruitless < self.max_attempts
+        assert place.last == (place.attempt > 1 and self.fruitless == self.max_attempts - 1)
+        assert (place.backoff_s > 0) == (place.attempt > 1), "retries wait"
+        assert place.at_once == (self.fruitless == 1), "but for the first one"
+        assert place.avoid <= self.lost | self.blamed, "only those that failed are avoided"
+
+    def wake(self) -> None:
+        if self.parked is not None:
+            self.parked = None
+            self.feed(self.place())
 
     def place(self) -> Placed | Unplaceable:
         prefill = self.data.draw(st.sampled_from([*self.of_role("prefill"), None]))
         decode = self.data.draw(st.sampled_from(self.of_role("decode")))
+        self.enough = len(self.emitted) + (prefill is not None)
         return Placed(None if prefill is None else prefill.peer, decode.peer, 10.0)
 
     def deliver_to_node(self, peer: PeerRef, message: PrefillRequest | DecodeRequest | Abort) -> None:
@@ -125,6 +165,7 @@ class World:
             if node is not None:
                 node.work = [work for work in node.work if work.key != message.key]
             return
+        self.asked.add((peer.incarnation, message.key))
         self.open_legs[peer.incarnation, message.key] += 1
         assert self.open_legs[peer.incarnation, message.key] == 1
         assert message.token_ids == PROMPT + self.emitted
@@ -166,6 +207,7 @@ class World:
     def kill(self, node: FakeNode) -> None:
         self.faults += 1
         self.nodes[self.nodes.index(node)] = self.new_node(node.role)
+        self.lost.add(node.peer.incarnation)
         self.feed(NodeLost(node.peer.incarnation, "killed"))
 
     def fail_leg(self, node: FakeNode) -> None:
@@ -190,13 +232,14 @@ class World:
         for _ in range(1000):
             if self.terminal is not None:
                 return
+            self.wake()
             for node in list(self.nodes):
                 self.compute(node)
                 self.hear(node)
         raise AssertionError(f"stuck in {self.flow.state}")
 
 
-ACTIONS = ["compute"] * 6 + ["hear"] * 6 + ["kill", "fail", "drop", "repeat"]
+ACTIONS = ["compute"] * 6 + ["hear"] * 6 + ["wake"] * 3 + ["kill", "fail", "drop", "repeat"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -214,6 +257,8 @@ def test_whatever_happens_the_tokens_are_exact_and_the_request_ends_once(
                 world.compute(node, data.draw(st.integers(1, 3)))
             case "hear":
                 world.hear(node)
+            case "wake":
+                world.wake()
             case "kill":
                 world.kill(node)
             case "fail":
@@ -235,8 +280,8 @@ def test_whatever_happens_the_tokens_are_exact_and_the_request_ends_once(
     if world.terminal == Finish("length"):
         assert len(world.emitted) == max_tokens
     elif ended_by_us is None:
-        assert isinstance(world.terminal, Fail)
-        assert world.flow.attempt == max_attempts
+        assert isinstance(world.terminal, Fail), world.terminal
+        assert world.fruitless == max_attempts, "attempts that brought tokens do not count"
         assert world.faults >= max_attempts
     if ended_by_us is None:
         # Nobody is left working for a request that is over.

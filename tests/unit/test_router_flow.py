@@ -35,7 +35,9 @@ FIRST = AttemptKey("r", 1)
 
 
 def placed_flow(*, max_tokens: int = 5, relayed: bool = True, max_attempts: int = 3) -> Flow:
-    flow = Flow(FlowRequest("r", [1, 2], SamplingParams(seed=0, max_tokens=max_tokens)), max_attempts)
+    flow = Flow(
+        FlowRequest("r", [1, 2], SamplingParams(seed=0, max_tokens=max_tokens)), max_attempts, jitter=lambda: 0.0
+    )
     flow.start()
     flow.handle(Placed(P if relayed else None, D, 9.0))
     return flow
@@ -48,6 +50,11 @@ def say(peer: PeerRef, start: int, *ids: int, attempt: int = 1, end: bool = Fals
 
 def tokens(instructions: Instructions) -> list[int]:
     return [token for each in instructions if isinstance(each, Emit) for token in each.token_ids]
+
+
+def retry(num_tokens: int, blamed: str) -> Place:
+    """The second attempt: at once if there is another node, else after a moment."""
+    return Place(2, num_tokens, frozenset({blamed}), backoff_s=0.1, at_once=True)
 
 
 def aborted(instructions: Instructions) -> list[str]:
@@ -103,7 +110,7 @@ def test_prefill_node_lost_after_its_token_but_before_the_decode_nodes_means_a_n
     flow = placed_flow()
     flow.handle(say(P, 0, 10))
     instructions = flow.handle(NodeLost("inc-p", "gone"))
-    assert instructions[-1] == Place(2, 3, frozenset({"inc-p"}))
+    assert instructions[-1] == retry(3, "inc-p")
     assert "d" in aborted(instructions)
     sent = flow.handle(Placed(None, D, 9.0))
     assert isinstance(sent[0], Send)
@@ -143,13 +150,13 @@ def test_failed_transfer_blames_the_prefill_node_even_if_the_decode_node_reports
     flow = placed_flow()
     instructions = flow.handle(LegFailed("inc-d", AttemptFailed(FIRST, TransferError.code, "timeout")))
     assert aborted(instructions) == ["p"]
-    assert instructions[-1] == Place(2, 2, frozenset({"inc-p"}))
+    assert instructions[-1] == retry(2, "inc-p")
 
 
 def test_lost_peer_is_blamed_on_the_peer_whoever_reports_it() -> None:
     for reporter, blamed in ((P, "inc-d"), (D, "inc-p")):
         lost = LegFailed(reporter.incarnation, AttemptFailed(FIRST, PeerLost.code, "gone"))
-        assert placed_flow().handle(lost)[-1] == Place(2, 2, frozenset({blamed}))
+        assert placed_flow().handle(lost)[-1] == retry(2, blamed)
 
 
 def test_error_that_cannot_pass_by_itself_is_not_tried_again() -> None:

@@ -1,0 +1,172 @@
+"""What happened to each request, for whoever asks later: a bounded ring. Router process, event loop.
+
+Writing is one append; whatever costs more waits until somebody reads. What the events mean:
+
+    arrived      the request was accepted: its sizes and the client's own id
+    queued       it waits for admission
+    decision     an attempt was placed: the whole decision
+    parked       nobody can serve it now; it waits for a node to come back
+    backoff      the next attempt waits a moment first
+    sent         a leg's request went to its node
+    first_token  the first token for the client
+    handover     the decode node has taken over from the prefill node
+    leg_failed   a node gave its leg up
+    node_lost    a node of the attempt is gone
+    gap          a node skipped a token
+    retry        another attempt follows
+    stop_found   a stop string stood in the text
+    finished | failed | cancelled    the last event, with the usage
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+TERMINAL = frozenset({"finished", "failed", "cancelled"})
+_MAX_EVENTS = 200
+"""Of one request; beyond, those in the middle are counted and dropped."""
+_KEPT_HEAD = 100
+_MAX_REASON_CHARS = 500
+_EVENT_BYTES, _DATA_BYTES = 200, 1000
+"""About what an event takes, and what it refers to."""
+
+
+@runtime_checkable
+class Explained(Protocol):
+    """Data that is turned into plain data only when somebody reads, such as a decision."""
+
+    def explain(self) -> dict[str, object]: ...
+
+
+Data = Mapping[str, object] | Explained | None
+
+
+class Story:
+    """The events of one request. Invariant: bounded, whatever happens to the request."""
+
+    __slots__ = ("_clock", "_started_s", "arrived_at", "client_id", "events", "omitted", "request_id")
+
+    def __init__(self, request_id: str, client_id: str = "", *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.request_id = request_id
+        self.client_id = client_id
+        """What the client itself calls the request; not unique."""
+        self.arrived_at = time.time()
+        self.events: list[tuple[float, str, str, Data]] = []
+        """(seconds since arrival, event, reason, data)"""
+        self.omitted = 0
+        self._clock = clock
+        self._started_s = clock()
+
+    def add(self, event: str, reason: str = "", data: Data = None) -> None:
+        """Enter an event. `data` must not change afterwards: it is read when somebody asks."""
+        if len(reason) > _MAX_REASON_CHARS:
+            reason = reason[:_MAX_REASON_CHARS]
+        self.events.append((self._clock() - self._started_s, event, reason, data))
+        if len(self.events) > _MAX_EVENTS:
+            del self.events[_KEPT_HEAD]
+            self.omitted += 1
+
+    @property
+    def over(self) -> bool:
+        """Nothing more can happen."""
+        return bool(self.events) and self.events[-1][1] in TERMINAL
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it keeps in memory."""
+        return _DATA_BYTES + sum(
+            _EVENT_BYTES + len(reason) + (_DATA_BYTES if data is not None else 0) for _, _, reason, data in self.events
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """All but the events, as plain data."""
+        last = self.events[-1] if self.events else (0.0, "", "", None)
+        decided = next((_plain(data) for _, event, _, data in reversed(self.events) if event == "decision"), None)
+        return {
+            "request_id": self.request_id,
+            "client_request_id": self.client_id,
+            "arrived_at": self.arrived_at,
+            "outcome": last[1] if self.over else "running",
+            "duration_s": last[0] if self.over else self._clock() - self._started_s,
+            "attempts": sum(event == "decision" for _, event, _, _ in self.events),
+            "last_decision": decided,
+            "usage": _plain(last[3]) if self.over else None,
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        events = [
+            {"t_s": round(t_s, 6), "event": event, "reason": reason, "data": _plain(data)}
+            for t_s, event, reason, data in self.events
+        ]
+        return {**self.summary(), "events": events, "events_omitted": self.omitted}
+
+
+def _plain(data: Data) -> dict[str, object] | None:
+    if data is None:
+        return None
+    return data.explain() if isinstance(data, Explained) else dict(data)
+
+
+class Stories:
+    """Those of all running requests and of the last finished ones, bounded by number and by bytes."""
+
+    def __init__(
+        self,
+        max_finished: int = 10_000,
+        max_bytes: int = 64 * 2**20,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._max_finished = max_finished
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._running: dict[str, Story] = {}
+        self._finished: OrderedDict[str, tuple[Story, int]] = OrderedDict()
+        self._bytes = 0
+
+    def begin(self, request_id: str, client_id: str = "") -> Story:
+        """The story of a request that was accepted just now."""
+        story = self._running[request_id] = Story(request_id, client_id, clock=self._clock)
+        return story
+
+    def end(self, story: Story) -> None:
+        """It is over; the oldest finished ones make room."""
+        self._running.pop(story.request_id, None)
+        size = story.size_bytes
+        self._finished[story.request_id] = (story, size)
+        self._bytes += size
+        while self._finished and (len(self._finished) > self._max_finished or self._bytes > self._max_bytes):
+            self._bytes -= self._finished.popitem(last=False)[1][1]
+
+    def get(self, request_id: str) -> dict[str, Any] | None:
+        """The whole story of a request, by its id or by the client's own (the latest of that name); None if unknown.
+
+        A request of several prompts has one story for each, under `choices`.
+        """
+        story = self._find(request_id)
+        if story is not None:
+            return story.plain()
+        choices: list[dict[str, Any]] = []
+        while (story := self._find(f"{request_id}-{len(choices)}")) is not None:
+            choices.append(story.plain())
+        if choices:
+            return {"request_id": request_id, "choices": choices}
+        named = next((story for story in self._newest_first() if story.client_id == request_id), None)
+        return None if named is None or not request_id else named.plain()
+
+    def recent(self, count: int) -> list[dict[str, Any]]:
+        """Summaries of the latest `count` requests: the running ones, then the finished ones, newest first."""
+        return [story.summary() for story, _ in zip(self._newest_first(), range(count), strict=False)]
+
+    def _find(self, request_id: str) -> Story | None:
+        story = self._running.get(request_id)
+        if story is None and request_id in self._finished:
+            story = self._finished[request_id][0]
+        return story
+
+    def _newest_first(self) -> list[Story]:
+        return [*reversed(self._running.values()), *(story for story, _ in reversed(self._finished.values()))]
