@@ -234,6 +234,8 @@ def _generation_request(
     beyond = [token_id for token_id in body.stop_token_ids or () if token_id >= model.vocab_size]
     if beyond:
         raise BadRequest(f"token id {beyond[0]} is not below {model.vocab_size}", param="stop_token_ids")
+    if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
+        raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
     return GenerationRequest(
         prompt_ids=prompt_ids,
         sampling=sampling,

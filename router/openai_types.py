@@ -22,7 +22,9 @@ MAX_PROMPTS = 64
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
+MAX_REQUEST_ID = 256
 MAX_CONTENT_PARTS = 4096
 """Of one message."""
 _ECHO_CHARS = 200
@@ -72,9 +74,6 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     # field -> whether its value changes nothing
     "n": _only(1),
     "best_of": _only(1),
-    "frequency_penalty": _only(0),
-    "presence_penalty": _only(0),
-    "repetition_penalty": _only(1),
     "length_penalty": _only(1),
     "response_format": lambda value: value is None or value == {"type": "text"},
     "tool_choice": _only("none", "auto"),
@@ -84,7 +83,6 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
         (
             "tools",
             "functions",
-            "logit_bias",
             "echo",
             "suffix",
             "audio",
@@ -136,6 +134,10 @@ class CompletionRequestBase(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[Annotated[int, Field(ge=0, le=_MAX_INT)]] | None = None
@@ -147,6 +149,8 @@ class CompletionRequestBase(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
+    """The client's own name for the request; it is repeated, never used as a key."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -164,6 +168,16 @@ class CompletionRequestBase(BaseModel):
     @classmethod
     def _bound_stop_token_ids(cls, value: Any) -> Any:
         return _bounded(value, MAX_STOP_TOKEN_IDS, "token ids")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_logit_bias(cls, value: Any) -> Any:
+        biases = _object(value) or {}
+        if len(biases) > MAX_LOGIT_BIAS:
+            raise ValueError(f"at most {MAX_LOGIT_BIAS} biases are allowed")
+        if not all(key.isascii() and key.isdecimal() and len(key) <= 10 for key in biases):
+            raise ValueError("the keys must be token ids, as decimal numbers")
+        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionRequestBase:
@@ -203,6 +217,10 @@ class CompletionRequestBase(BaseModel):
             top_p=1.0 if self.top_p is None else float(self.top_p),
             top_k=max(0, self.top_k or 0),
             min_p=float(self.min_p or 0.0),
+            presence_penalty=float(self.presence_penalty or 0.0),
+            frequency_penalty=float(self.frequency_penalty or 0.0),
+            repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
+            logit_bias=[(int(key), float(bias)) for key, bias in (self.logit_bias or {}).items()],
             min_tokens=min_tokens,
             stop_token_ids=sorted(stop_ids),
             logprobs=self.num_logprobs,

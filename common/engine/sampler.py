@@ -3,7 +3,8 @@
 The token at position i depends only on its logits and (seed, i): one uniform number per position, from a
 counter-based hash, goes through the inverse of the distribution's CDF. Each row is treated alone, so that a
 result does not depend on the batch, the node or the attempt. Order and meaning of the filters are vLLM's:
-bans, temperature, min_p, top_k, top_p; log-probabilities are of the raw logits, before all of these.
+bans, biases, penalties (`common.engine.penalties`), temperature, min_p, top_k, top_p; log-probabilities are of the
+raw logits, before all of these.
 
 NumPy, not torch, because its reductions over one row of a vocabulary are faster on a CPU and start no threads.
 """
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.penalties import Row, adjusted
 from common.engine.step import SampledToken, SampleSpec
 from common.errors import EngineError
 from common.protocol import SamplingParams, TokenLogprobs
@@ -27,8 +29,6 @@ GREEDY_BELOW = 1e-5
 _NUCLEUS_DEPTHS = (4.0, 8.0, 16.0)
 """Logits below the maximum at which a nucleus is looked for before the whole vocabulary is sorted."""
 _CDF_BLOCK = 512
-
-Row = NDArray[np.float32]
 
 
 def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
@@ -43,8 +43,9 @@ def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
         if not math.isfinite(row[best]):  # argmax takes a NaN for the maximum
             raise EngineError(f"the model computed {row[best]} as the highest logit at position {spec.position}")
         params = spec.params
-        plain = params.temperature < GREEDY_BELOW and not _banned(spec, row.size)
-        token = best if plain else _draw(row, spec)
+        wanted = adjusted(row, spec)
+        plain = params.temperature < GREEDY_BELOW and wanted is row
+        token = best if plain else _draw(wanted, params, spec.position)
         logprobs = None if params.logprobs is None else _logprobs(row, token, params.logprobs)
         out.append(SampledToken(token, logprobs))
     return out
@@ -57,23 +58,12 @@ def uniform(seed: int, position: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def _banned(spec: SampleSpec, vocab_size: int) -> list[int]:
-    if spec.num_generated >= spec.params.min_tokens:
-        return []
-    return [i for i in spec.params.stop_token_ids if 0 <= i < vocab_size]
-
-
-def _draw(row: Row, spec: SampleSpec) -> int:
-    params = spec.params
-    banned = _banned(spec, row.size)
-    if banned:
-        row = row.copy()
-        row[banned] = -np.inf
+def _draw(row: Row, params: SamplingParams, position: int) -> int:
     top = row.max()
     if params.temperature < GREEDY_BELOW or not math.isfinite(top):
         return int(row.argmax())
     scaled: Row = (row - top) / np.float32(params.temperature)
-    u = uniform(params.seed, spec.position)
+    u = uniform(params.seed, position)
     cut = _cut(scaled, params)
     if params.top_p >= 1.0 and cut == -math.inf:
         return _invert_in_vocab_order(np.exp(scaled), u)

@@ -316,7 +316,7 @@ def _step_input(step_id: int, rows: list[tuple[Sequence, int]]) -> StepInput:
         positions += range(start, stop)
         slots += [seq.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
         if stop == seq.num_tokens:
-            samples.append(SampleSpec(index, seq.sampling, position=stop, num_generated=seq.num_generated))
+            samples.append(SampleSpec(index, seq.sampling, stop, seq.num_generated, seq.seen_tokens()))
     return StepInput(
         step_id=step_id,
         token_ids=token_ids,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.engine.penalties import SeenTokens, TokenCounter, counts_tokens
 from common.hashing import BLOCK_SIZE, BlockHash, hash_blocks
 from common.protocol import AttemptKey, FinishReason, SamplingParams
 
@@ -39,6 +40,9 @@ class Sequence:
     in_flight: bool = False
     """Part of a step that has been scheduled and not yet updated."""
     aborted: bool = False
+    _counter: TokenCounter | None = None
+    _counted: int = 0
+    """Leading tokens that `_counter` knows."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +60,17 @@ class Sequence:
         """Hashes of all full blocks of the present tokens; computes what is not yet known."""
         self.block_hashes = hash_blocks(self.root, self.token_ids, parents=self.block_hashes)
         return self.block_hashes
+
+    def seen_tokens(self) -> SeenTokens | None:
+        """What its penalties, if it has any, are computed from: all tokens up to now."""
+        if not counts_tokens(self.sampling):
+            return None
+        if self._counter is None:
+            self._counter = TokenCounter(self.token_ids[: self.prompt_len], self.sampling)
+            self._counted = self.prompt_len
+        self._counter.add(self.token_ids[self._counted :])
+        self._counted = len(self.token_ids)
+        return self._counter.seen()
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Why the sequence ends with its last token, or None if it goes on."""

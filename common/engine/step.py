@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.engine.penalties import SeenTokens
 from common.protocol import AttemptKey, SamplingParams, TokenLogprobs
 
 
@@ -17,6 +18,8 @@ class SampleSpec:
     """Index in the sequence of the token to be drawn: the sampler's counter, with `params.seed`."""
     num_generated: int
     """Tokens generated before this one; below `params.min_tokens` the stop ids are banned."""
+    seen: SeenTokens | None = None
+    """For penalties; None where there are none."""
 
 
 @dataclass(frozen=True)

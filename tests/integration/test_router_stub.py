@@ -406,6 +406,25 @@ def test_request_past_its_deadline_is_504_and_aborted(model_folder: Path) -> Non
     play(model_folder, scene, config={"request_timeout_s": 0.2})
 
 
+def test_penalties_and_biases_reach_both_nodes(model_folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.client.completions.create(
+            model="stub-model",
+            prompt=LONG,
+            max_tokens=2,
+            presence_penalty=0.5,
+            frequency_penalty=-1,
+            logit_bias={"7": -100, "8": 2},
+            extra_body={"repetition_penalty": 1.25},
+        )
+        for node in (bench.prefill, bench.decode):
+            sampling = node.requests()[0].sampling
+            assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
+            assert (sampling.repetition_penalty, sampling.logit_bias) == (1.25, [(7, -100.0), (8, 2.0)])
+
+    play(model_folder, scene)
+
+
 def test_seed_of_any_size_is_folded_into_64_bits(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         for seed in (2**100 + 5, -1, 5):
@@ -511,7 +530,15 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "a", "n": 2}, 400, "n", "not supported"),
     ("completions", {"prompt": "a", "n": True}, 400, "n", "not supported"),
     ("completions", {"prompt": "a", "echo": True}, 400, "echo", "not supported"),
-    ("completions", {"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+    ("completions", {"prompt": "a", "presence_penalty": 2.5}, 400, "presence_penalty", "2"),
+    ("completions", {"prompt": "a", "frequency_penalty": -3}, 400, "frequency_penalty", "-2"),
+    ("completions", {"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "0.01"),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids"),
+    ("completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias", "100"),
+    ("completions", {"prompt": "a", "logit_bias": {"400": 1}}, 400, "logit_bias", "below 400"),
+    ("completions", {"prompt": "a", "logit_bias": [1]}, 400, "logit_bias", "dict"),
+    ("completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias", "at most"),
+    ("completions", {"prompt": "a", "request_id": "x" * 257}, 400, "request_id", "256"),
     ("completions", {"prompt": "a", "kv_transfer_params": {"host": "x"}}, 400, "kv_transfer_params", "not supported"),
     ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature", "2"),
     ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p", "0"),
