@@ -1,13 +1,41 @@
-"""What serving costs in seconds. Pure; runs in the router process, on its event loop."""
+"""What serving costs in seconds, learned online from what the nodes report. Pure: no I/O, no clock.
+
+Runs in the router process, on its event loop. All nodes of one role share three straight lines,
+
+    prefill  = base + token * computed + context * computed * (tokens before each of them, on average)
+    transfer = base + byte * bytes            (what a relay adds once the prompt is computed)
+    step     = base + seq * running           (one decode step)
+
+fitted by least squares with forgetting and a prior. A node has a factor on each, a running mean of observed over
+expected. So a node that nobody has measured yet costs what the fleet costs, and one outlier moves nothing far:
+once a line has settled, an observation counts as at most four times more or less than was expected.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+_FORGETTING = 0.998
+"""Weight of an observation after the next one: about the last 500 count."""
+_PRIOR_WEIGHT = 0.1
+"""Of the prior, in observations."""
+_BAND = 4.0
+_SETTLED = 20
+"""Observations after which the band holds; a prior may be wrong by orders of magnitude."""
+_FIT_EVERY = 8
+"""After the first observations, a fit for every so many."""
+_NODE_GAIN = 0.1
+"""Share of a node's factor that one observation replaces; the first ones replace more."""
+_OUTPUT_GAIN = 0.02
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Coefficients that all nodes of one role share; a node's own factors stand in the `Fleet`'s columns."""
+    """Coefficients that all nodes of one role share. Their defaults are the priors."""
 
     prefill_base_s: float = 0.004
     """Per prompt."""
@@ -18,3 +46,194 @@ class Costs:
     transfer_base_s: float = 0.02
     """Per relay."""
     transfer_byte_s: float = 1e-9
+    step_base_s: float = 0.02
+    """Per decode step."""
+    step_seq_s: float = 0.0005
+    """Per running sequence."""
+    queued_token_s: float = 0.0005
+    """Per prompt token in a queue: the inverse of a busy node's throughput."""
+    output_tokens: float = 128.0
+    """Length of the usual answer."""
+    prefills: int = 0
+    """Prefills measured."""
+
+
+class Line:
+    """Non-negative least squares through observations and a prior, older ones forgotten.
+
+    Each observation weighs 1 / expected squared, so that relative errors count.
+    """
+
+    def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
+        """`scales`: the typical size of each input, which says how firm the prior is."""
+        self.values = np.array(prior, np.float64)
+        self.count = 0
+        prior_weight = _PRIOR_WEIGHT * np.square(np.array(scales, np.float64) / self.at(scales))
+        self._prior = np.diag(prior_weight)
+        self._prior_pull = prior_weight * self.values
+        self._gram = np.zeros_like(self._prior)
+        self._pull = np.zeros_like(self.values)
+
+    def at(self, inputs: Sequence[float]) -> float:
+        """The expected value, above zero."""
+        return max(float(np.dot(self.values, inputs)), 1e-9)
+
+    def learn(self, inputs: Sequence[float], value: float) -> None:
+        """Enter one observation."""
+        expected = self.at(inputs)
+        if self.count >= _SETTLED:
+            value = min(max(value, expected / _BAND), expected * _BAND)
+        self.count += 1
+        x = np.array(inputs, np.float64)
+        weight = 1 / max(expected, value) ** 2
+        self._gram = self._gram * _FORGETTING + weight * np.outer(x, x)
+        self._pull = self._pull * _FORGETTING + weight * value * x
+        if self.count < _SETTLED or self.count % _FIT_EVERY == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        """Solve; an input whose coefficient would be negative is left out."""
+        gram, pull = self._gram + self._prior, self._pull + self._prior_pull
+        used = list(range(len(pull)))
+        solved = np.linalg.solve(gram, pull)
+        while solved.min() < 0 and len(used) > 1:
+            del used[int(np.argmin(solved))]
+            solved = np.linalg.solve(gram[np.ix_(used, used)], pull[used])
+        self.values = np.zeros_like(self.values)
+        self.values[used] = np.maximum(solved, 0.0)
+
+
+@dataclass
+class Factor:
+    """How a node's times compare with the fleet's: a mean of ratios, on a logarithmic scale."""
+
+    log: float = 0.0
+    count: int = 0
+
+    def learn(self, ratio: float) -> None:
+        """Enter observed / expected."""
+        self.count += 1
+        limit = math.log(_BAND) if self.count > 3 else math.log(1000.0)
+        step = min(max(math.log(max(ratio, 1e-9)) - self.log, -limit), limit)
+        self.log += max(_NODE_GAIN, 1 / (self.count + 1)) * step
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.log)
+
+
+@dataclass
+class _NodeFactors:
+    prefill: Factor
+    link: Factor
+    step: Factor
+
+
+class CostModel:
+    """Learns the costs of one role's nodes. `costs` and the factors are what a `Fleet` is told."""
+
+    def __init__(self) -> None:
+        self.costs = costs = Costs()
+        self._prefill = Line(
+            (costs.prefill_base_s, costs.prefill_token_s, costs.prefill_context_s), (1.0, 500.0, 500.0 * 500.0)
+        )
+        self._transfer = Line((costs.transfer_base_s, costs.transfer_byte_s), (1.0, 1e7))
+        self._step = Line((costs.step_base_s, costs.step_seq_s), (1.0, 8.0))
+        self._busy_s = self._busy_tokens = 0.0
+        self._nodes: dict[str, _NodeFactors] = {}
+
+    # -- what was observed
+
+    def prefilled(self, incarnation: str, tokens: int, context: int, seconds: float) -> None:
+        """A node computed `tokens` of a prompt after `context` tokens that it held, in `seconds`."""
+        if tokens > 0 and seconds > 0:
+            inputs = _prefill_inputs(tokens, context)
+            self._learn(self._prefill, self._node(incarnation).prefill, inputs, seconds)
+            base, token, attention = self._prefill.values.tolist()
+            self.costs = replace(
+                self.costs,
+                prefill_base_s=base,
+                prefill_token_s=token,
+                prefill_context_s=attention,
+                prefills=self._prefill.count,
+            )
+            if self._busy_tokens == 0:
+                self.costs = replace(self.costs, queued_token_s=self._prefill.at(inputs) / tokens)
+
+    def relayed(self, incarnation: str, size_bytes: int, seconds: float) -> None:
+        """A relay of `size_bytes` kept a decode node waiting for `seconds` after the prompt was computed."""
+        if size_bytes > 0:
+            self._learn(self._transfer, self._node(incarnation).link, (1.0, float(size_bytes)), max(seconds, 1e-6))
+            base, byte = self._transfer.values.tolist()
+            self.costs = replace(self.costs, transfer_base_s=base, transfer_byte_s=byte)
+
+    def stepped(self, incarnation: str, running: int, seconds: float) -> None:
+        """A decode node's steps over `running` sequences take `seconds`."""
+        if running > 0 and seconds > 0:
+            self._learn(self._step, self._node(incarnation).step, (1.0, float(running)), seconds)
+            base, seq = self._step.values.tolist()
+            self.costs = replace(self.costs, step_base_s=base, step_seq_s=seq)
+
+    def computed(self, tokens: int, busy_s: float) -> None:
+        """A node computed `tokens` of prompts while it was busy with prompts for `busy_s`."""
+        if tokens > 0 and busy_s > 0:
+            keep = 0.98
+            self._busy_s = self._busy_s * keep + busy_s
+            self._busy_tokens = self._busy_tokens * keep + tokens
+            self.costs = replace(self.costs, queued_token_s=self._busy_s / self._busy_tokens)
+
+    def answered(self, tokens: int) -> None:
+        """An answer ended after so many tokens."""
+        known = self.costs.output_tokens
+        self.costs = replace(self.costs, output_tokens=known + _OUTPUT_GAIN * (tokens - known))
+
+    def drop(self, incarnation: str) -> None:
+        """This incarnation is gone."""
+        self._nodes.pop(incarnation, None)
+
+    # -- what is expected
+
+    def slowness(self, incarnation: str) -> float:
+        """Factor on the fleet's prefill costs."""
+        node = self._nodes.get(incarnation)
+        return 1.0 if node is None else node.prefill.value
+
+    def link_slowness(self, incarnation: str) -> float:
+        """Factor on the fleet's transfer costs."""
+        node = self._nodes.get(incarnation)
+        return 1.0 if node is None else node.link.value
+
+    def step_slowness(self, incarnation: str) -> float:
+        """Factor on the fleet's step costs."""
+        node = self._nodes.get(incarnation)
+        return 1.0 if node is None else node.step.value
+
+    def prefill_s(self, incarnation: str, tokens: int, context: int = 0) -> float:
+        """Seconds to compute `tokens` after `context` held ones."""
+        return self.slowness(incarnation) * self._prefill.at(_prefill_inputs(tokens, context))
+
+    def queue_s(self, incarnation: str, tokens: float) -> float:
+        """Seconds until `tokens` of queued prompts are computed."""
+        return self.slowness(incarnation) * self.costs.queued_token_s * tokens
+
+    def transfer_s(self, incarnation: str, size_bytes: float) -> float:
+        """Seconds that a relay of `size_bytes` to this node adds."""
+        return self.link_slowness(incarnation) * self._transfer.at((1.0, size_bytes))
+
+    def step_s(self, incarnation: str, running: int) -> float:
+        """Duration of a decode step over `running` sequences."""
+        return self.step_slowness(incarnation) * self._step.at((1.0, float(running)))
+
+    # -- inside
+
+    def _node(self, incarnation: str) -> _NodeFactors:
+        return self._nodes.setdefault(incarnation, _NodeFactors(Factor(), Factor(), Factor()))
+
+    @staticmethod
+    def _learn(line: Line, factor: Factor, inputs: Sequence[float], seconds: float) -> None:
+        factor.learn(seconds / line.at(inputs))
+        line.learn(inputs, seconds)
+
+
+def _prefill_inputs(tokens: int, context: int) -> tuple[float, float, float]:
+    return (1.0, float(tokens), tokens * (context + tokens / 2))

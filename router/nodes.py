@@ -55,7 +55,7 @@ class Leg:
 
     order: int
     """Among all requests sent to this node."""
-    tokens: int
+    tokens: float
     blocks: int
 
 
@@ -243,11 +243,12 @@ class NodeTable:
         incarnation: str,
         message: PrefillRequest | DecodeRequest | Abort,
         *,
-        tokens: int | None = None,
+        tokens: float | None = None,
         blocks: int = 0,
+        work_s: float = 0.0,
     ) -> None:
         """Send, and count a request as in flight until `release`, with `tokens` to compute (None: all of the
-        prompt) and `blocks` of KV.
+        prompt, estimated to take `work_s`) and `blocks` of KV.
 
         An abort that cannot be sent is kept for the next link. Raises: Unavailable for a request that cannot be sent.
         """
@@ -261,22 +262,17 @@ class NodeTable:
         node.sent += 1
         leg = Leg(node.sent, len(message.token_ids) if tokens is None else tokens, blocks)
         node.unreported[message.key] = leg
-        self._fleet(node).bump(incarnation, in_flight=1, in_flight_tokens=leg.tokens, in_flight_blocks=leg.blocks)
+        self._fleet(node).sent(incarnation, tokens=leg.tokens, blocks=blocks, work_s=work_s)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """This leg is over."""
         node = self._nodes.get(incarnation)
         if node is None:
             return
-        leg = node.unreported.pop(key, None)
-        if leg is not None:
-            self._fleet(node).bump(
-                incarnation, in_flight=-1, in_flight_tokens=-leg.tokens, in_flight_blocks=-leg.blocks
-            )
-            return
-        leg = node.reported.pop(key, None)
-        if leg is not None:
-            self._fleet(node).bump(incarnation, ended=1, ended_tokens=leg.tokens)
+        for legs, reported in ((node.unreported, False), (node.reported, True)):
+            leg = legs.pop(key, None)
+            if leg is not None:
+                self._fleet(node).over(incarnation, tokens=leg.tokens, blocks=leg.blocks, reported=reported)
 
     # -- columns
 

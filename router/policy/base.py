@@ -9,8 +9,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -24,6 +25,8 @@ from router.costs import Costs
 FloatArray = npt.NDArray[np.float64]
 PrefillMode = Literal["relayed", "local"]
 
+_RECENT = 200
+"""`recent_s` remembers about so many requests per node."""
 SHOWN_CANDIDATES = 8
 """Of each leg's candidates, so many of the best are named in an answer's headers."""
 
@@ -63,9 +66,9 @@ class Fleet:
     running = _Column()
     queued_tokens = _Column()
     """Prompt tokens accepted and not computed."""
-    free_blocks = _Column()
+    free_blocks = _Column(1e9)
     """KV blocks that nobody uses; cached ones can be evicted and count."""
-    total_blocks = _Column()
+    total_blocks = _Column(1e9)
     in_flight = _Column()
     """This router's requests that the report cannot include yet."""
     in_flight_tokens = _Column()
@@ -76,13 +79,23 @@ class Fleet:
     """This router's requests that the report includes and that are over since."""
     ended_tokens = _Column()
     slowness = _Column(1.0)
-    """Times the fleet's prefill costs (`Costs`)."""
+    """Factor on the fleet's prefill costs (`Costs`)."""
     link_slowness = _Column(1.0)
-    """Times the fleet's transfer costs, for relays to (decode) or from (prefill) this node."""
-    step_s = _Column()
-    """Duration of its recent decode steps; 0 while unknown."""
+    """Factor on the fleet's transfer costs, for relays to this node."""
+    step_slowness = _Column(1.0)
+    """Factor on the fleet's step costs."""
+    recent_s = _Column()
+    """Prefill work that this router gave it of late, in seconds; see `sent`."""
     token_bytes = _Column()
     """KV bytes of one token."""
+    load = _Column()
+    """The classic score: waiting requests weigh four times running ones. It and the next ones follow from the others."""
+    requests = _Column()
+    """Waiting or running."""
+    backlog = _Column()
+    """Prompt tokens still to be computed."""
+    room = _Column()
+    """KV blocks that nobody uses or is about to."""
 
     def __init__(self, role: Role) -> None:
         self.role: Role = role
@@ -160,6 +173,7 @@ class Fleet:
         if row is not None:
             for name, value in values.items():
                 self.table[self.columns[name].index, row] = value
+            self._derive(row)
 
     def bump(self, incarnation: str, **changes: float) -> None:
         """Add to some columns. An incarnation that is not here is ignored."""
@@ -167,26 +181,35 @@ class Fleet:
         if row is not None:
             for name, change in changes.items():
                 self.table[self.columns[name].index, row] += change
+            self._derive(row)
+
+    def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
+        """This router sends a request there, with so many prompt tokens to compute and KV blocks to hold."""
+        self.bump(incarnation, in_flight=1, in_flight_tokens=tokens, in_flight_blocks=blocks, recent_s=work_s)
+        if work_s:
+            self.recent_s *= 1 - 1 / (_RECENT * len(self))
+
+    def over(self, incarnation: str, *, tokens: float, blocks: float, reported: bool) -> None:
+        """Such a request is over there; `reported`: the node's last report includes it."""
+        if reported:
+            self.bump(incarnation, ended=1, ended_tokens=tokens)
+        else:
+            self.bump(incarnation, in_flight=-1, in_flight_tokens=-tokens, in_flight_blocks=-blocks)
+
+    def _derive(self, row: int) -> None:
+        """The columns that follow from the others, for one node."""
+        at = self.table[:, row].tolist()
+        waiting, running = at[_WAITING], at[_RUNNING]
+        own = at[_IN_FLIGHT] - at[_ENDED]
+        self.load[row] = max(4 * waiting + running + own, 0.0)
+        self.requests[row] = max(waiting + running + own, 0.0)
+        self.backlog[row] = max(at[_QUEUED] - at[_ENDED_TOKENS], 0.0) + at[_IN_FLIGHT_TOKENS]
+        self.room[row] = at[_FREE] - at[_IN_FLIGHT_BLOCKS]
 
     def values(self, incarnation: str) -> dict[str, float]:
         """All columns of one node, by name."""
         row = self._rows[incarnation]
         return {name: float(self.table[column.index, row]) for name, column in self.columns.items()}
-
-    @property
-    def load(self) -> FloatArray:
-        """The classic score: waiting requests weigh four times running ones; unreported changes count."""
-        return np.maximum(self.waiting * 4 + self.running + self.in_flight - self.ended, 0.0)
-
-    @property
-    def requests(self) -> FloatArray:
-        """Requests at each node, waiting or running."""
-        return np.maximum(self.waiting + self.running + self.in_flight - self.ended, 0.0)
-
-    @property
-    def backlog(self) -> FloatArray:
-        """Prompt tokens that each node still has to compute."""
-        return np.maximum(self.queued_tokens - self.ended_tokens, 0.0) + self.in_flight_tokens
 
     def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
         """Leading blocks of the request that each node holds."""
@@ -196,6 +219,22 @@ class Fleet:
             if row is not None:
                 blocks[row] = count
         return blocks
+
+
+_WAITING, _RUNNING, _QUEUED, _FREE, _IN_FLIGHT, _IN_FLIGHT_TOKENS, _IN_FLIGHT_BLOCKS, _ENDED, _ENDED_TOKENS = (
+    Fleet.columns[name].index
+    for name in (
+        "waiting",
+        "running",
+        "queued_tokens",
+        "free_blocks",
+        "in_flight",
+        "in_flight_tokens",
+        "in_flight_blocks",
+        "ended",
+        "ended_tokens",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -224,6 +263,8 @@ class Picked:
     incarnation: str
     hit_tokens: int = 0
     """Leading tokens of the request whose KV it is known to hold."""
+    work_s: float = 0.0
+    """Estimated prefill work of the request there."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +284,10 @@ class Decision:
     reason: str
     decode: Choice
     prefill: Choice | None = None
+    ttft_s: float = 0.0
+    """Estimated time to the first token, the relay included."""
+    tpot_s: float = 0.0
+    """Estimated time per token after it."""
 
     def explain(self) -> dict[str, object]:
         """The decision as plain data for headers, logs and traces."""
@@ -251,6 +296,8 @@ class Decision:
             "policy": self.policy,
             "mode": self.mode,
             "reason": self.reason,
+            "ttft_s": round(self.ttft_s, 4),
+            "tpot_s": round(self.tpot_s, 4),
             **{
                 name: {"node": leg.picked.node_id, "hit": leg.picked.hit_tokens, "scores": leg.scores}
                 for name, leg in legs.items()
@@ -281,10 +328,19 @@ class Policy:
     name: str
     score: Score
     slack: float = 0.0
-    """Scores that differ by no more than this count as equal."""
+    """Scores that are higher than the best by no more than this share of it count as equal."""
+    tie: str = "backlog"
+    """The column whose smallest value then decides."""
+    estimates: bool = False
+    """Scores are seconds, and so is what decides between a relay and a local prefill."""
 
 
 def shown(fleet: Fleet, scores: FloatArray, count: int | None) -> dict[str, float]:
     """The `count` best nodes (None: all) by name with their scores, best first."""
-    order: Sequence[int] = np.argsort(scores, kind="stable")[:count].tolist()
-    return {fleet.node_ids[row]: round(float(scores[row]), 6) for row in order if np.isfinite(scores[row])}
+    if count is not None and count < len(fleet):
+        rows = np.argpartition(scores, count)[:count]
+        rows = rows[np.argsort(scores[rows], kind="stable")]
+    else:
+        rows = np.argsort(scores, kind="stable")
+    names, values = fleet.node_ids, scores[rows].tolist()
+    return {names[row]: round(value, 6) for row, value in zip(rows.tolist(), values, strict=True) if value < math.inf}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.errors import ConfigError, Unavailable
-from router.policy import at_random, least_load, round_robin
+from router.policy import at_random, kv_aware, least_load, power_of_two, round_robin, session
 from router.policy.base import (
     SHOWN_CANDIDATES,
     Choice,
@@ -23,7 +23,10 @@ from router.policy.base import (
     stable_hash,
 )
 
-POLICIES: dict[str, Policy] = {module.POLICY.name: module.POLICY for module in (least_load, round_robin, at_random)}
+POLICIES: dict[str, Policy] = {
+    module.POLICY.name: module.POLICY
+    for module in (kv_aware, least_load, round_robin, at_random, power_of_two, session)
+}
 
 
 def check_policy(name: str) -> str:
@@ -36,22 +39,24 @@ def check_policy(name: str) -> str:
     return name
 
 
-def pick(scores: FloatArray, fleet: Fleet, memory: Memory, slack: float = 0.0) -> int:
-    """The row of the best score; of equal ones the one with the least to compute, then in turn."""
-    near = np.flatnonzero(scores <= scores.min() + slack)
+def pick(policy: Policy, scores: FloatArray, fleet: Fleet, memory: Memory) -> int:
+    """The row of the best score; of equal ones that with the least in the policy's `tie`, then in turn."""
+    best = scores.min()
+    near = np.flatnonzero(scores <= best + policy.slack * abs(best))
     if len(near) > 1:
-        backlog = fleet.backlog[near]
-        near = near[backlog <= backlog.min()]
+        ties = fleet.table[fleet.columns[policy.tie].index][near]
+        near = near[ties <= ties.min()]
     return int(near[np.argmin((near - memory.turn) % len(fleet))])
 
 
-def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory, shown_count: int | None) -> Choice:
-    """The best of `fleet` (not empty)."""
+def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory, shown_count: int | None) -> tuple[int, Choice]:
+    """The best of `fleet` (not empty), and its row."""
     scores = policy.score(fleet, query, memory)
-    best = pick(scores, fleet, memory, policy.slack)
+    best = pick(policy, scores, fleet, memory)
     incarnation = fleet.incarnations[best]
     hit = min(query.hits.get(incarnation, 0) * query.block_size, query.num_tokens)
-    return Choice(Picked(fleet.node_ids[best], incarnation, hit), shown(fleet, scores, shown_count))
+    work_s = kv_aware.prefill_at(fleet, best, query, fleet.costs) if fleet.role == "prefill" else 0.0
+    return best, Choice(Picked(fleet.node_ids[best], incarnation, hit, work_s), shown(fleet, scores, shown_count))
 
 
 def without(fleet: Fleet, avoid: frozenset[str]) -> Fleet:
@@ -91,13 +96,16 @@ def place(
     how = POLICIES[policy]
     preferred = without(decode, query.avoid)
     targets = preferred if len(preferred) else decode
-    target = choose(how, targets, query, memory, shown_count)
-    uncached = query.num_tokens - target.picked.hit_tokens
+    row, target = choose(how, targets, query, memory, shown_count)
+    uncached = max(query.num_tokens - target.picked.hit_tokens, 1)
+    costs = targets.costs if targets.costs.prefills else prefill.costs  # nobody has measured theirs yet
+    local_s = kv_aware.queue_at(targets, row, costs) + kv_aware.prefill_at(targets, row, query, costs)
+    step_s = kv_aware.step_at(targets, row)
 
     def local(reason: str) -> Decision:
-        return Decision(policy, "local", reason, target)
+        return Decision(policy, "local", reason, target, None, local_s, step_s)
 
-    if uncached <= local_prefill_tokens:
+    if not how.estimates and uncached <= local_prefill_tokens:
         return local(f"{uncached} uncached tokens are cheaper without a relay")
     if not len(prefill):
         return local("no prefill node is available")
@@ -109,8 +117,16 @@ def place(
     sources = without(fitting, query.avoid)
     if not len(sources) and query.last:
         return local("the prefill nodes failed this request before")
-    source = choose(how, sources if len(sources) else fitting, query, memory, shown_count)
+    pool = sources if len(sources) else fitting
+    source_row, source = choose(how, pool, query, memory, shown_count)
+    relay_s = kv_aware.queue_at(pool, source_row, pool.costs) + source.picked.work_s
+    relay_s += kv_aware.transfer_at(targets, row, query)
     reason = f"{uncached} uncached tokens"
+    if how.estimates:
+        price_s = local_s + kv_aware.lost_at(targets, row, query, costs)
+        if price_s < relay_s:
+            return local(f"{uncached} uncached tokens: {price_s:.4f} s here, {relay_s:.4f} s with a relay")
+        reason += f": {relay_s:.4f} s with a relay, {price_s:.4f} s on the decode node"
     if not len(sources):
         reason += "; the prefill nodes failed this request before, there is no other"
-    return Decision(policy, "relayed", reason, target, source)
+    return Decision(policy, "relayed", reason, target, source, relay_s, step_s)
