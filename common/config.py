@@ -165,6 +165,11 @@ def _max_attempts() -> Any:
     return _option(3, "Tries to serve one request before its client gets an error.", "Routing", low=1)
 
 
+def _index_blocks() -> Any:
+    text = "Blocks that the router's prefix index knows at most, at about 100 bytes each; the oldest go first."
+    return _option(10_000_000, text, "Routing", low=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
     """What every service has."""
@@ -208,6 +213,7 @@ class RouterConfig(ServiceConfig):
     admin_port: int = _admin_port()
     admin_host: str = _admin_host()
     admin_token: str = _admin_token("there is no admin API")
+    index_blocks: int = _index_blocks()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +363,7 @@ class UpConfig(ServiceConfig):
         0, "Port of the router's admin API; 0 takes any free one.", "Admin", low=0, high=65535, own=True
     )
     admin_token: str = _admin_token("one is made, which `kvrelay admin` on this machine finds")
+    index_blocks: int = _index_blocks()
 
 
 SERVICES: tuple[type[ServiceConfig], ...] = (RouterConfig, PrefillConfig, DecodeConfig, UpConfig)
