@@ -382,4 +382,5 @@ def _model_card(model: ServedModel) -> dict[str, object]:
         "owned_by": "kvrelay",
         "root": model.folder.name,
         "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
     }

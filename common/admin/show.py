@@ -30,12 +30,12 @@ def cell(value: Any) -> Text:
     return Text("".join(char if char.isprintable() or char == "\n" else "?" for char in str(value)))
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A plain table; numbers stand right. Cells that are `Text` already stay as they are."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numeric: bool = True) -> Table:
+    """A plain table; columns of numbers stand right if `numeric`. Cells that are `Text` already stay as they are."""
     data = [list(row) for row in rows]
     made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
-        numbers = bool(data) and all(_is_number(row[index]) for row in data)
+        numbers = numeric and bool(data) and all(_is_number(row[index]) for row in data)
         made.add_column(name, justify="right" if numbers else "left", no_wrap=index == 0, overflow="fold")
     for row in data:
         made.add_row(*(value if isinstance(value, Text) else cell(value) for value in row))
@@ -80,7 +80,9 @@ def group(*parts: RenderableType) -> RenderableType:
 def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
     """A dictionary, whatever is in it: its values in two columns, then its lists of dictionaries as tables."""
     flat = [(key, value) for key, value in _flat(about) if not _is_rows(value)]
-    parts: list[RenderableType] = [table(title, ("", " "), [(key, _one_line(value)) for key, value in flat])]
+    parts: list[RenderableType] = [
+        table(title, ("", " "), [(key, _one_line(value)) for key, value in flat], numeric=False)
+    ]
     parts += [records(key, value) for key, value in _flat(about) if _is_rows(value)]
     return Group(*parts)
 

@@ -1,0 +1,1 @@
+"""The load generator: what to send, sending it, and what the answers amount to."""
