@@ -23,6 +23,8 @@ _PREFIX = "198.18"
 _NOBODY = "02:00:00:00:00:fe"
 """A hardware address that no interface has: what is sent there is lost without a word."""
 
+_PORT_STATES = {"disabled": "0", "forwarding": "3"}
+
 _CABLE_TO = ("type", "veth", "peer", "name")
 
 
@@ -125,6 +127,17 @@ class Network:
         self.switch = f"{self.tag}switch"
         self.hosts: dict[str, Host] = {}
         self._names = names
+
+    def unplug(self, name: str) -> None:
+        """From now on the switch drops whatever a host sends or is sent; the host's own interface stays up."""
+        self._set_port(name, "disabled")
+
+    def plug_in(self, name: str) -> None:
+        """Undo `unplug`."""
+        self._set_port(name, "forwarding")
+
+    def _set_port(self, name: str, state: str) -> None:
+        _ip("-n", self.switch, "link", "set", name, "type", "bridge_slave", "state", _PORT_STATES[state])
 
     def __enter__(self) -> Network:
         try:

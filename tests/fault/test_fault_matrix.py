@@ -1,0 +1,90 @@
+"""Every process of a cluster killed, stopped, restarted and cut off in every phase of sixteen streams.
+
+Whatever happens, each stream's text, tokens, log-probabilities, usage and finish reason are those of a run without a
+fault. A client of a router that dies asks again; no other client notices more than a pause. TEST_FAULTS=all runs every
+cell (`make test-faults`), else a subset that has every target with every fault and every target with every moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from fault_cells import Cell, Fault, Moment, Target, record, run_cell, run_streams
+from fault_streams import Answer, Body, add_stops, bodies, difference
+from fault_system import HOSTS, ROUTERS, FaultSystem, fault_system
+from network_hosts import Network, why_not
+from oracle import TINY, make_tiny
+
+MODEL = "qwen2"
+NO_NETWORK = why_not()
+
+ALL = [Cell(target, fault, moment) for target in Target for fault in Fault for moment in Moment]
+
+
+def covering() -> list[Cell]:
+    """Every (target, fault) and every (target, moment) and every (fault, moment), in 36 cells."""
+    faults, moments = list(Fault), list(Moment)
+    return [
+        Cell(target, faults[(t + m) % 4], moment) for t, target in enumerate(Target) for m, moment in enumerate(moments)
+    ]
+
+
+CELLS = ALL if os.environ.get("TEST_FAULTS") == "all" else covering()
+
+
+@dataclass
+class Served:
+    """The running system and what it answers when nothing is hurt."""
+
+    system: FaultSystem
+    made: list[Body]
+    expected: list[Answer]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("faults")
+    model = make_tiny(MODEL, folder / MODEL)
+    vocab_size = TINY[MODEL].config.vocab_size
+    network = None if NO_NETWORK else Network(*HOSTS)
+    if network is None:
+        with fault_system(folder, model, None) as system:
+            yield _reference(system, vocab_size)
+    else:
+        with network, fault_system(folder, model, network) as system:
+            yield _reference(system, vocab_size)
+
+
+def _reference(system: FaultSystem, vocab_size: int) -> Served:
+    plain = bodies(vocab_size, MODEL)
+    free = [stream.answer for stream in asyncio.run(run_streams(system, plain, "free"))]
+    made = add_stops(plain, free, [f"w{i}" for i in range(vocab_size)])
+    streams = asyncio.run(run_streams(system, made, "reference"))
+    assert not any(stream.repeats for stream in streams), [stream.errors for stream in streams]
+    assert {stream.prefill_node for stream in streams} == {"prefill-0", "prefill-1"}, "both serve, by relay"
+    assert {stream.decode_node for stream in streams} == {"decode-0", "decode-1"}
+    assert sum(system.metric(router, "kvrelay_relayed_bytes_total") for router in ROUTERS) > 0
+    assert {stream.answer.finish_reason for stream in streams} == {"stop", "length"}
+    system.wait_whole()
+    return Served(system, made, [stream.answer for stream in streams])
+
+
+def test_two_runs_without_a_fault_are_the_same(served: Served) -> None:
+    again = asyncio.run(run_streams(served.system, served.made, "again"))
+    for expected, stream in zip(served.expected, again, strict=True):
+        assert not difference(expected, stream.answer)
+    served.system.wait_whole()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_streams_are_the_same_whatever_is_hurt(served: Served, cell: Cell) -> None:
+    if cell.fault is Fault.CUT and NO_NETWORK is not None:
+        pytest.skip(f"network cuts: {NO_NETWORK}")
+    result = run_cell(served.system, cell, served.made, served.expected)
+    record(result)
+    print(f"{cell}: {result}")
+    assert not result.problem, f"{result.problem}\n{served.system.log_tail()}"

@@ -1,0 +1,233 @@
+"""The clients of the fault matrix: sixteen streams of every kind, what each saw, and how two answers compare.
+
+A `Stream` is a client as OpenAI's is: when the connection breaks or the server answers 5xx it asks again, at the next
+router; what counts is its last answer. Runs on the test's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+STREAMS = 16
+NEW_TOKENS = 110
+LOGPROB_TOLERANCE = 1e-4
+_STOP_AT = 60
+"""Of the streams with a stop string or token, about so many tokens are left."""
+_REPEAT_S = 0.25
+
+Body = dict[str, Any]
+
+
+@dataclass
+class Answer:
+    """What one client got in the end."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[str, float]] = field(default_factory=list)
+    """Per token: every token shown with its log-probability; the drawn one as "drawn" too."""
+    usage: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    done: bool = False
+
+
+@dataclass
+class Stream:
+    """One client and its request."""
+
+    body: Body
+    router: str
+    answer: Answer = field(default_factory=Answer)
+    repeats: int = 0
+    errors: list[str] = field(default_factory=list)
+    decode_node: str = ""
+    prefill_node: str = ""
+    times_s: list[float] = field(default_factory=list)
+    """When something came, by the monotonic clock; the first entry is the start."""
+
+    @property
+    def chat(self) -> bool:
+        return "messages" in self.body
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
+
+
+class Crowd:
+    """All streams of one run, side by side. `changed` is set whenever one of them got something."""
+
+    def __init__(self, streams: list[Stream], urls: dict[str, str], *, timeout_s: float) -> None:
+        self.streams = streams
+        self.changed = asyncio.Event()
+        self._urls = urls
+        self._timeout_s = timeout_s
+
+    async def run(self) -> None:
+        """Until every client has its answer. Raises: TimeoutError."""
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            httpx.AsyncClient(timeout=httpx.Timeout(self._timeout_s), limits=limits, trust_env=False) as client,
+            asyncio.timeout(self._timeout_s),
+        ):
+            await asyncio.gather(*(self._follow(client, stream) for stream in self.streams))
+
+    async def _follow(self, client: httpx.AsyncClient, stream: Stream) -> None:
+        routers = sorted(self._urls, key=lambda name: name != stream.router)
+        stream.times_s.append(time.monotonic())
+        while not await self._ask(client, stream, self._urls[routers[stream.repeats % len(routers)]]):
+            stream.repeats += 1
+            await asyncio.sleep(_REPEAT_S)
+        self.changed.set()
+
+    async def _ask(self, client: httpx.AsyncClient, stream: Stream, url: str) -> bool:
+        stream.answer = Answer()
+        path = "/v1/chat/completions" if stream.chat else "/v1/completions"
+        try:
+            async with client.stream("POST", url + path, json=stream.body) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    assert response.status_code >= 500, f"{response.status_code}: {text}"
+                    stream.errors.append(f"{response.status_code}: {text}")
+                    return False
+                stream.decode_node = response.headers["x-kvrelay-decode-node"]
+                stream.prefill_node = response.headers.get("x-kvrelay-prefill-node", "")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        error = self._take(stream, line[6:])
+                        if error is not None:
+                            stream.errors.append(error)
+                            return False
+        except httpx.TransportError as error:
+            stream.errors.append(repr(error))
+            return False
+        return stream.answer.done
+
+    def _take(self, stream: Stream, data: str) -> str | None:
+        """One event; the error that it carries, if any."""
+        answer = stream.answer
+        if data == "[DONE]":
+            answer.done = True
+            return None
+        event = json.loads(data)
+        if "error" in event:
+            return str(event["error"])
+        assert not answer.done, "nothing comes after [DONE]"
+        answer.usage = event.get("usage") or answer.usage
+        for choice in event["choices"]:
+            tokens = choice.get("token_ids") or []
+            if tokens:
+                stream.times_s.append(time.monotonic())
+            answer.tokens += tokens
+            answer.text += (choice["delta"].get("content") or "") if stream.chat else choice["text"]
+            if choice.get("logprobs"):
+                answer.logprobs += _logprobs(choice["logprobs"])
+            if choice["finish_reason"] is not None:
+                assert answer.finish_reason is None, "a stream ends once"
+                answer.finish_reason, answer.stop_reason = choice["finish_reason"], choice["stop_reason"]
+        self.changed.set()
+        return None
+
+
+def _logprobs(found: dict[str, Any]) -> list[dict[str, float]]:
+    if "content" in found:
+        return [
+            {"drawn": entry["logprob"], **{top["token"]: top["logprob"] for top in entry["top_logprobs"]}}
+            for entry in found["content"]
+        ]
+    pairs = zip(found["token_logprobs"], found["top_logprobs"], strict=True)
+    return [{"drawn": drawn, **top} for drawn, top in pairs]
+
+
+# ---------------------------------------------------------------- the workload
+
+
+def bodies(vocab_size: int, model: str) -> list[Body]:
+    """Sixteen requests: half greedy, half sampled; some with log-probabilities, penalties, and one of a single token.
+
+    Those that are to end with a stop string or token get it from `add_stops`.
+    """
+    draw = random.Random(7)
+    made: list[Body] = []
+    for n in range(STREAMS):
+        ids = [draw.randrange(3, vocab_size) for _ in range(90 + 55 * n)]
+        chat, logprobs = n % 4 == 3, n % 4 in (0, 3)
+        body: Body = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"max_tokens": NEW_TOKENS - (n % 3), "ignore_eos": True, "return_token_ids": True}
+        if n % 2:
+            body |= {"temperature": 0.9, "seed": 4000 + n}
+            body |= [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02}][n % 8 // 2]
+        else:
+            body["temperature"] = 0
+        if chat:
+            body["messages"] = [{"role": "user", "content": " ".join(f"w{i}" for i in ids)}]
+        else:
+            body["prompt"] = ids
+        if logprobs:
+            body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+        if n == 2:
+            body["max_tokens"] = 1
+        made.append(body)
+    return made
+
+
+STOP_STRING = (6, 7, 12)
+STOP_TOKEN = (9, 10)
+
+
+def add_stops(made: list[Body], answers: Sequence[Answer], pieces: Sequence[str]) -> list[Body]:
+    """The same requests, some of which now stop in the middle of what they were answered without.
+
+    `pieces`: the text of each token id.
+    """
+    stopped = [dict(body) for body in made]
+    for n in STOP_STRING:
+        first, second = answers[n].tokens[_STOP_AT : _STOP_AT + 2]
+        stopped[n]["stop"] = [pieces[first] + pieces[second][:1]]
+        stopped[n]["min_tokens"] = _STOP_AT // 2
+    for n in STOP_TOKEN:
+        stopped[n]["stop_token_ids"] = [answers[n].tokens[_STOP_AT + n]]
+        stopped[n]["min_tokens"] = _STOP_AT // 3
+    return stopped
+
+
+def salted(made: list[Body], salt: str) -> list[Body]:
+    """The same requests; no cache holds anything of them yet."""
+    return [{**body, "cache_salt": salt} for body in made]
+
+
+def make_streams(made: list[Body], routers: Sequence[str]) -> list[Stream]:
+    """A client for each request, by turns at the routers."""
+    return [Stream(body, routers[n % len(routers)]) for n, body in enumerate(made)]
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def difference(expected: Answer, got: Answer) -> str:
+    """In what two answers differ; empty if they are the same."""
+    if got.tokens != expected.tokens:
+        pairs = zip(expected.tokens, got.tokens, strict=False)
+        where = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected.tokens), len(got.tokens)))
+        return (
+            f"token {where} of {len(expected.tokens)}: {expected.tokens[where : where + 3]} became "
+            f"{got.tokens[where : where + 3]} ({len(got.tokens)} tokens)"
+        )
+    for name in ("text", "usage", "finish_reason", "stop_reason", "done"):
+        if getattr(got, name) != getattr(expected, name):
+            return f"{name}: {getattr(expected, name)!r} became {getattr(got, name)!r}"
+    if len(got.logprobs) != len(expected.logprobs):
+        return f"{len(expected.logprobs)} log-probabilities became {len(got.logprobs)}"
+    for i, (a, b) in enumerate(zip(expected.logprobs, got.logprobs, strict=True)):
+        if a.keys() != b.keys() or any(abs(a[key] - b[key]) > LOGPROB_TOLERANCE for key in a):
+            return f"log-probabilities at {i}: {a} became {b}"
+    return ""

@@ -1,0 +1,370 @@
+"""The system that the fault matrix breaks: two routers, two prefill nodes and two decode nodes, of each one with two ranks.
+
+Where network namespaces can be had every process has a host of its own (the two ranks of a node too), so that any
+of them can be cut off; elsewhere all share the loopback. Supervision is the test's: `heal` ends every fault, starts
+again what died and returns when both routers see all nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import redis
+import zmq
+from network_hosts import Host, Network
+from system import free_port, wait_until
+
+from common.protocol import NodeLoad, NodeRecord, Ping, Pong, decode, encode
+from common.redis_server import find_redis_binary
+
+LEASE_S = 3.0
+START_S = 90.0
+CLUSTER = "faults"
+
+HOSTS = ("redis", "router-0", "router-1", "prefill-0", "prefill-1", "pre-1b", "decode-0", "decode-1", "dec-1b")
+"""The last letters of `pre-1b` and `dec-1b` say whose second rank lives there."""
+RANK_HOSTS = {"prefill-1": "pre-1b", "decode-1": "dec-1b"}
+NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+ROUTERS = ("router-0", "router-1")
+
+
+@dataclass
+class Service:
+    """One process that the test started, over all its restarts."""
+
+    name: str
+    command: list[str]
+    host: Host | None
+    log_file: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, env: dict[str, str]) -> None:
+        assert not self.alive
+        with self.log_file.open("ab") as log:
+            if self.host is not None:
+                self.process = self.host.start(self.command, log, env)
+            else:
+                self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+@dataclass
+class FaultSystem:
+    """All services by name. Use it inside `fault_system`."""
+
+    folder: Path
+    network: Network | None
+    services: dict[str, Service] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
+    """Of each node's control socket; it stays the same over restarts, as in a container."""
+    urls: dict[str, str] = field(default_factory=dict)
+    redis_url: str = ""
+    _stopped: set[int] = field(default_factory=set)
+    _cut: set[str] = field(default_factory=set)
+    _incarnations: dict[str, str] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ what there is
+
+    def incarnation(self, node: str) -> str:
+        """As of the last `heal`."""
+        return self._incarnations[node]
+
+    def rank_pid(self, node: str) -> int:
+        """The process of rank 1 of a node that has two."""
+        starter = self.services[RANK_HOSTS[node]] if RANK_HOSTS[node] in self.services else self.services[node]
+        [pid] = [child.pid for child in psutil.Process(starter.pid).children() if "--rank" in child.cmdline()]
+        return pid
+
+    def parts(self, node: str) -> list[Service]:
+        """The services that live and die together with `node`."""
+        names = [node, RANK_HOSTS.get(node, "")]
+        return [self.services[name] for name in names if name in self.services]
+
+    def host(self, name: str) -> Host:
+        assert self.network is not None
+        return self.network.hosts[name]
+
+    def load(self, node: str, timeout_s: float = 0.5) -> NodeLoad | None:
+        """What the node says of itself now; None if it does not answer."""
+        pong = self._ask(node, timeout_s)
+        return None if pong is None else pong.load
+
+    def _ask(self, node: str, timeout_s: float) -> Pong | None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self.addresses[node])
+            socket.send(encode(Ping("fault-test", lease_s=0.0)))
+            if not socket.poll(int(timeout_s * 1000)):
+                return None
+            message = decode(socket.recv())
+            return message if isinstance(message, Pong) else None
+
+    def incarnations_in_redis(self) -> set[str]:
+        """Every incarnation that Redis still knows: in a key's name or in a node's record."""
+        found: set[str] = set()
+        client = redis.Redis.from_url(self.redis_url, socket_timeout=2, socket_connect_timeout=2)
+        try:
+            for key in client.scan_iter(count=1000):
+                found |= set(re.findall(rb"[0-9a-f]{16}", key))
+                if client.type(key) == b"string":
+                    with contextlib.suppress(Exception):  # not a node's record
+                        record = decode(client.get(key) or b"")
+                        if isinstance(record, NodeRecord):
+                            found.add(record.peer.incarnation.encode())
+        finally:
+            client.close()
+        return {name.decode() for name in found}
+
+    def metrics(self, router: str) -> str:
+        return httpx.get(f"{self.urls[router]}/metrics", timeout=5.0, trust_env=False).text
+
+    def metric(self, router: str, name: str, **labels: str) -> float:
+        """The sum of the samples of a router's metric that carry `labels`."""
+        total = 0.0
+        for line in self.metrics(router).splitlines():
+            if re.split(r"[{ ]", line, maxsplit=1)[0] == name and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def health(self, router: str) -> dict[str, object]:
+        try:
+            return httpx.get(f"{self.urls[router]}/health", timeout=2.0, trust_env=False).json()
+        except (httpx.HTTPError, ValueError):
+            return {}
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The end of every service's log."""
+        parts = [
+            f"--- {service.name}\n" + "\n".join(service.log_file.read_text(errors="replace").splitlines()[-lines:])
+            for service in self.services.values()
+        ]
+        return "\n".join(parts)
+
+    # ------------------------------------------------------------ faults
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def stop(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        self._stopped.add(pid)
+
+    def go_on(self) -> None:
+        """SIGCONT for whatever was stopped."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def cut(self, host: str) -> None:
+        """Nothing reaches this host and nothing leaves it; nobody is told."""
+        assert self.network is not None
+        self.network.unplug(host)
+        self._cut.add(host)
+
+    def mend(self) -> None:
+        for host in self._cut:
+            assert self.network is not None
+            self.network.plug_in(host)
+        self._cut.clear()
+
+    def slow_relays(self, mbit_s: float | None) -> None:
+        """Limit what the prefill nodes send."""
+        for name in ("prefill-0", "prefill-1", "pre-1b"):
+            if self.network is not None:
+                self.host(name).slow_down(mbit_s)
+
+    # ------------------------------------------------------------ supervision
+
+    def start(self, name: str) -> None:
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "KVRELAY_SUPERVISOR_PID": str(os.getpid())}
+        self.services[name].start(env)
+
+    def restart_node(self, node: str, within_s: float = 30.0) -> None:
+        """Start a node again once all of its processes have ended, which they must do by themselves."""
+        self.wait_ended(node, within_s)
+        for part in self.parts(node):
+            self.start(part.name)
+
+    def wait_ended(self, node: str, within_s: float = 30.0) -> None:
+        """Until no process of this node is left."""
+        wait_until(
+            lambda: not any(part.alive for part in self.parts(node)),
+            within_s,
+            f"all of {node} ended:\n{self.log_tail()}",
+        )
+
+    def heal(self, *, ending: tuple[str, ...] = ()) -> None:
+        """End all faults and start again what died; return when everything is as at the beginning.
+
+        `ending`: nodes that are about to end because of a fault; they are started again after that.
+        """
+        self.go_on()
+        self.mend()
+        self.slow_relays(None)
+        for node in ending:
+            self.wait_ended(node)
+        for node in NODES:
+            parts = self.parts(node)
+            if not all(part.alive for part in parts):
+                self.restart_node(node)
+        for name in ("redis", *ROUTERS):
+            if not self.services[name].alive:
+                self.start(name)
+        wait_until(self.complete, START_S, f"both routers see all nodes:\n{self.log_tail()}")
+
+    def complete(self) -> bool:
+        """Whether all nodes are up and both routers use their present incarnations."""
+        dead = [service.name for service in self.services.values() if not service.alive]
+        assert not dead, f"{dead} ended unasked:\n{self.log_tail()}"
+        pongs = {node: self._ask(node, 0.5) for node in NODES}
+        if any(pong is None for pong in pongs.values()):
+            return False
+        self._incarnations = {node: pong.incarnation for node, pong in pongs.items() if pong is not None}
+        known = self.incarnations_in_redis()
+        if not set(self._incarnations.values()) <= known:
+            return False
+        views = [self.health(router) for router in ROUTERS]
+        return all(
+            (view.get("prefill"), view.get("decode"), view.get("degraded")) == (2, 2, False) for view in views
+        ) and all(self._uses_present_nodes(router) for router in ROUTERS)
+
+    def _uses_present_nodes(self, router: str) -> bool:
+        usable = re.findall(r'kvrelay_node_usable\{.*node="([^"]+)".*\} 1\.0', self.metrics(router))
+        return sorted(usable) == sorted(NODES)
+
+    def wait_whole(self, timeout_s: float = 10.0) -> None:
+        """Until no node runs or holds anything and both routers' counters are at zero."""
+
+        def trouble() -> str:
+            for node in NODES:
+                load = self.load(node)
+                if load is None:
+                    return f"{node} does not answer"
+                left = (load.running, load.waiting, load.queued_tokens, load.kv_blocks_used)
+                if any(left):
+                    return f"{node}: running, waiting, queued tokens, used blocks are {left}"
+            for router in ROUTERS:
+                for name in (*_ZERO, *_ZERO_BY_NODE):
+                    if self.metric(router, name):
+                        return f"{router}: {name} is {self.metric(router, name)}"
+            return ""
+
+        end = time.monotonic() + timeout_s
+        while problem := trouble():
+            assert time.monotonic() < end, f"not whole after {timeout_s:.0f} s: {problem}\n{self.log_tail()}"
+            time.sleep(0.1)
+
+
+_ZERO = ("kvrelay_requests_pending", "kvrelay_requests_waiting")
+_ZERO_BY_NODE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+def _commands(system: FaultSystem, model: Path) -> dict[str, list[str]]:
+    """What each service runs; fills in the addresses."""
+
+    def at(name: str) -> str:
+        return "127.0.0.1" if system.network is None else system.host(name).address
+
+    def port(own: int) -> int:
+        return free_port() if system.network is None else own
+
+    kvrelay = [sys.executable, "-m", "common.cli"]
+    redis_port = port(6379)
+    system.redis_url = f"redis://{at('redis')}:{redis_port}/0"
+    redis_args = ["--bind", at("redis"), "--port", str(redis_port), "--protected-mode", "no", "--save", ""]
+    commands = {"redis": [find_redis_binary(), *redis_args, "--dir", str(system.folder)]}
+    everybody = ["--redis-url", system.redis_url, "--cluster", CLUSTER, "--lease-s", str(LEASE_S)]
+    node = [*everybody, "--model", str(model), "--dtype", "float32", "--kv-blocks", "1400", "--threads", "1"]
+    sizes = {
+        "prefill": ["--max-num-seqs", "5", "--max-num-batched-tokens", "96"],
+        "decode": ["--max-num-seqs", "16"],
+    }
+    for name in NODES:
+        role, index = name.split("-")
+        own = [*kvrelay, role, *node, *sizes[role], "--node-id", name]
+        control = port(5000)
+        system.addresses[name] = f"tcp://{at(name)}:{control}"
+        ranked = [] if index == "0" else ["--tp" if role == "prefill" else "--pp", "2"]
+        commands[name] = [*own, *ranked, "--host", at(name), "--port", str(control)]
+        if ranked and system.network is not None:
+            spread = ["--nnodes", "2", "--master-addr", at(name), "--master-port", "5900"]
+            commands[name] += [*spread, "--node-rank", "0"]
+            commands[RANK_HOSTS[name]] = [*own, *ranked, "--host", at(RANK_HOSTS[name]), *spread, "--node-rank", "1"]
+    for name in ROUTERS:
+        http = port(8000)
+        system.urls[name] = f"http://{at(name)}:{http}"
+        commands[name] = [*kvrelay, "router", "--host", at(name), "--port", str(http), *everybody]
+        commands[name] += ["--local-prefill-tokens", "0"]
+    return commands
+
+
+@contextlib.contextmanager
+def fault_system(folder: Path, model: Path, network: Network | None) -> Iterator[FaultSystem]:
+    """Everything up and complete; ended in order afterwards, with nothing left.
+
+    `network`: a `Network(*HOSTS)`, or None for the loopback.
+    """
+    system = FaultSystem(folder, network)
+    for name, command in _commands(system, model).items():
+        host = None if network is None else network.hosts[name]
+        system.services[name] = Service(name, command, host, folder / f"{name}.log")
+    try:
+        system.start("redis")
+        wait_until(lambda: _answers(system.redis_url), 10, "Redis answers")
+        for name in system.services:
+            if name != "redis":
+                system.start(name)
+        wait_until(system.complete, START_S, "the whole system is up")
+        yield system
+    finally:
+        system.go_on()
+        system.mend()
+        order = sorted(system.services.values(), key=lambda service: _STOP_ORDER[service.name.split("-")[0]])
+        for service in order:
+            service.signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if service.process is not None:
+                    service.process.wait(15)
+        late = [service.name for service in order if service.alive]
+        for service in order:
+            service.signal(signal.SIGKILL)
+            if service.process is not None:
+                service.process.wait(10)
+    assert not late, f"{late} did not end when told to:\n{system.log_tail()}"
+
+
+_STOP_ORDER = {"router": 0, "prefill": 1, "pre": 2, "decode": 3, "dec": 4, "redis": 5}
+
+
+def _answers(redis_url: str) -> bool:
+    client = redis.Redis.from_url(redis_url, socket_timeout=1, socket_connect_timeout=1)
+    try:
+        return bool(client.ping())
+    except (redis.RedisError, OSError):
+        return False
+    finally:
+        client.close()
