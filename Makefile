@@ -1,9 +1,10 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test test-matrix check bench install clean
+.PHONY: run test test-matrix test-faults check bench install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
 test-matrix: ; @scripts/test-matrix
+test-faults: ; @scripts/test-faults
 check: ; @scripts/check
 bench: ; @scripts/bench
 install: ; @scripts/install

@@ -102,6 +102,7 @@ class Result:
     repeats: int
     """Requests that clients had to send again."""
     longest_gap_s: float
+    """From the fault on: the longest time in which one of the streams got nothing."""
     wall_s: float
     problem: str = ""
 
@@ -215,7 +216,10 @@ async def run_streams(system: FaultSystem, made: list[Body], salt: str) -> list[
     return crowd.streams
 
 
-async def _run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[Answer]) -> tuple[Crowd, int]:
+async def _run_cell(
+    system: FaultSystem, cell: Cell, made: list[Body], expected: list[Answer]
+) -> tuple[Crowd, int, float]:
+    """The streams, how many of them were not over when the fault came, and when that was."""
     crowd = Crowd(make_streams(salted(made, secrets.token_hex(4)), ROUTERS), system.urls, timeout_s=RUN_S)
     watch = Watch(system, crowd, expected, cell)
     running = asyncio.create_task(crowd.run())
@@ -225,7 +229,7 @@ async def _run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected:
         running.result()
     await waiting
     unfinished = sum(not stream.answer.done for stream in crowd.streams)
-    struck = asyncio.create_task(strike(system, cell))
+    struck_s, struck = time.monotonic(), asyncio.create_task(strike(system, cell))
     try:
         await running
         await struck
@@ -233,7 +237,7 @@ async def _run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected:
         for task in (running, struck):
             task.cancel()
         await asyncio.gather(running, struck, return_exceptions=True)
-    return crowd, unfinished
+    return crowd, unfinished, struck_s
 
 
 def run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[Answer]) -> Result:
@@ -246,7 +250,7 @@ def run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[A
     if cell.moment is Moment.MID_RELAY:
         system.slow_relays(RELAY_MBIT_S)
     start_s = time.monotonic()
-    crowd, unfinished = asyncio.run(_run_cell(system, cell, made, expected))
+    crowd, unfinished, struck_s = asyncio.run(_run_cell(system, cell, made, expected))
     problems = [
         f"stream {n}: {found}; its client saw {stream.errors}"
         for n, (stream, answer) in enumerate(zip(crowd.streams, expected, strict=True))
@@ -274,7 +278,7 @@ def run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[A
         unfinished,
         retried,
         sum(stream.repeats for stream in crowd.streams),
-        round(max(stream.longest_gap_s for stream in crowd.streams), 2),
+        round(max(stream.longest_gap_s(struck_s) for stream in crowd.streams), 2),
         round(time.monotonic() - start_s, 1),
         "; ".join(problems),
     )

@@ -7,6 +7,7 @@ router; what counts is its last answer. Runs on the test's event loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -52,15 +53,16 @@ class Stream:
     decode_node: str = ""
     prefill_node: str = ""
     times_s: list[float] = field(default_factory=list)
-    """When something came, by the monotonic clock; the first entry is the start."""
+    """When tokens came, by the monotonic clock."""
 
     @property
     def chat(self) -> bool:
         return "messages" in self.body
 
-    @property
-    def longest_gap_s(self) -> float:
-        return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
+    def longest_gap_s(self, since_s: float) -> float:
+        """The longest time from `since_s` on in which nothing came that was still to come."""
+        points = [since_s, *(time_s for time_s in self.times_s if time_s > since_s)]
+        return max((b - a for a, b in itertools.pairwise(points)), default=0.0)
 
 
 class Crowd:
@@ -83,7 +85,6 @@ class Crowd:
 
     async def _follow(self, client: httpx.AsyncClient, stream: Stream) -> None:
         routers = sorted(self._urls, key=lambda name: name != stream.router)
-        stream.times_s.append(time.monotonic())
         while not await self._ask(client, stream, self._urls[routers[stream.repeats % len(routers)]]):
             stream.repeats += 1
             await asyncio.sleep(_REPEAT_S)

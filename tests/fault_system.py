@@ -355,6 +355,8 @@ def fault_system(folder: Path, model: Path, network: Network | None) -> Iterator
             if service.process is not None:
                 service.process.wait(10)
     assert not late, f"{late} did not end when told to:\n{system.log_tail()}"
+    left = [child for child in psutil.Process().children() if str(folder) in " ".join(child.cmdline())]
+    assert not left, f"left behind: {left}"
 
 
 _STOP_ORDER = {"router": 0, "prefill": 1, "pre": 2, "decode": 3, "dec": 4, "redis": 5}

@@ -23,8 +23,6 @@ _PREFIX = "198.18"
 _NOBODY = "02:00:00:00:00:fe"
 """A hardware address that no interface has: what is sent there is lost without a word."""
 
-_PORT_STATES = {"disabled": "0", "forwarding": "3"}
-
 _CABLE_TO = ("type", "veth", "peer", "name")
 
 
@@ -129,15 +127,12 @@ class Network:
         self._names = names
 
     def unplug(self, name: str) -> None:
-        """From now on the switch drops whatever a host sends or is sent; the host's own interface stays up."""
-        self._set_port(name, "disabled")
+        """From now on whatever a host sends or is sent is lost; its own interface stays up and nobody is told."""
+        _ip("-n", self.switch, "link", "set", name, "nomaster")
 
     def plug_in(self, name: str) -> None:
         """Undo `unplug`."""
-        self._set_port(name, "forwarding")
-
-    def _set_port(self, name: str, state: str) -> None:
-        _ip("-n", self.switch, "link", "set", name, "type", "bridge_slave", "state", _PORT_STATES[state])
+        _ip("-n", self.switch, "link", "set", name, "master", "br0")
 
     def __enter__(self) -> Network:
         try:
