@@ -127,6 +127,8 @@ class Generation:
         self.arrived_s = time.perf_counter()
         self.last_token_s: float | None = None
         self._cached_known = False
+        self._expected_hit: int | None = None
+        """Prompt tokens that the first attempt's node held, as far as its placing knew."""
         self._shell = shell
         self._on_news = on_news
         self._text = TextStream(
@@ -193,6 +195,8 @@ class Generation:
     def _placed(self, event: f.Placed) -> None:
         served, flow = self.served, self.flow
         served.prefill_hit_tokens = served.decode_hit_tokens = None
+        if self._expected_hit is None and self.decision is not None:
+            self._expected_hit = (self.decision.prefill or self.decision.decode).picked.hit_tokens
         self.story.add("decision", f"attempt {flow.attempt}", self.decision)
 
     def _break_off(self, pending: Iterable[f.Instruction]) -> None:
@@ -261,9 +265,11 @@ class Generation:
 
     def _take_report(self, report: f.Report) -> None:
         stats = report.stats
-        # Later attempts find what the first one left in the caches; the client is told of the first one's hits.
+        # Later attempts find what the first one left in the caches; the client is told of the first one's hits. Where
+        # that one ended before it could report them, what is known is what it was placed by.
         if not self._cached_known and (report.role_is_prefill or self.flow.prefill_peer is None):
-            self.cached_tokens = min(stats.cached_tokens, len(self.request.prompt_ids))
+            hits = stats.cached_tokens if self.flow.attempt == 1 else self._expected_hit or 0
+            self.cached_tokens = min(hits, len(self.request.prompt_ids))
             self._cached_known = True
         if report.role_is_prefill:
             self.served.prefill_hit_tokens = stats.cached_tokens

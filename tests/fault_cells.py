@@ -104,6 +104,8 @@ class Result:
     longest_gap_s: float
     """From the fault on: the longest time in which one of the streams got nothing."""
     wall_s: float
+    worst: str = ""
+    """The stream with that gap."""
     problem: str = ""
 
 
@@ -280,7 +282,19 @@ def run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[A
         sum(stream.repeats for stream in crowd.streams),
         round(max(stream.longest_gap_s(struck_s) for stream in crowd.streams), 2),
         round(time.monotonic() - start_s, 1),
+        _worst(crowd.streams, struck_s),
         "; ".join(problems),
+    )
+
+
+def _worst(streams: list[Stream], struck_s: float) -> str:
+    number = max(range(len(streams)), key=lambda n: streams[n].longest_gap_s(struck_s))
+    stream = streams[number]
+    before = sum(time_s <= struck_s for time_s in stream.times_s)
+    after = [round(time_s - struck_s, 2) for time_s in stream.times_s if time_s > struck_s]
+    return (
+        f"stream {number} ({stream.prefill_node}, {stream.decode_node}): {before} messages before the fault, "
+        f"then at {after[:3]} ... {after[-1:]} s"
     )
 
 

@@ -175,6 +175,10 @@ def bodies(vocab_size: int, model: str) -> list[Body]:
             body["prompt"] = ids
         if logprobs:
             body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+        if n % 8 in (4, 5):
+            body |= {"presence_penalty": 0.6, "frequency_penalty": 0.4}
+        if n in (8, 11):
+            body |= {"repetition_penalty": 1.3}
         if n == 2:
             body["max_tokens"] = 1
         made.append(body)

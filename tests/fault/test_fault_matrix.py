@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import psutil
 import pytest
 from fault_cells import Cell, Fault, Moment, Target, record, run_cell, run_streams
 from fault_streams import Answer, Body, add_stops, bodies, difference
@@ -93,3 +94,35 @@ def test_streams_are_the_same_whatever_is_hurt(served: Served, cell: Cell) -> No
     record(result)
     print(f"{cell}: {result}")
     assert not result.problem, f"{result.problem}\n{served.system.log_tail()}"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(Target.PREFILL_LEADER, Fault.STOP, Moment.MID_RELAY),
+        Cell(Target.DECODE_LEADER, Fault.STOP, Moment.MID_DECODE),
+    ],
+    ids=str,
+)
+def test_a_node_that_stood_still_corrupts_nothing_and_is_used_again(served: Served, cell: Cell) -> None:
+    """What it still sends about attempts that went on elsewhere is dropped; its own blocks come back to it."""
+    system = served.system
+    result = run_cell(system, cell, served.made, served.expected)
+    assert not result.problem, f"{result.problem}\n{system.log_tail()}"
+    assert result.retried, "nobody missed it"
+    streams = asyncio.run(run_streams(system, served.made, f"after {cell}"))
+    for expected, stream in zip(served.expected, streams, strict=True):
+        assert not difference(expected, stream.answer)
+    assert cell.service in {stream.prefill_node for stream in streams} | {stream.decode_node for stream in streams}
+    system.wait_whole()
+
+
+def test_peers_20_every_process_listens_on_its_own_address_only(served: Served) -> None:
+    """Also the sockets that libraries open: stores, collectives, data planes."""
+    for service in served.system.services.values():
+        process = psutil.Process(service.pid)
+        for each in (process, *process.children(recursive=True)):
+            listening = {
+                connection.laddr.ip for connection in each.net_connections("inet") if connection.status == "LISTEN"
+            }
+            assert not listening & {"0.0.0.0", "::"}, f"{service.name} ({each.cmdline()[2:5]}): {listening}"

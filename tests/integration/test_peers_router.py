@@ -149,6 +149,23 @@ def test_peers_12_usage_counts_what_a_run_without_a_fault_counts(model_folder: s
     play(scene)
 
 
+def test_peers_12_hits_that_the_request_itself_left_behind_are_not_billed_as_cached(model_folder: str) -> None:
+    """The first attempt ends before its prefill node could say anything; the second finds what the first computed."""
+
+    async def scene() -> None:
+        async with stack_of(model_folder, automatic=False) as (stack, client):
+            answer = asyncio.create_task(client.post("/v1/completions", json=ask(max_tokens=1)))
+            prefill = node(stack, "p0")
+            await prefill.until(lambda: len(prefill.running) == 1)
+            prefill.cached_tokens = 80
+            prefill.fail(next(iter(prefill.running)), "transfer_failed")
+            await prefill.until(lambda: len(prefill.running) == 1)
+            prefill.step()
+            assert (await answer).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+    play(scene)
+
+
 def test_peers_13_load_is_counted_when_it_is_sent_and_is_zero_again_when_clients_leave(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder, prefill=2, decode=2, automatic=False) as (stack, client):
