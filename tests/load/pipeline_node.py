@@ -12,11 +12,12 @@ import os
 import random
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import nan
 from pathlib import Path
 from typing import Any
 
+import psutil
 from load.overhead_node import NoReceiver
 from pydantic import TypeAdapter
 
@@ -36,6 +37,19 @@ from decode_node.service import CODEC, blueprint_of
 
 _KV_BLOCKS = 2048
 _TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """`steps`: started so far; `busy`: (up, busy) seconds of every rank; `cpu_s`: processor time of all ranks."""
+
+    steps: int
+    busy: list[tuple[float, float]]
+    cpu_s: float
+
+
+def _nearest(moments: list[_Moment], steps: int) -> _Moment:
+    return min(moments, key=lambda moment: abs(moment.steps - steps))
 
 
 class _Recorder:
@@ -80,12 +94,14 @@ class PipelineNode:
         self._requests = 0
         self._waiting: set[AttemptKey] = set()
         self._running: set[AttemptKey] = set()
-        self._moments: list[tuple[int, list[tuple[float, float]]]] = []
-        """After each round in which all requests generate: steps so far, (up, busy) of every rank."""
+        self._moments: list[_Moment] = []
+        """After each round in which all requests generate."""
         self._leader = Leader(config, "decode", blueprint, CODEC)
         try:
             asyncio.run(self._leader.start(small_batches=True))
             asyncio.run(self._leader.begin("0" * 16, "none"))
+            me = psutil.Process()
+            self._processes = [me, *me.children()]
             self._recorder = _Recorder(self._leader)
             self._outbox = Outbox(self._on_round)
             node = DecodeNode(
@@ -110,7 +126,8 @@ class PipelineNode:
 
     def measure(self, requests: int, prompt: int, new_tokens: int, keep: int, record: str) -> dict[str, Any]:
         """Run that many requests at once. Returns per stage the seconds up and busy, of the whole run and of the part
-        in which every request generates. `keep` steps from the middle of that part go to the file `record`."""
+        in which every request generates. About `keep` steps from the middle of that part go to the file `record`;
+        `kept_s` is what each stage took for them, `kept_cpu_s` the processor time of both processes meanwhile."""
         rng = random.Random(requests)
         sampling = SamplingParams(seed=1, max_tokens=new_tokens, temperature=0.0)
         keys = [AttemptKey(f"bench-{i}", 1) for i in range(requests)]
@@ -126,16 +143,19 @@ class PipelineNode:
         self._wait(lambda: not self._running)
         wall_s = time.perf_counter() - started
         whole = _between(before, self._settled())
-        middle = self._moments[len(self._moments) // 2][0] if self._moments else len(self._recorder.steps) // 2
-        kept = self._recorder.steps[max(0, middle - keep // 2) : middle + keep // 2]
+        assert self._moments, "at no time did all requests generate"
+        middle = self._moments[len(self._moments) // 2].steps
+        first, last = (_nearest(self._moments, middle + offset) for offset in (-keep // 2, keep // 2))
+        kept = self._recorder.steps[first.steps : last.steps]
         Path(record).write_text("".join(json.dumps(asdict(step)) + "\n" for step in kept), "utf-8")
         return {
             "wall_s": wall_s,
             "whole": whole,
-            "steady": [_steady([busy[rank] for _, busy in self._moments]) for rank in range(len(before))],
+            "steady": [_steady([moment.busy[rank] for moment in self._moments]) for rank in range(len(before))],
             "kept_s": [
                 sum(took[step.step_id] for step in kept) for took in (self._recorder.first_s, self._recorder.last_s)
             ],
+            "kept_cpu_s": last.cpu_s - first.cpu_s,
             "steps": len(self._recorder.steps),
             "kept": len(kept),
             "tokens": requests * new_tokens,
@@ -158,7 +178,9 @@ class PipelineNode:
                     if chunk.finish_reason is not None:
                         self._running.discard(chunk.key)
             if not self._waiting and len(self._running) == self._requests:
-                self._moments.append((len(self._recorder.steps), self._busy()))
+                times = [process.cpu_times() for process in self._processes]
+                cpu_s = sum(each.user + each.system for each in times)
+                self._moments.append(_Moment(len(self._recorder.steps), self._busy(), cpu_s))
             self._changed.notify_all()
 
     def _on_crash(self, error: BaseException) -> None:
@@ -217,11 +239,13 @@ class SingleProcess:
         self._runner = loaded.runner
         self._runner.execute(WARM_UP)
 
-    def replay(self, record: str) -> float:
-        """Seconds of forward for the steps that `PipelineNode.measure` wrote."""
+    def replay(self, record: str) -> tuple[float, float]:
+        """Seconds of forward, and of processor time, for the steps that `PipelineNode.measure` wrote."""
         steps = [_STEP.validate_json(line) for line in Path(record).read_text("utf-8").splitlines()]
         self._runner.execute(steps[0])
-        return sum(self._runner.execute(step).forward_s for step in steps)
+        before_s = time.process_time()
+        forward_s = sum(self._runner.execute(step).forward_s for step in steps)
+        return forward_s, time.process_time() - before_s
 
 
 _STEP = TypeAdapter(StepInput)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from load.shape import Shape
 
+_HEAD_SHARE = 0.85
+"""Time of the head per weight against that of a layer, which has attention and norms beside its products (measured)."""
+
 
 def balanced_layers(shape: Shape, stages: int) -> list[int]:
     """Layers per stage, the heaviest stage as light as can be; the last one also computes the head.
@@ -11,7 +14,7 @@ def balanced_layers(shape: Shape, stages: int) -> list[int]:
     Measured in weights: what a wide batch computes with, and what a narrow one reads.
     """
     layer = shape.layer_weights / shape.layers
-    head_in_layers = shape.vocab * shape.hidden / layer
+    head_in_layers = _HEAD_SHARE * shape.vocab * shape.hidden / layer
     best: list[int] = []
     for last in range(1, shape.layers - stages + 2):
         each, rest = divmod(shape.layers - last, stages - 1)
