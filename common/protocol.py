@@ -229,6 +229,8 @@ class NodeLoad:
     prefix_hits: int = 0
     preemptions: int = 0
     relayed_bytes: int = 0
+    relayed_by: dict[str, int] = field(default_factory=dict[str, int])
+    """The same by transport."""
     local_prefills: int = 0
     transfers_failed: int = 0
     draining: bool = False

@@ -50,6 +50,7 @@ from common.protocol import (
 from common.rpc import Identity
 from kvtransfer.base import DestinationReleased, IncomingTransfer, Received, ReceiveFailed
 from kvtransfer.ranked import Opened, RankedReceiver
+from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ class DecodeNode:
         self._generated_tokens = 0
         self._prompt_tokens = 0
         self._relayed_bytes = 0
+        self._relayed_by: dict[str, int] = {}
         self._local_prefills = 0
         self._transfers_failed = 0
 
@@ -148,7 +150,8 @@ class DecodeNode:
                 self._end(self.attempts.get(key))
             case Opened(key):
                 self._send_grant(self.attempts[key])
-            case Received(key, bytes_received):
+            case Received(key, bytes_received, traffic):
+                count_bytes(self._relayed_by, traffic)
                 self._received(self.attempts[key], bytes_received)
             case ReceiveFailed(key, error):
                 self._receive_failed(self.attempts[key], error)
@@ -450,6 +453,7 @@ class DecodeNode:
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,
             relayed_bytes=self._relayed_bytes,
+            relayed_by=dict(self._relayed_by),
             local_prefills=self._local_prefills,
             transfers_failed=self._transfers_failed,
         )

@@ -82,7 +82,7 @@ async def serve(config: DecodeConfig) -> None:
                 node,
                 make_record("decode", me, config, blueprint, leader.num_blocks),
                 on_ready=lambda: log.info("decode node %s ready at %s", me.node_id, me.control_address),
-                describe=lambda: {"ranks": leader.ranks()},
+                describe=lambda: {"ranks": leader.ranks(), "relays": receiver.traffic.describe()},
             )
         finally:
             receiver.close()

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from common.kv.layout import KVLayout
 from common.protocol import AttemptKey, Grant, PeerRef
+from kvtransfer.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class SourceReleased:
     key: AttemptKey
     bytes_sent: int
     error: Exception | None = None
+    traffic: tuple[Traffic, ...] = ()
+    """The same bytes, by pair of ranks and transport."""
 
 
 # Events of a receiver.
@@ -69,6 +72,8 @@ class Received:
 
     key: AttemptKey
     bytes_received: int
+    traffic: tuple[Traffic, ...] = ()
+    """The same bytes, by pair of ranks and transport."""
 
 
 @dataclass(frozen=True)

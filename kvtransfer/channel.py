@@ -54,6 +54,8 @@ class Peer(ABC):
 
     def __init__(self, transport: str, incarnation: str, *, message_bytes: int, window: int, now: float) -> None:
         self.transport = transport
+        self.why = ""
+        """Why this transport was chosen."""
         self.incarnation = incarnation
         self.message_bytes = message_bytes
         """The most that one message carries."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.wire import KVSlice
+
+_KNOWN_RUNS = 8
 
 
 class Copier(Protocol):
@@ -55,6 +58,7 @@ class SliceCopier:
         self._shard = storage.shard
         self._num_blocks = storage.num_blocks
         self._head_bytes = _head_bytes(storage.layout)
+        self._runs: list[_Runs] = []
 
     def gather(self, piece: KVSlice, blocks: np.ndarray, out: np.ndarray) -> None:
         """Copy `piece` of the sequence whose block ids are `blocks` into `out` ([piece's bytes], uint8)."""
@@ -89,16 +93,36 @@ class SliceCopier:
         head_lo, wanted = piece.head_lo - self._shard.head_lo, piece.head_hi - piece.head_lo
         lo, hi = piece.layer_lo - self._shard.layer_lo, piece.layer_hi - self._shard.layer_lo
         planes = np.arange(2 * lo, 2 * hi, dtype=np.int64)[:, None] * self._num_blocks
-        index = planes + blocks[piece.block_lo : piece.block_hi]
         if wanted == heads:
             row_bytes = self._layout.block_size * heads * self._head_bytes
+            index = planes + blocks[piece.block_lo : piece.block_hi]
         else:
             run = gcd(head_lo, wanted, heads)
-            slots = index[..., None] * self._layout.block_size + np.arange(self._layout.block_size)
-            runs = np.arange(head_lo // run, (head_lo + wanted) // run)
-            index = slots[..., None] * (heads // run) + runs
             row_bytes = run * self._head_bytes
+            rows_per_block = self._layout.block_size * heads // run
+            first_plane = self._runs_of(blocks, head_lo, wanted, heads, run)
+            index = planes * rows_per_block + first_plane[piece.block_lo : piece.block_hi].reshape(-1)
         return self._bytes.view(np.dtype((np.void, row_bytes))), index.reshape(-1)
+
+    def _runs_of(self, blocks: np.ndarray, head_lo: int, wanted: int, heads: int, run: int) -> np.ndarray:
+        """[blocks, slots * runs]: the rows in plane 0. Remembered, because every message of an attempt needs them."""
+        for known in self._runs:
+            if known.blocks is blocks and known.heads == (head_lo, wanted):
+                return known.rows
+        slots = blocks[:, None] * self._layout.block_size + np.arange(self._layout.block_size)
+        rows = slots[..., None] * (heads // run) + np.arange(head_lo // run, (head_lo + wanted) // run)
+        known = _Runs(blocks, (head_lo, wanted), rows.reshape(len(blocks), -1))
+        self._runs = [known, *self._runs[: _KNOWN_RUNS - 1]]
+        return known.rows
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Of one attempt's blocks; holding the array keeps its identity its own."""
+
+    blocks: np.ndarray
+    heads: tuple[int, int]
+    rows: np.ndarray
 
 
 class DeviceCopier:

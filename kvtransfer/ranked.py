@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import KvRelayError, TransferError, from_code
 from common.protocol import AttemptKey, Grant
@@ -28,6 +28,7 @@ from kvtransfer.base import (
     SenderEvent,
     SourceReleased,
 )
+from kvtransfer.traffic import Traffic, TrafficLog
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class TransferReport:
     size_bytes: int = 0
     code: str | None = None
     message: str = ""
+    traffic: tuple[Traffic, ...] = ()
 
 
 TransferOrder = Open | Granted | Stop
@@ -99,19 +101,24 @@ def to_report(rank: int, event: SenderEvent | ReceiverEvent | Opened) -> Transfe
     elif isinstance(event, Received):
         size_bytes = event.bytes_received
     code = None if error is None else (error.code if isinstance(error, KvRelayError) else TransferError.code)
-    return TransferReport(rank, type(event).__name__, event.key, size_bytes, code, "" if error is None else str(error))
+    message = "" if error is None else str(error)
+    traffic = event.traffic if isinstance(event, SourceReleased | Received) else ()
+    return TransferReport(rank, type(event).__name__, event.key, size_bytes, code, message, traffic)
 
 
 @dataclass
 class _Gathered:
     """What the ranks have said of one attempt."""
 
+    peer: tuple[str, str] = ("", "")
+    """The other node and its incarnation."""
     reports: int = 0
     opened: int = 1
     received: int = 0
     size_bytes: int = 0
     error: KvRelayError | None = None
     failed: bool = False
+    traffic: list[Traffic] = field(default_factory=list[Traffic])
 
 
 class RankedSender:
@@ -129,6 +136,7 @@ class RankedSender:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._open: dict[AttemptKey, _Gathered] = {}
+        self.traffic = TrafficLog("to")
         self.local = make_local(lambda event: self.on_report(to_report(0, event)))
 
     def open(self, transfer: OutgoingTransfer) -> None:
@@ -138,6 +146,9 @@ class RankedSender:
         self.local.open(transfer)
 
     def grant(self, grant: Grant) -> None:
+        with self._lock:
+            if gathered := self._open.get(grant.key):
+                gathered.peer = (grant.dst.node_id, grant.dst.incarnation)
         self._broadcast(Granted(grant))
         self.local.grant(grant)
 
@@ -158,6 +169,7 @@ class RankedSender:
             gathered = self._open[report.key]
             gathered.reports += 1
             gathered.size_bytes += report.size_bytes
+            gathered.traffic += report.traffic
             first_error = gathered.error is None and report.code is not None
             if first_error and report.code is not None:
                 gathered.error = from_code(report.code, f"rank {report.rank}: {report.message}")
@@ -165,7 +177,8 @@ class RankedSender:
             if done:
                 del self._open[report.key]
         if done:
-            self._on_event(SourceReleased(report.key, gathered.size_bytes, gathered.error))
+            self.traffic.add(*gathered.peer, gathered.traffic)
+            self._on_event(SourceReleased(report.key, gathered.size_bytes, gathered.error, tuple(gathered.traffic)))
         elif first_error:
             self.abort(report.key)
 
@@ -188,12 +201,13 @@ class RankedReceiver:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._open: dict[AttemptKey, _Gathered] = {}
+        self.traffic = TrafficLog("from")
         self.local = make_local(lambda event: self.on_report(to_report(0, event)))
 
     def open(self, transfer: IncomingTransfer) -> bool:
         """As `KVReceiver.open`. Returns whether every rank is open already; if not, `Opened` will follow."""
         with self._lock:
-            self._open[transfer.key] = _Gathered()
+            self._open[transfer.key] = _Gathered((transfer.src.node_id, transfer.src.incarnation))
         self.local.open(transfer)
         self._broadcast(Open(incoming=transfer))
         return self._world_size == 1
@@ -222,8 +236,10 @@ class RankedReceiver:
             elif report.kind == Received.__name__:
                 gathered.received += 1
                 gathered.size_bytes += report.size_bytes
+                gathered.traffic += report.traffic
                 if gathered.received == self._world_size:
-                    events.append(Received(report.key, gathered.size_bytes))
+                    self.traffic.add(*gathered.peer, gathered.traffic)
+                    events.append(Received(report.key, gathered.size_bytes, tuple(gathered.traffic)))
             elif report.kind == ReceiveFailed.__name__:
                 if not gathered.failed:
                     gathered.failed = True

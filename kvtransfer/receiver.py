@@ -7,7 +7,8 @@ ranks over different ones, and still count as one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil
 
@@ -19,12 +20,13 @@ from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.protocol import AttemptKey
 from kvtransfer import wire
-from kvtransfer.base import IncomingTransfer, OnReceiverEvent, ReceiverEvent
+from kvtransfer.base import DestinationReleased, IncomingTransfer, OnReceiverEvent, Received, ReceiverEvent
 from kvtransfer.channel import Arrival, EndContext, Listener, Ready
 from kvtransfer.choose import format_offers
 from kvtransfer.copying import make_copier
 from kvtransfer.ends import ReceivingEnd
 from kvtransfer.iothread import IOThread
+from kvtransfer.traffic import Tally
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Receiver:
                 listener.close()
             raise
         self._end = ReceivingEnd(layout, rank, storage.num_blocks, incarnation)
+        self._tally = Tally(rank)
         self._poller = zmq.Poller()
         self._thread: IOThread[ReceiverEvent] = IOThread(
             f"kv-receiver-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
@@ -135,7 +138,9 @@ class Receiver:
         ack = wire.SliceAck(header.key, header.sequence)
         try:
             self._write(header, arrival)
-            self._bytes[listener.offer.transport] += len(arrival.payload)
+            transport, size_bytes = listener.offer.transport, len(arrival.payload)
+            self._bytes[transport] += size_bytes
+            self._tally.add(header.key, header.src_rank, transport, "", size_bytes)
         except TransferError as error:
             log.info("refused a data message: %s", error)
             ack = wire.SliceAck(header.key, header.sequence, error.code, error.message[:1024])
@@ -154,7 +159,16 @@ class Receiver:
         return 1000 if deadline is None else ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
 
     def _report(self) -> None:
-        self._thread.report(self._end.take_events())
+        self._thread.report(self._told(self._end.take_events()))
+
+    def _told(self, events: list[ReceiverEvent]) -> Iterator[ReceiverEvent]:
+        for event in events:
+            if isinstance(event, Received):
+                yield replace(event, traffic=self._tally.take(event.key))
+                continue
+            if isinstance(event, DestinationReleased):
+                self._tally.take(event.key)
+            yield event
 
     def _recover(self, error: Exception) -> None:
         self._end.give_up_claims()

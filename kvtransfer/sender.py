@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 
@@ -26,6 +26,7 @@ from kvtransfer.copying import make_copier
 from kvtransfer.ends import SendingEnd
 from kvtransfer.iothread import IOThread
 from kvtransfer.state import Batch
+from kvtransfer.traffic import Tally
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Sender:
         """Reasons, by data address and transport."""
         self._pairs: dict[tuple[str, str], Pair] = {}
         self._bytes: dict[str, int] = dict.fromkeys(self._connectors, 0)
+        self._tally = Tally(rank)
         self._poller = zmq.Poller()
         self._thread: IOThread[SenderEvent] = IOThread(
             f"kv-sender-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
@@ -207,6 +209,7 @@ class Sender:
                     raise
                 self._note_failure(address, choice.transport, error.message)
                 continue
+            peer.why = choice.why
             self._note_choice(Pair(grant.dst.node_id, incarnation, dst_rank, choice))
             return peer
 
@@ -254,6 +257,7 @@ class Sender:
         now = self._clock()
         peer.send(state.header(batch, peer.incarnation, peer.next_sequence()), buffer, batch.size_bytes, now)
         self._bytes[peer.transport] += batch.size_bytes
+        self._tally.add(batch.key, batch.dst_rank, peer.transport, peer.why, batch.size_bytes)
         self._end.handed(batch, now)
 
     def _lose(self, address: str, reason: str) -> None:
@@ -280,7 +284,7 @@ class Sender:
         return 1000 if deadline is None else ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
 
     def _report(self) -> None:
-        events = self._end.take_events()
+        events = [replace(event, traffic=self._tally.take(event.key)) for event in self._end.take_events()]
         for event in events:
             for peer in self._peers.values():
                 peer.transfers.pop(event.key, None)

@@ -63,14 +63,15 @@ class ShmPeer(Peer):
         except OSError as error:
             self._socket.close()
             raise PeerLost(f"cannot share memory with {name!r}: {error}") from error
-        self._free_pages = deque(range(num_pages))
+        self._free_pages = list(range(num_pages))
+        """The last freed is taken first: it is still in some cache."""
         self._page_of: dict[int, int] = {}
         """Pages in use, by the identity of the buffer that shows them."""
         poller.register(self._socket.fileno(), zmq.POLLIN)
 
     def stage(self) -> Buffer:
         """As `Peer.stage`: a page of the ring."""
-        page = self._free_pages.popleft()
+        page = self._free_pages.pop()
         buffer = self._ring.payload(page, self.message_bytes)
         self._page_of[id(buffer)] = page
         return buffer
@@ -116,7 +117,7 @@ class ShmConnector:
     Raises: ConfigError where memory cannot be shared this way.
     """
 
-    def __init__(self, *, page_bytes: int = 512 * 2**10, num_pages: int = 8) -> None:
+    def __init__(self, *, page_bytes: int = 4 * 2**20, num_pages: int = 4) -> None:
         self._page_bytes = page_bytes
         self._num_pages = num_pages
         self.offer = TransportOffer(SHM, host_id=_required_host_id())

@@ -192,9 +192,7 @@ class _Route:
             # A whole layer at a time while they fit, then as many blocks of the next as fit.
             layers = min(end - layer, (room - taken) // (hi - lo))
             if not layers:
-                if slices:
-                    break
-                layers, hi = 1, lo + room
+                layers, hi = 1, lo + room - taken
             self._sent[layer : layer + layers] = [hi] * layers
             first = self.piece.layer_lo + layer
             slices.append(KVSlice(first, first + layers, self.piece.head_lo, self.piece.head_hi, lo, hi))

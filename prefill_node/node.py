@@ -37,6 +37,7 @@ from common.protocol import (
 )
 from common.rpc import Identity
 from kvtransfer.base import KVSender, OutgoingTransfer, SourceReleased
+from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class PrefillNode:
         self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
         self._prompt_tokens = 0
         self._relayed_bytes = 0
+        self._relayed_by: dict[str, int] = {}
         self._transfers_failed = 0
 
     # ------------------------------------------------------------ events
@@ -104,7 +106,8 @@ class PrefillNode:
                 self._fail(self.attempts.get(key), from_code(code, message))
             case FromPeer(_, TransferReceived()):
                 pass
-            case SourceReleased(key, bytes_sent, error):
+            case SourceReleased(key, bytes_sent, error, traffic):
+                count_bytes(self._relayed_by, traffic)
                 self._released(self.attempts[key], bytes_sent, error)
             case StepDone(output):
                 self._step_done(output)
@@ -300,5 +303,6 @@ class PrefillNode:
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,
             relayed_bytes=self._relayed_bytes,
+            relayed_by=dict(self._relayed_by),
             transfers_failed=self._transfers_failed,
         )

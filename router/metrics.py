@@ -56,6 +56,13 @@ class _NodeCollector(Collector):
         names = [[node.record.model.name, node.node_id, node.record.role] for node in nodes]
         for node, values in zip(nodes, names, strict=True):
             usable.add_metric(values, 1.0 if node.usable else 0.0)
+        relayed = CounterMetricFamily(
+            "kvrelay_relay_bytes", "KV bytes relayed, by transport.", labels=[*labels, "transport"]
+        )
+        for node, values in zip(nodes, names, strict=True):
+            for transport, size_bytes in node.load.relayed_by.items():
+                relayed.add_metric([*values, transport], size_bytes)
+        families.append(relayed)
         for table, family_type in ((_NODE_GAUGES, GaugeMetricFamily), (_NODE_COUNTERS, CounterMetricFamily)):
             for name, (text, read) in table.items():
                 family = family_type(name, text, labels=labels)

@@ -196,6 +196,9 @@ def test_tokens_are_exact_and_every_prompt_is_relayed(hosts: TwoHosts) -> None:
     check_exact(hosts, prompts, answers)
     assert {answer.prefill for answer in answers} == {"relayed"}
     assert hosts.system.metric("kvrelay_relayed_bytes_total") - before == relay_bytes(hosts, prompts)
+    for role in ("prefill", "decode"):
+        by_zmq = hosts.system.metric("kvrelay_relay_bytes_total", role=role, transport="zmq")
+        assert by_zmq == hosts.system.metric("kvrelay_relay_bytes_total", role=role) > 0, "no memory is shared here"
 
 
 def test_a_slow_link_delays_and_changes_nothing_else(hosts: TwoHosts) -> None:

@@ -1,8 +1,8 @@
 """Any prefill layout to any decode layout: greedy float32 tokens equal the single-process reference.
 
 Real nodes of several processes each. Sixteen requests at once, lengths mixed, prefixes shared, prompts in chunks, and so
-few KV blocks that sequences are preempted. The subset here covers every size and both ways of spreading KV heads;
-`make test-matrix` runs every combination (TEST_MATRIX=all), or a part of them (TEST_MATRIX=2/9, the second of nine).
+few KV blocks that sequences are preempted. The subset here covers every size, both ways of spreading KV heads and every
+transport; `make test-matrix` runs every combination (TEST_MATRIX=all), or a part of them (TEST_MATRIX=2/27, the second of 27).
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ NEW_TOKENS = 40
 NUM_REQUESTS = 16
 PREFILL_CHUNK = 48
 
-Layout = tuple[str, int, int, int]
-"""(model, prefill tp, decode tp, decode pp)"""
+Layout = tuple[str, int, int, int, str]
+"""(model, prefill tp, decode tp, decode pp, transport)"""
+
+TRANSPORTS = {"zmq": "zmq", "shm": "shm", "collective": "gloo"}
+"""What is asked for, and what it is on CPUs."""
 
 MODELS = {1: "mqa", 2: "qwen3", 4: "llama"}
 """By KV heads; three layers, so that two stages are uneven."""
 
 COVERING: list[Layout] = [
-    ("llama", 1, 2, 1),
-    ("qwen3", 2, 1, 2),
-    ("qwen3", 2, 2, 2),
-    ("mqa", 2, 1, 3),
-    ("mqa", 4, 2, 1),
-    ("llama", 1, 4, 1),
+    ("llama", 1, 2, 1, "collective"),
+    ("qwen3", 2, 1, 2, "shm"),
+    ("qwen3", 2, 2, 2, "zmq"),
+    ("mqa", 2, 1, 3, "collective"),
+    ("mqa", 4, 2, 1, "zmq"),
+    ("llama", 1, 4, 1, "shm"),
 ]
 ALL: list[Layout] = [
-    (model, prefill_tp, decode_tp, decode_pp)
+    (model, prefill_tp, decode_tp, decode_pp, transport)
     for prefill_tp, decode_tp, decode_pp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 3))
     for model in (MODELS[(1, 2, 4)[(prefill_tp + decode_tp + decode_pp) % 3]],)
+    for transport in TRANSPORTS
 ]
 
 
 def chosen(wanted: str) -> list[Layout]:
-    """The cases of TEST_MATRIX: `all`, a part such as `2/9`, or the covering subset if it is empty."""
+    """The cases of TEST_MATRIX: `all`, a part such as `2/27`, or the covering subset if it is empty."""
     if not wanted:
         return COVERING
     part, _, parts = wanted.partition("/")
@@ -84,14 +88,20 @@ def test_the_layouts_cover_every_size_and_both_ways_of_spreading_heads(layouts: 
     heads = {name: count for count, name in MODELS.items()}
     assert {name for name, *_ in layouts} == set(heads)
     assert [{sizes[i] for _, *sizes in layouts} for i in range(3)] == [{1, 2, 4}, {1, 2, 4}, {1, 2, 3}]
+    for transport in TRANSPORTS:
+        its = [layout for layout in layouts if layout[4] == transport]
+        assert any(layout[1] != layout[2] for layout in its), "heads are spread anew"
+        assert any(layout[3] > 1 for layout in its), "layers are spread anew"
     for side in (1, 2):
         assert any(layout[side] > heads[layout[0]] for layout in layouts), "heads are replicated"
         assert any(1 < layout[side] <= heads[layout[0]] for layout in layouts), "heads are split"
     assert any(layout[3] == 2 for layout in layouts), "three layers on two stages are uneven"
 
 
-@pytest.mark.parametrize(("name", "prefill_tp", "decode_tp", "decode_pp"), CASES)
-def test_tokens_equal_the_reference(name: str, prefill_tp: int, decode_tp: int, decode_pp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "prefill_tp", "decode_tp", "decode_pp", "transport"), CASES)
+def test_tokens_equal_the_reference(
+    name: str, prefill_tp: int, decode_tp: int, decode_pp: int, transport: str, tmp_path: Path
+) -> None:
     model = make_tiny(name, tmp_path / name)
     prompts = make_prompts(TINY[name].config.vocab_size)
     config = tmp_path / "kvrelay.toml"
@@ -99,7 +109,7 @@ def test_tokens_equal_the_reference(name: str, prefill_tp: int, decode_tp: int, 
     with running_system(
         tmp_path,
         *("--model", str(model), "--dtype", "float32", "--config", str(config), "--start-timeout-s", "240"),
-        *("--kv-blocks", "60", "--local-prefill-tokens", "0"),
+        *("--kv-blocks", "60", "--local-prefill-tokens", "0", "--kv-transport", transport),
         *("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp), "--decode-pp", str(decode_pp)),
     ) as system:
         system.wait_usable(timeout_s=240)
@@ -109,6 +119,8 @@ def test_tokens_equal_the_reference(name: str, prefill_tp: int, decode_tp: int, 
             where = first_difference(greedy(model, prompt, NEW_TOKENS), tokens)
             assert where is None, f"prompt of {len(prompt)} tokens: wrong from token {where} on"
         assert max(map(len, prompts)) > PREFILL_CHUNK, "prompts are computed in chunks"
-        assert system.metric("kvrelay_relayed_bytes_total") > 0, "the relay is real"
+        relayed, taken = system.metric("kvrelay_relay_bytes_total"), TRANSPORTS[transport]
+        assert relayed > 0, "the relay is real"
+        assert system.metric("kvrelay_relay_bytes_total", transport=taken) == relayed, "it took another transport"
         assert system.metric("vllm:num_preemptions_total", role="decode") > 0, "sequences were preempted"
         system.wait_whole()
