@@ -174,6 +174,10 @@ class AttemptStats:
     """From arrival to the first step that ran it."""
     prefill_s: float = 0.0
     """From that step to the first token, where this node computed the prompt."""
+    computed_tokens: int = 0
+    """Prompt tokens that this node computed, after `cached_tokens` that it held."""
+    transfer_s: float = 0.0
+    """On a decode node: how long the KV was still missing once the first token was known."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,10 @@ class NodeLoad:
     step_age_s: float = 0.0
     """Since the engine loop last came round; large means it is stuck."""
     prompt_tokens: int = 0
+    prompt_busy_s: float = 0.0
+    """Seconds of steps that computed prompts; `prompt_tokens` over it is the node's speed."""
+    step_s: float = 0.0
+    """Mean duration of recent steps that decoded."""
     generated_tokens: int = 0
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache."""

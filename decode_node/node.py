@@ -15,7 +15,7 @@ from typing import Any
 
 from common.clock import Clock
 from common.engine.executor import Executor, StepDone
-from common.engine.scheduler import Plan, Progress, Scheduler
+from common.engine.scheduler import Plan, Progress, Scheduler, insert_by_priority
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
 from common.errors import (
@@ -31,6 +31,7 @@ from common.errors import (
 from common.hashing import hash_blocks
 from common.kv.layout import KVLayout, check_compatible
 from common.node.intake import make_sequence
+from common.node.meter import StepMeter
 from common.node.outbox import ClientLost, FromClient, Outbox
 from common.protocol import (
     Abort,
@@ -80,6 +81,7 @@ class _Attempt:
     prefill_identity: Identity = b""
     held_blocks: int = 0
     first_token: int | None = None
+    first_token_s: float = 0.0
     spoke: bool = False
     """A token of it went to the router."""
     received_bytes: int | None = None
@@ -126,6 +128,7 @@ class DecodeNode:
         self.attempts: dict[AttemptKey, _Attempt] = {}
         self._plans: dict[int, Plan] = {}
         """Steps in flight."""
+        self._meter = StepMeter()
         self.deferred: deque[_Attempt] = deque()
         self.early: dict[AttemptKey, _Early] = {}
         self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
@@ -205,12 +208,14 @@ class DecodeNode:
                 seq.first_step_s = self.clock()
         self.outbox.flush()  # grants must not wait for the step
         self._plans[plan.step.step_id] = plan
+        self._meter.begin(plan.step.step_id, self.clock())
         try:
             output = self.executor.submit(plan.step)
         except RankLost:
             raise  # the engine loop ends, and the node with it: its ranks share fate
         except Exception as error:  # one step's failure must not end the node
             log.exception("step %d failed", plan.step.step_id)
+            self._meter.drop(plan.step.step_id)
             self._step_failed(self._plans.pop(plan.step.step_id), error)
             return True
         if output is not None:
@@ -219,6 +224,7 @@ class DecodeNode:
 
     def _step_done(self, output: StepOutput) -> None:
         plan = self._plans.pop(output.step_id)
+        self._meter.end(output.step_id, self.clock(), plan.step.query_lens)
         self._prompt_tokens += sum(n for n in plan.step.query_lens if n > 1)
         for done in self.scheduler.update(plan, output.sampled):
             if done.sampled is not None:
@@ -295,10 +301,10 @@ class DecodeNode:
             self._fail(attempt, error)
             return
         attempt.phase = Phase.DEFERRED
-        self.deferred.append(attempt)
+        insert_by_priority(self.deferred, attempt, lambda each: each.request.priority)
 
     def _grant_deferred(self) -> None:
-        """Grant in the order of offers, as far as there is room."""
+        """Grant by priority, then in the order of offers, as far as there is room."""
         while self.deferred:
             attempt = self.deferred[0]
             held = self.scheduler.reserve(attempt.seq)
@@ -337,7 +343,7 @@ class DecodeNode:
         if done.finish_reason is not None:
             self._end(attempt)  # the router has the whole answer from the prefill node
             return
-        attempt.first_token = done.token_id
+        attempt.first_token, attempt.first_token_s = done.token_id, self.clock()
         if attempt.phase is Phase.ARRIVED:
             self._join(attempt)
 
@@ -383,11 +389,14 @@ class DecodeNode:
     def _stats(self, attempt: _Attempt) -> AttemptStats:
         seq, now_s = attempt.seq, self.clock()
         started_s = seq.first_step_s if seq.first_step_s is not None else now_s
+        local = attempt.request.prefill is None
         return AttemptStats(
             cached_tokens=seq.cached_tokens,
             relayed_bytes=attempt.received_bytes or 0,
             queue_s=started_s - seq.arrival_s,
-            prefill_s=now_s - started_s if attempt.request.prefill is None else 0.0,
+            prefill_s=now_s - started_s if local else 0.0,
+            computed_tokens=seq.num_tokens - 1 - seq.cached_tokens if local else 0,
+            transfer_s=0.0 if local else started_s - attempt.first_token_s,
         )
 
     # ------------------------------------------------------------ endings
@@ -443,11 +452,13 @@ class DecodeNode:
         return NodeLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + incoming,
-            queued_tokens=sum(seq.num_uncomputed for seq in scheduler.waiting),
+            queued_tokens=sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting),
             kv_blocks_used=scheduler.pool.num_used,
             kv_blocks_cached=scheduler.pool.num_cached,
             kv_blocks_total=scheduler.pool.num_blocks,
             prompt_tokens=self._prompt_tokens,
+            prompt_busy_s=self._meter.prompt_busy_s,
+            step_s=self._meter.step_s,
             generated_tokens=self._generated_tokens,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,

@@ -19,6 +19,7 @@ from common.errors import EngineError, KvRelayError, PeerLost, RankLost, Transfe
 from common.hashing import BLOCK_SIZE, hash_blocks
 from common.kv.layout import KVLayout, check_compatible
 from common.node.intake import make_sequence
+from common.node.meter import StepMeter
 from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, PeerGone
 from common.protocol import (
     Abort,
@@ -86,6 +87,7 @@ class PrefillNode:
         self.attempts: dict[AttemptKey, _Attempt] = {}
         self._plans: dict[int, Plan] = {}
         """Steps in flight."""
+        self._meter = StepMeter()
         self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
         self._prompt_tokens = 0
         self._relayed_bytes = 0
@@ -156,12 +158,14 @@ class PrefillNode:
             self._offer(self.attempts[seq.key])
         self.outbox.flush()  # offers must not wait for the step: the grant can be back before its first layer is done
         self._plans[plan.step.step_id] = plan
+        self._meter.begin(plan.step.step_id, self.clock())
         try:
             output = self.executor.submit(plan.step)
         except RankLost:
             raise  # the engine loop ends, and the node with it: its ranks share fate
         except Exception as error:  # one step's failure must not end the node
             log.exception("step %d failed", plan.step.step_id)
+            self._meter.drop(plan.step.step_id)
             self._step_failed(self._plans.pop(plan.step.step_id), error)
             return True
         if output is not None:
@@ -170,6 +174,7 @@ class PrefillNode:
 
     def _step_done(self, output: StepOutput) -> None:
         plan = self._plans.pop(output.step_id)
+        self._meter.end(output.step_id, self.clock(), plan.step.query_lens)
         self._prompt_tokens += sum(plan.step.query_lens)
         for done in self.scheduler.update(plan, output.sampled):
             if done.sampled is not None:
@@ -234,7 +239,10 @@ class PrefillNode:
         seq, now_s = attempt.seq, self.clock()
         started_s = seq.first_step_s if seq.first_step_s is not None else now_s
         stats = AttemptStats(
-            cached_tokens=seq.cached_tokens, queue_s=started_s - seq.arrival_s, prefill_s=now_s - started_s
+            cached_tokens=seq.cached_tokens,
+            queue_s=started_s - seq.arrival_s,
+            prefill_s=now_s - started_s,
+            computed_tokens=seq.num_tokens - 1 - seq.cached_tokens,
         )
         logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
         chunk = TokenChunk(seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats)
@@ -289,7 +297,7 @@ class PrefillNode:
 
     def _measure_load(self) -> NodeLoad:
         scheduler = self.scheduler
-        unstarted = sum(seq.num_tokens for seq in scheduler.waiting)
+        unstarted = sum(seq.num_tokens - seq.likely_cached for seq in scheduler.waiting)
         begun = sum(seq.num_uncomputed for seq in scheduler.running.values())
         return NodeLoad(
             running=len(scheduler.running),
@@ -299,6 +307,8 @@ class PrefillNode:
             kv_blocks_cached=scheduler.pool.num_cached,
             kv_blocks_total=scheduler.pool.num_blocks,
             prompt_tokens=self._prompt_tokens,
+            prompt_busy_s=self._meter.prompt_busy_s,
+            step_s=self._meter.step_s,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,

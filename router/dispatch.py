@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from common.clock import Clock, monotonic
 from common.errors import DeadlineExceeded, KvRelayError, Overloaded, Unavailable
@@ -27,10 +27,12 @@ from router import flow_events as f
 from router.breaker import Breakers
 from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
+from router.index import PrefixIndex
 from router.metrics import Metrics
-from router.nodes import NodeTable
+from router.nodes import Node, NodeTable
 from router.parking import Parking
-from router.policy import Decision, Memory, Query, check_policy, place
+from router.placing import Chain, Order, Placement, Placer
+from router.policy import Decision
 from router.story import Stories
 
 log = logging.getLogger(__name__)
@@ -56,8 +58,13 @@ class _Live:
     generation: Generation
     deadline: asyncio.TimerHandle
     deadline_s: float
+    chain: Chain
     waiting: bool = True
     """No token yet."""
+    placement: Placement | None = None
+    """Of the latest attempt."""
+    unproven: set[str] = field(default_factory=set[str])
+    """Incarnations that were given its prompt and have not reported: what is expected of them may be wrong."""
 
 
 class Dispatcher:
@@ -66,12 +73,17 @@ class Dispatcher:
     Raises: ConfigError for an unknown policy.
     """
 
-    def __init__(self, settings: DispatchSettings, metrics: Metrics, *, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        settings: DispatchSettings,
+        metrics: Metrics,
+        *,
+        index: PrefixIndex | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
         self._settings = settings
-        self._policy = check_policy(settings.policy)
         self._metrics = metrics
         self._clock = clock
-        self._memory = Memory()
         self._live: dict[str, _Live] = {}
         self._parking = Parking()
         self.breakers = Breakers(clock=clock)
@@ -83,7 +95,14 @@ class Dispatcher:
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_usable=self._on_usable,
+            on_load=self._on_load,
             clock=clock,
+        )
+        self.placer = Placer(
+            self.nodes,
+            index or PrefixIndex(clock=clock),
+            policy=settings.policy,
+            local_prefill_tokens=settings.local_prefill_tokens,
         )
 
     # -- for the HTTP side
@@ -125,7 +144,8 @@ class Dispatcher:
                 )
                 late = f.GiveUp(DeadlineExceeded(f"the request took longer than the {timeout_s:g} s that it may"))
                 timer = asyncio.get_running_loop().call_later(timeout_s, generation.feed, late)
-                self._live[own_id] = _Live(generation, timer, self._clock() + timeout_s)
+                chain = Chain(request.cache_salt)
+                self._live[own_id] = _Live(generation, timer, self._clock() + timeout_s, chain)
                 self._waiting += 1
                 generations.append(generation)
             for generation in generations:
@@ -157,6 +177,7 @@ class Dispatcher:
         """Take over what membership lists now."""
         self.nodes.update(records)
         self.breakers.keep(node.incarnation for node in self.nodes.known())
+        self.placer.keep({node.incarnation for node in self.nodes.known()})
 
     def fail_all(self, error: Unavailable) -> None:
         """End every generation, with this error where a client still listens."""
@@ -181,14 +202,7 @@ class Dispatcher:
             return
         live = self._live[generation.request_id]
         try:
-            decision = place(
-                Query(wanted.num_tokens, wanted.avoid | self.breakers.not_admitted(), wanted.last),
-                self.nodes.fleets["prefill"],
-                self.nodes.fleets["decode"],
-                policy=self._policy,
-                local_prefill_tokens=self._settings.local_prefill_tokens,
-                memory=self._memory,
-            )
+            placement = self.placer.decide(self._order(live, wanted))
         except Unavailable as error:
             drained = Unavailable("every decode node that is left is draining; try again later")
             why = drained if self.nodes.draining("decode") else error
@@ -197,12 +211,13 @@ class Dispatcher:
             else:
                 self._park(generation, wanted, why)
             return
+        decision = placement.decision
         if wanted.backoff_s and wanted.avoid & _incarnations(decision):
             self._pause(generation, wanted, "only nodes that just failed it are left")
             return
         for incarnation in _incarnations(decision):
             self.breakers.chosen(incarnation)
-        generation.decision = decision
+        generation.decision, live.placement = decision, placement
         decode = self.nodes.get(decision.decode.picked.incarnation)
         prefill = None if decision.prefill is None else self.nodes.get(decision.prefill.picked.incarnation)
         assert decode is not None
@@ -211,6 +226,18 @@ class Dispatcher:
             log.debug("%s#%d goes to %s", generation.request_id, wanted.attempt, decision.explain())
         timeout_s = max(0.001, live.deadline_s - self._clock())
         generation.feed(f.Placed(None if prefill is None else prefill.record.peer, decode.record.peer, timeout_s))
+
+    def _order(self, live: _Live, wanted: f.Place) -> Order:
+        flow, request = live.generation.flow, live.generation.request
+        return Order(
+            request.prompt_ids + flow.token_ids,
+            live.chain,
+            request.sampling.max_tokens - len(flow.token_ids),
+            request.session,
+            wanted.avoid | self.breakers.not_admitted(),
+            wanted.last,
+            frozenset(live.unproven),
+        )
 
     def _park(self, generation: Generation, wanted: f.Place, error: Unavailable) -> None:
         generation.story.add("parked", error.message)
@@ -232,7 +259,14 @@ class Dispatcher:
 
     def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
         """As `NodeTable.send`."""
-        self.nodes.send(incarnation, message)
+        live = self._live.get(message.key.request_id)
+        if isinstance(message, Abort) or live is None or live.placement is None:
+            self.nodes.send(incarnation, message)
+            return
+        tokens, blocks, work_s = live.placement.leg(incarnation)
+        self.nodes.send(incarnation, message, tokens=tokens, blocks=blocks, work_s=work_s)
+        self.placer.expect(incarnation, live.placement)
+        live.unproven.add(incarnation)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """As `NodeTable.release`."""
@@ -248,6 +282,9 @@ class Dispatcher:
         """Account for a leg's report, which comes with its first tokens."""
         self.breakers.succeeded(report.incarnation)
         self._metrics.leg(report.role_is_prefill, report.stats)
+        role = "prefill" if report.role_is_prefill else "decode"
+        self._live[generation.request_id].unproven.discard(report.incarnation)
+        self.placer.reported(role, report.incarnation, report.stats)
 
     def blame(self, incarnation: str, error: KvRelayError) -> None:
         """An attempt ended by this node's fault."""
@@ -259,6 +296,8 @@ class Dispatcher:
         live = self._live.pop(generation.request_id)
         live.deadline.cancel()
         self._parking.forget(generation.request_id)
+        if generation.outcome is not None and generation.outcome.finish_reason is not None:
+            self.placer.answered(len(generation.flow.token_ids))
         self.stories.end(generation.story)
         self._metrics.end(generation)
 
@@ -290,6 +329,9 @@ class Dispatcher:
         live = self._live.get(request_id)
         if live is not None:
             live.generation.feed(event)
+
+    def _on_load(self, node: Node) -> None:
+        self.placer.load_changed(node)
 
     def _on_usable(self) -> None:
         self._parking.wake_all()

@@ -80,6 +80,7 @@ class FlowRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    priority: int = 0
 
 
 _Row = dict[type, Callable[..., Instructions]]
@@ -157,13 +158,14 @@ class Flow:
         self._decode = _Leg(event.decode)
         ids = self.request.prompt_ids + self.token_ids
         prompt_len, sampling, salt = len(self.request.prompt_ids), self.request.sampling, self.request.cache_salt
+        priority = self.request.priority
         timeout_s = event.timeout_s
         # The decode node first: the prefill node's offer then finds it prepared.
-        ask = DecodeRequest(self.key, ids, prompt_len, sampling, event.prefill, timeout_s, salt)
+        ask = DecodeRequest(self.key, ids, prompt_len, sampling, event.prefill, timeout_s, salt, priority)
         instructions: Instructions = [Send(event.decode, ask)]
         if event.prefill is not None:
             self._prefill = _Leg(event.prefill)
-            order = PrefillRequest(self.key, ids, prompt_len, sampling, event.decode, timeout_s, salt)
+            order = PrefillRequest(self.key, ids, prompt_len, sampling, event.decode, timeout_s, salt, priority)
             instructions.append(Send(event.prefill, order))
         return instructions
 

@@ -43,6 +43,12 @@ class GenerationRequest:
     """Stop tokens that the client named itself: the ones that `stop_reason` reports."""
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    priority: int = 0
+    """Lower is served earlier."""
+    session: str = ""
+    """Requests with the same key go to the same nodes under the policy `session`."""
+    tenant: str = ""
+    """Whose share of the cluster it takes while requests wait."""
 
 
 @dataclass(slots=True)
@@ -115,7 +121,8 @@ class Generation:
         self.request_id = request_id
         self.request = request
         self.flow = Flow(
-            FlowRequest(request_id, request.prompt_ids, request.sampling, request.cache_salt), max_attempts
+            FlowRequest(request_id, request.prompt_ids, request.sampling, request.cache_salt, request.priority),
+            max_attempts,
         )
         self.decision: Decision | None = None
         """Of the latest attempt."""

@@ -114,7 +114,7 @@ class Node:
 
 class NodeTable:
     """All nodes. `on_message(incarnation, message)` gets everything but pongs; `on_lost(incarnation, reason)`
-    every loss; `on_usable()` is called when a node becomes usable. Call `tick` every `tick_s`.
+    every loss; `on_usable()` is called when a node becomes usable, `on_load(node)` with every report. Call `tick` every `tick_s`.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class NodeTable:
         on_message: Callable[[str, Message], None],
         on_lost: Callable[[str, str], None],
         on_usable: Callable[[], None] = lambda: None,
+        on_load: Callable[[Node], None] = lambda _: None,
         clock: Clock = monotonic,
     ) -> None:
         self.tick_s = lease_s / PINGS_PER_LEASE
@@ -134,6 +135,7 @@ class NodeTable:
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_usable = on_usable
+        self._on_load = on_load
         self._clock = clock
         self._last_tick_s = clock()
         self._held_up_s: float | None = None
@@ -356,6 +358,7 @@ class NodeTable:
             node.reported[key] = node.unreported.pop(key)
         was_stuck, node.stuck = node.stuck, not pong.load.step_age_s <= self._stuck_s
         self._sync(node)
+        self._on_load(node)
         if node.stuck and not was_stuck:
             # The link stays: it carries the aborts, and the pong that says that the engine turns again.
             self._report_loss(node, f"its engine has not come round for {pong.load.step_age_s:.0f} s")

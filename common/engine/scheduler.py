@@ -13,10 +13,11 @@ of many that wait each group takes its part at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
+from typing import TypeVar
 
 from common.engine.sequence import Sequence
 from common.engine.step import RelayProgress, SampledToken, SampleSpec, StepInput
@@ -28,6 +29,8 @@ from common.protocol import AttemptKey, FinishReason
 
 _ROW_BLOCKS = 32
 """A row costs about as much in the linear layers as attention over so many blocks (a 0.5B model: 67 on one core)."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,14 @@ class Scheduler:
             )
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence whose KV is to be computed here."""
-        self.waiting.append(seq)
+        """Queue a sequence whose KV is to be computed here, by priority, then in order of arrival."""
+        seq.likely_cached = self.likely_cached(seq)
+        insert_by_priority(self.waiting, seq, lambda each: each.priority)
+
+    def likely_cached(self, seq: Sequence) -> int:
+        """Tokens of a sequence that the prefix cache would spare now."""
+        reusable = (seq.num_tokens - 1) // BLOCK_SIZE
+        return len(self.pool.match(seq.full_block_hashes()[:reusable])) * BLOCK_SIZE
 
     def reserve(self, seq: Sequence) -> int | None:
         """Give a sequence the blocks for KV that another node will send.
@@ -254,6 +263,7 @@ class Scheduler:
         seq.num_computed = seq.num_published = 0
         seq.preemptions += 1
         self.num_preemptions += 1
+        seq.likely_cached = 0
         self.waiting.appendleft(seq)
 
     def _free_seats(self) -> int:
@@ -341,6 +351,14 @@ class Scheduler:
 def _weight(seq: Sequence) -> int:
     """What a sequence costs in a step of its group, in blocks of attention."""
     return _ROW_BLOCKS + blocks_for(seq.num_tokens)
+
+
+def insert_by_priority(queue: deque[T], item: T, priority: Callable[[T], int]) -> None:
+    """Put `item` behind the last one of its own or a lower number; those before keep their order."""
+    at = len(queue)
+    while at > 0 and priority(queue[at - 1]) > priority(item):
+        at -= 1
+    queue.insert(at, item)
 
 
 def _step_input(step_id: int, rows: list[tuple[Sequence, int]]) -> StepInput:

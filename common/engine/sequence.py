@@ -23,11 +23,15 @@ class Sequence:
     sampling: SamplingParams
     root: BlockHash
     arrival_s: float
+    priority: int = 0
+    """Lower runs earlier."""
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
     cached_tokens: int = 0
     """Tokens found in the prefix cache when the sequence was first admitted."""
+    likely_cached: int = 0
+    """Tokens that the prefix cache would have spared when it was queued."""
     num_published: int = 0
     """Leading blocks that the prefix cache knows by name."""
     relays: bool = False

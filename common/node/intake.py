@@ -38,6 +38,7 @@ def make_sequence(
         sampling=request.sampling,
         root=root_hash(fingerprint, cache_salt=request.cache_salt),
         arrival_s=now_s,
+        priority=request.priority,
         relays=isinstance(request, PrefillRequest),
     )
     scheduler.check_fits(sequence)

@@ -1,0 +1,39 @@
+"""How long an engine's steps take, for routers to estimate with. Engine thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_GAIN = 0.1
+
+
+@dataclass
+class StepMeter:
+    """Times steps; several may be in flight.
+
+    `prompt_busy_s`: seconds of steps that computed prompts, overlapping ones counted once. `step_s`: mean duration of
+    recent steps that decoded, which is the time per token of their streams; 0 before the first.
+    """
+
+    prompt_busy_s: float = 0.0
+    step_s: float = 0.0
+    _started: dict[int, float] = field(default_factory=dict[int, float])
+    _last_end_s: float = 0.0
+
+    def begin(self, step_id: int, now_s: float) -> None:
+        """A step is handed to the ranks."""
+        self._started[step_id] = now_s
+
+    def end(self, step_id: int, now_s: float, query_lens: list[int]) -> None:
+        """Its output is in. `query_lens`: the rows that each of its sequences had."""
+        started_s = self._started.pop(step_id, now_s)
+        if any(count > 1 for count in query_lens):
+            self.prompt_busy_s += now_s - max(started_s, self._last_end_s)
+        if any(count == 1 for count in query_lens):
+            gain = _GAIN if self.step_s else 1.0
+            self.step_s += gain * (now_s - started_s - self.step_s)
+        self._last_end_s = now_s
+
+    def drop(self, step_id: int) -> None:
+        """It failed."""
+        self._started.pop(step_id, None)

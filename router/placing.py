@@ -1,0 +1,178 @@
+"""Placing attempts: what the router knows of blocks, loads and costs, brought before the policies; and what it learns.
+
+Router process, event loop. `decide` changes nothing but the policy's memory, so that it can be asked what it would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
+from common.protocol import AttemptStats, NodeLoad, Role
+from router.costs import CostModel
+from router.index import PrefixIndex
+from router.nodes import Node, NodeTable
+from router.policy import Decision, Memory, Query, check_policy, place
+from router.policy.base import SHOWN_CANDIDATES, Choice
+
+
+@dataclass
+class Chain:
+    """The block hashes of one request's tokens, extended as it grows; each is computed once."""
+
+    cache_salt: str = ""
+    _fingerprint: str = ""
+    _hashes: list[BlockHash] = field(default_factory=list[BlockHash])
+
+    def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> list[BlockHash]:
+        """Of the full blocks of `token_ids`, which begin with what was given before."""
+        if fingerprint != self._fingerprint:
+            self._fingerprint, self._hashes = fingerprint, []
+        root = root_hash(fingerprint, cache_salt=self.cache_salt)
+        self._hashes = hash_blocks(root, token_ids, parents=self._hashes)
+        return self._hashes
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be placed."""
+
+    token_ids: Sequence[int]
+    chain: Chain
+    max_new_tokens: int = 0
+    session: str = ""
+    avoid: frozenset[str] = frozenset()
+    last: bool = False
+    unproven: frozenset[str] = frozenset()
+    """Incarnations whose hits do not count: they are expected of an attempt of this request that may have failed."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A decision, and what each leg asks of its node."""
+
+    decision: Decision
+    hashes: list[BlockHash]
+    num_tokens: int
+    max_new_tokens: int
+
+    def leg(self, incarnation: str) -> tuple[float, int, float]:
+        """(prompt tokens to compute, KV blocks to hold, prefill work in seconds) at this incarnation."""
+        source, target = self.decision.prefill, self.decision.decode
+        if source is not None and source.picked.incarnation == incarnation:
+            return self._uncached(source), -(-self.num_tokens // BLOCK_SIZE), source.picked.work_s
+        tokens = self._uncached(target) if source is None else 0.0
+        return tokens, -(-(self.num_tokens + self.max_new_tokens) // BLOCK_SIZE), 0.0
+
+    def _uncached(self, choice: Choice) -> float:
+        return float(max(self.num_tokens - choice.picked.hit_tokens, 1))
+
+
+class Placer:
+    """Places attempts over the fleets of a `NodeTable`.
+
+    Raises: ConfigError for an unknown policy.
+    """
+
+    def __init__(
+        self,
+        nodes: NodeTable,
+        index: PrefixIndex,
+        *,
+        policy: str,
+        local_prefill_tokens: int,
+        memory: Memory | None = None,
+    ) -> None:
+        self.policy = check_policy(policy)
+        self.index = index
+        self.models: dict[Role, CostModel] = {"prefill": CostModel(), "decode": CostModel()}
+        self._nodes = nodes
+        self._local_prefill_tokens = local_prefill_tokens
+        self._memory = memory or Memory()
+        self._loads: dict[str, NodeLoad] = {}
+
+    def decide(self, order: Order, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
+        """Pick nodes. `shown_count`: candidates that the decision names per leg; None: all.
+
+        Raises: Unavailable when there is no decode node.
+        """
+        fleets = self._nodes.fleets
+        hashes = order.chain.hashes(self._fingerprint(), order.token_ids)
+        hits = self.index.match(hashes)
+        for incarnation in order.unproven:
+            hits.pop(incarnation, None)
+        query = Query(
+            num_tokens=len(order.token_ids),
+            avoid=order.avoid,
+            last=order.last,
+            hits=hits,
+            max_new_tokens=order.max_new_tokens,
+            session=order.session or (hashes[0].hex() if hashes else ""),
+        )
+        decision = place(
+            query,
+            fleets["prefill"],
+            fleets["decode"],
+            policy=self.policy,
+            local_prefill_tokens=self._local_prefill_tokens,
+            memory=self._memory,
+            shown_count=shown_count,
+        )
+        usual = int(fleets["decode"].costs.output_tokens)
+        return Placement(decision, hashes, query.num_tokens, min(order.max_new_tokens, usual))
+
+    def expect(self, incarnation: str, placement: Placement) -> None:
+        """This node will soon hold the blocks of what was placed there: the request's siblings may count on it."""
+        self.index.expect(incarnation, placement.hashes)
+
+    def _fingerprint(self) -> str:
+        for role in ("decode", "prefill"):
+            for incarnation in self._nodes.fleets[role].incarnations[:1]:
+                node = self._nodes.get(incarnation)
+                if node is not None:
+                    return node.record.layout.fingerprint
+        return ""
+
+    # -- learning
+
+    def reported(self, role: Role, incarnation: str, stats: AttemptStats) -> None:
+        """A leg says how it served its attempt."""
+        model = self.models[role]
+        model.prefilled(incarnation, stats.computed_tokens, stats.cached_tokens, stats.prefill_s)
+        if role == "decode":
+            model.relayed(incarnation, stats.relayed_bytes, stats.transfer_s)
+        self._tell(role, incarnation)
+
+    def load_changed(self, node: Node) -> None:
+        """A pong came."""
+        role, load, model = node.record.role, node.load, self.models[node.record.role]
+        before = self._loads.get(node.incarnation, load)
+        self._loads[node.incarnation] = load
+        model.computed(load.prompt_tokens - before.prompt_tokens, load.prompt_busy_s - before.prompt_busy_s)
+        if role == "decode" and load.generated_tokens > before.generated_tokens:
+            model.stepped(node.incarnation, load.running, load.step_s)
+        self._tell(role, node.incarnation)
+
+    def answered(self, tokens: int) -> None:
+        """An answer is complete."""
+        self.models["decode"].answered(tokens)
+        self._nodes.fleets["decode"].costs = self.models["decode"].costs
+
+    def keep(self, incarnations: set[str]) -> None:
+        """Forget all other nodes."""
+        for gone in self._loads.keys() - incarnations:
+            del self._loads[gone]
+            for model in self.models.values():
+                model.drop(gone)
+
+    def _tell(self, role: Role, incarnation: str) -> None:
+        """Bring what was learned into the fleet's columns."""
+        fleet, model = self._nodes.fleets[role], self.models[role]
+        fleet.costs = model.costs
+        fleet.update(
+            incarnation,
+            slowness=model.slowness(incarnation),
+            link_slowness=model.link_slowness(incarnation),
+            step_slowness=model.step_slowness(incarnation),
+        )
