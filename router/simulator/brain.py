@@ -1,0 +1,183 @@
+"""The real router of a simulated cluster: its index, its policies, its knowledge of the nodes' load. Pure.
+
+It learns what a router learns, when a router would: blocks and loads arrive late, and what was sent since a node's last
+report is counted as `router.nodes` counts it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.errors import Unavailable
+from common.hashing import BlockHash
+from common.protocol import Role
+from router.index import PrefixIndex
+from router.policy import Fleet, Memory, Query, check_policy, place
+from router.simulator.decode import DecodeNode
+from router.simulator.events import Events
+from router.simulator.hardware import Hardware
+from router.simulator.prefill import PrefillNode
+from router.simulator.request import SimRequest
+
+
+@dataclass(frozen=True)
+class BrainSettings:
+    """How the router is configured."""
+
+    policy: str = "kv_aware"
+    local_prefill_tokens: int = 0
+    index_blocks: int = 20_000_000
+    block_tokens: int = 512
+    seed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """What a request asks of one node."""
+
+    tokens: int
+    blocks: int
+    reported: bool = False
+    """The node's last report includes it."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """The router's note of a request that is not over."""
+
+    prefill: Leg | None
+    decode: Leg
+
+
+@dataclass(slots=True)
+class Known:
+    """The router's note of a node."""
+
+    role: Role
+    node: PrefillNode | DecodeNode
+    unreported: list[Leg] = field(default_factory=list[Leg])
+
+
+class Brain:
+    """Places requests. Invariant: it reads a node only in `load_reported`, and its blocks only in `blocks_changed`."""
+
+    def __init__(self, settings: BrainSettings, hardware: Hardware, events: Events) -> None:
+        self._settings = settings
+        self._hardware = hardware
+        check_policy(settings.policy)
+        self.index = PrefixIndex(settings.index_blocks, clock=lambda: events.now_s)
+        self.fleets: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
+        self._memory = Memory(random.Random(settings.seed))
+        self._known: dict[str, Known] = {}
+
+    def meet(self, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
+        """All nodes register."""
+        for node in prefill:
+            self._add("prefill", node, capacity=1)
+        for node in decode:
+            self._add("decode", node, capacity=self._hardware.max_num_seqs)
+
+    def _add(self, role: Role, node: PrefillNode | DecodeNode, capacity: int) -> None:
+        self._known[node.node_id] = Known(role, node)
+        self.fleets[role].add(
+            node.node_id,
+            node.node_id,
+            capacity=capacity,
+            token_bytes=self._hardware.kv_token_bytes,
+            free_blocks=node.cache.room,
+            total_blocks=node.cache.capacity,
+        )
+
+    def place(self, request: SimRequest) -> str | None:
+        """Choose the request's nodes. Returns the reason if it is turned away."""
+        settings = self._settings
+        query = Query(
+            request.input_tokens,
+            hits=self.index.match(request.hashes),
+            block_size=settings.block_tokens,
+            max_new_tokens=request.output_tokens,
+            session=request.session,
+        )
+        try:
+            decision = place(
+                query,
+                self.fleets["prefill"],
+                self.fleets["decode"],
+                policy=settings.policy,
+                local_prefill_tokens=settings.local_prefill_tokens,
+                memory=self._memory,
+            )
+        except Unavailable as error:
+            return error.code
+        blocks = len(request.hashes) + request.private_blocks
+        target, source = decision.decode.picked, decision.prefill and decision.prefill.picked
+        decode = self._known[target.incarnation]
+        request.decode_node = decode.node
+        local_tokens = request.input_tokens - target.hit_tokens if source is None else 0
+        ticket = Ticket(None, self._send(decode, local_tokens, blocks))
+        if source is not None:
+            prefill = self._known[source.incarnation]
+            request.prefill_node = prefill.node
+            ticket.prefill = self._send(prefill, request.input_tokens - source.hit_tokens, len(request.hashes))
+            self.index.expect(source.incarnation, request.hashes)
+        self.index.expect(target.incarnation, request.hashes)
+        request.ticket = ticket
+        return None
+
+    def _send(self, known: Known, tokens: int, blocks: int) -> Leg:
+        leg = Leg(tokens, blocks)
+        known.unreported.append(leg)
+        self._fleet(known).bump(known.node.node_id, in_flight=1, in_flight_tokens=tokens, in_flight_blocks=blocks)
+        return leg
+
+    def _release(self, known: Known, leg: Leg) -> None:
+        fleet, name = self._fleet(known), known.node.node_id
+        if leg.reported:
+            fleet.bump(name, ended=1, ended_tokens=leg.tokens)
+        else:
+            known.unreported.remove(leg)
+            fleet.bump(name, in_flight=-1, in_flight_tokens=-leg.tokens, in_flight_blocks=-leg.blocks)
+
+    def _fleet(self, known: Known) -> Fleet:
+        return self.fleets[known.role]
+
+    # -- what the router hears
+
+    def computed(self, request: SimRequest) -> None:
+        """The first token arrived: the prefill leg is over."""
+        if request.prefill_node is not None:
+            self._release(self._known[request.prefill_node.node_id], request.ticket.prefill)
+
+    def relayed(self, request: SimRequest) -> None:
+        """The decode node has the whole KV."""
+
+    def finished(self, request: SimRequest) -> None:
+        """The last token arrived."""
+        self._release(self._known[request.decode_node.node_id], request.ticket.decode)
+        request.ticket = None
+
+    def blocks_changed(self, node_id: str, stored: list[BlockHash], removed: list[BlockHash]) -> None:
+        """A batch of a node's block events."""
+        self.index.removed(node_id, removed)
+        self.index.stored(node_id, stored)
+
+    def load_reported(self, node: PrefillNode | DecodeNode) -> None:
+        """A node's report: from now on it includes what was sent before."""
+        known = self._known[node.node_id]
+        for leg in known.unreported:
+            leg.reported = True
+        known.unreported.clear()
+        self._fleet(known).update(
+            node.node_id,
+            waiting=node.waiting,
+            running=node.running,
+            queued_tokens=node.queued_tokens,
+            free_blocks=node.cache.room,
+            in_flight=0,
+            in_flight_tokens=0,
+            in_flight_blocks=0,
+            ended=0,
+            ended_tokens=0,
+        )

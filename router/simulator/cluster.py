@@ -1,0 +1,155 @@
+"""One simulated run: requests go from the brain to the nodes, come back, and are counted. Pure.
+
+The owner of every node: here the life of a request is one method after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from router.simulator.brain import Brain
+from router.simulator.cache import BlockCache
+from router.simulator.decode import DecodeNode
+from router.simulator.events import Events
+from router.simulator.hardware import Hardware
+from router.simulator.prefill import PrefillNode
+from router.simulator.report import Ledger
+from router.simulator.request import SimRequest
+
+Node = PrefillNode | DecodeNode
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The simulated cluster."""
+
+    prefill: int = 4
+    decode: int = 4
+    cache_blocks: int = 5000
+    """KV blocks of every prefill node."""
+    decode_blocks: int = 5000
+    block_tokens: int = 512
+    index_delay_s: float = 0.1
+    """From a block's change to the index's knowledge of it: the node's batching, the stream, the router's poll."""
+    report_s: float = 0.5
+    """Between two load reports of a node."""
+    hardware: Hardware = field(default_factory=Hardware)
+
+
+class Cluster:
+    """Nodes in virtual time under one brain. Use once: `run`."""
+
+    def __init__(self, shape: Shape, brain: Brain, events: Events) -> None:
+        self.shape = shape
+        self.ledger = Ledger()
+        self._brain = brain
+        self._events = events
+        hardware, tokens = shape.hardware, shape.block_tokens
+        self.prefill = [
+            PrefillNode(f"prefill-{i}", events, hardware, BlockCache(shape.cache_blocks), tokens, self)
+            for i in range(shape.prefill)
+        ]
+        self.decode = [
+            DecodeNode(f"decode-{i}", events, hardware, BlockCache(shape.decode_blocks), tokens, self)
+            for i in range(shape.decode)
+        ]
+        nodes: list[Node] = [*self.prefill, *self.decode]
+        self._phase_s = {node.node_id: i / len(nodes) * shape.report_s for i, node in enumerate(nodes)}
+        """Reports are spread in time."""
+        self._publishing: set[str] = set()
+        self._reporting: set[str] = set()
+        self._arrivals: Iterator[SimRequest] = iter(())
+        brain.meet(self.prefill, self.decode)
+
+    def run(self, workload: Iterator[SimRequest]) -> Ledger:
+        """All of `workload`, whose arrivals must not go back in time; returns when the last request has ended."""
+        self._arrivals = workload
+        self._next_arrival()
+        self._events.run()
+        self.ledger.close(self._events.now_s, self.prefill, self.decode)
+        return self.ledger
+
+    # -- a request's life
+
+    def _next_arrival(self) -> None:
+        request = next(self._arrivals, None)
+        if request is not None:
+            self._events.at(request.arrival_s, self._arrive, request)
+
+    def _arrive(self, request: SimRequest) -> None:
+        self._next_arrival()
+        self.ledger.arrived(request)
+        tokens = self.shape.block_tokens
+        blocks = len(request.hashes)
+        request.private_blocks = max(0, -(-(request.input_tokens + request.output_tokens) // tokens) - blocks)
+        if blocks > self.shape.cache_blocks or blocks + request.private_blocks > self.shape.decode_blocks:
+            self.ledger.refuse(request, "longer than a node's cache")
+            return
+        refusal = self._brain.place(request)
+        if refusal is not None:
+            self.ledger.refuse(request, refusal)
+        elif request.prefill_node is not None:
+            request.prefill_node.submit(request)
+        else:
+            request.decode_node.submit(request)
+
+    def prefill_began(self, request: SimRequest) -> None:
+        """The prefill node offers the KV."""
+        request.decode_node.submit(request)
+
+    def granted(self, request: SimRequest) -> None:
+        """The decode node has room: the relay is booked."""
+        missing = request.input_tokens - request.hit_tokens(self.shape.block_tokens, request.held_blocks)
+        request.sent_bytes = float(missing * self.shape.hardware.kv_token_bytes)
+        arrives_s = request.prefill_node.send_s(request, request.sent_bytes)
+        self._events.at(arrives_s, self._arrived, request)
+
+    def first_token(self, request: SimRequest) -> None:
+        """The client sees the first token; a one-token answer ends with it."""
+        self.ledger.first_token(request)
+        self._brain.computed(request)
+        if request.output_tokens > 1:
+            return
+        request.finished_s = request.first_token_s
+        if request.prefill_node is not None:
+            request.prefill_node.release(request)
+            request.decode_node.drop(request)
+        self.finished(request)
+
+    def _arrived(self, request: SimRequest) -> None:
+        if request.finished_s >= 0:
+            return  # it ended with its first token
+        request.prefill_node.release(request)
+        self._brain.relayed(request)
+        request.decode_node.join(request)
+
+    def finished(self, request: SimRequest) -> None:
+        """The last token is out."""
+        self.ledger.finish(request)
+        self._brain.finished(request)
+
+    # -- what the router hears, late
+
+    def changed(self, node: Node) -> None:
+        """Publish the node's blocks and report its load, when it is time."""
+        events, name = self._events, node.node_id
+        if node.cache.journal and name not in self._publishing:
+            self._publishing.add(name)
+            events.after(self.shape.index_delay_s, self._publish, node)
+        if name not in self._reporting:
+            self._reporting.add(name)
+            period_s, phase_s = self.shape.report_s, self._phase_s[name]
+            turns = int((events.now_s - phase_s) / period_s + 1)
+            events.at(turns * period_s + phase_s, self._report, node)
+
+    def _publish(self, node: Node) -> None:
+        self._publishing.discard(node.node_id)
+        journal, node.cache.journal = node.cache.journal, {}
+        stored = [block for block, held in journal.items() if held]
+        removed = [block for block, held in journal.items() if not held]
+        self._brain.blocks_changed(node.node_id, stored, removed)
+
+    def _report(self, node: Node) -> None:
+        self._reporting.discard(node.node_id)
+        self._brain.load_reported(node)

@@ -1,0 +1,227 @@
+"""A simulated decode node: continuous batching, KV that arrives, and prompts that it computes itself. Pure.
+
+Steps are not simulated one by one. While the batch stays the same its context grows by one token per sequence and step,
+so that the time of k steps is a quadratic in k; only what changes the batch is an event. Steps are a continuous
+quantity here: whoever joins does not wait for the running step's end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from typing import Protocol
+
+from router.simulator.cache import BlockCache
+from router.simulator.events import Events
+from router.simulator.hardware import Hardware
+from router.simulator.request import SimRequest
+
+
+class DecodeOwner(Protocol):
+    """Whom a decode node tells what happens."""
+
+    def granted(self, request: SimRequest) -> None:
+        """There is room for a sequence that a prefill node computes; `held_blocks` are here already."""
+        ...
+
+    def first_token(self, request: SimRequest) -> None:
+        """A prompt is computed that the decode node took upon itself."""
+        ...
+
+    def finished(self, request: SimRequest) -> None:
+        """The last token is out."""
+        ...
+
+    def changed(self, node: DecodeNode) -> None:
+        """The node's load or its blocks are not what they were."""
+        ...
+
+
+class DecodeNode:
+    """Invariant: the blocks of a sequence, its whole answer's included, are used from its grant to its end."""
+
+    def __init__(
+        self, node_id: str, events: Events, hardware: Hardware, cache: BlockCache, block_tokens: int, owner: DecodeOwner
+    ) -> None:
+        self.node_id = node_id
+        self.cache = cache
+        self.prefill_s = 0.0
+        """Spent on prompts of its own."""
+        self.sequences = 0
+        self._events = events
+        self._hardware = hardware
+        self._block_tokens = block_tokens
+        self._owner = owner
+        self._waiting: deque[SimRequest] = deque()
+        """Offers and own prompts that found no room, in order."""
+        self._seats = 0
+        """Taken, by whoever holds blocks."""
+        self._prompts: deque[SimRequest] = deque()
+        """Own prompts that have their blocks; the first is being computed."""
+        self._batch: list[tuple[float, int, SimRequest]] = []
+        """Heap of (step at which it ends, number, request)."""
+        self._context = 0.0
+        """Tokens of the batch."""
+        self._step = 0.0
+        self._as_of_s = 0.0
+        self._prompt_ends = math.inf
+        """The step at which the first of `_prompts` is computed."""
+        self._chunk_s = 0.0
+        """What that prompt adds to each step."""
+        self._version = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no blocks, or whose KV is not complete."""
+        return len(self._waiting) + self._seats - len(self._batch)
+
+    @property
+    def running(self) -> int:
+        """Sequences of the batch."""
+        return len(self._batch)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of own prompts that are not computed."""
+        waiting = sum(request.input_tokens for request in self._waiting if request.prefill_node is None)
+        return waiting + sum(request.input_tokens for request in self._prompts)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of the present batch."""
+        hardware = self._hardware
+        return (
+            hardware.step_fixed_s
+            + hardware.step_seq_s * len(self._batch)
+            + hardware.step_token_s * self._context
+            + self._chunk_s
+        )
+
+    def submit(self, request: SimRequest) -> None:
+        """Give it blocks as soon as there is room: an offer of a prefill node, or a prompt to compute here."""
+        self._waiting.append(request)
+        self._admit()
+
+    def join(self, request: SimRequest) -> None:
+        """The KV is complete and the first token known."""
+        self._advance()
+        self._enter(request)
+        self._schedule()
+        self._owner.changed(self)
+
+    def drop(self, request: SimRequest) -> None:
+        """A request ended with its first token, at the prefill node."""
+        if request.granted:
+            self._leave(request)
+        else:
+            self._waiting.remove(request)
+        self._admit()
+
+    def _admit(self) -> None:
+        waiting = self._waiting
+        while waiting and self._seats < self._hardware.max_num_seqs:
+            request = waiting[0]
+            held = self.cache.take(request.hashes, request.private_blocks)
+            if held is None:
+                break
+            waiting.popleft()
+            self._seats += 1
+            self.sequences += 1
+            request.held_blocks = held
+            request.granted = True
+            if request.prefill_node is None:
+                request.hit_blocks = held
+                self._prompts.append(request)
+                if len(self._prompts) == 1:
+                    self._begin_prompt()
+            else:
+                self._owner.granted(request)
+        self._owner.changed(self)
+
+    def _begin_prompt(self) -> None:
+        """Spread the next own prompt over as many steps as it has chunks."""
+        self._advance()
+        if self._prompts:
+            request, hardware = self._prompts[0], self._hardware
+            known = request.hit_tokens(self._block_tokens, request.hit_blocks)
+            tokens = request.input_tokens - known
+            chunks = -(-tokens // hardware.chunk_tokens)
+            took_s = hardware.prefill_s(tokens, known)
+            self.prefill_s += took_s
+            request.prefill_began_s = self._events.now_s
+            self._chunk_s = took_s / chunks
+            self._prompt_ends = self._step + chunks
+        else:
+            self._chunk_s, self._prompt_ends = 0.0, math.inf
+        self._schedule()
+
+    def _enter(self, request: SimRequest) -> None:
+        ends = self._step + request.output_tokens - 1
+        heapq.heappush(self._batch, (ends, request.number, request))
+        self._context += request.input_tokens + 1
+
+    def _leave(self, request: SimRequest) -> None:
+        self._seats -= 1
+        request.granted = False
+        self.cache.release(request.hashes, request.private_blocks)
+
+    # -- the steps
+
+    def _advance(self) -> None:
+        """Count the steps since the last change."""
+        elapsed_s = self._events.now_s - self._as_of_s
+        self._as_of_s = self._events.now_s
+        if elapsed_s <= 0 or not (self._batch or self._prompts):
+            return
+        size = len(self._batch)
+        growth, step_s = self._hardware.step_token_s * size, self.step_s
+        if growth > 0:
+            steps = (math.sqrt(step_s * step_s + 2 * growth * elapsed_s) - step_s) / growth
+        else:
+            steps = elapsed_s / step_s
+        self._step += steps
+        self._context += steps * size
+
+    def _schedule(self) -> None:
+        """The next change by itself, if nothing comes before it."""
+        self._version += 1
+        target = min(self._batch[0][0] if self._batch else math.inf, self._prompt_ends)
+        if target == math.inf:
+            return
+        steps = max(0.0, target - self._step)
+        growth = self._hardware.step_token_s * len(self._batch)
+        self._events.after(steps * self.step_s + growth * steps * steps / 2, self._due, self._version)
+
+    def _due(self, version: int) -> None:
+        if version != self._version:
+            return
+        target = min(self._batch[0][0] if self._batch else math.inf, self._prompt_ends)
+        self._advance()
+        self._step = target  # exactly, without what rounding left
+        ended: list[SimRequest] = []
+        while self._batch and self._batch[0][0] <= target:
+            request = heapq.heappop(self._batch)[2]
+            self._context -= request.input_tokens + request.output_tokens
+            ended.append(request)
+        if not self._batch:
+            self._context = 0.0
+        for request in ended:
+            self._leave(request)
+        if self._prompt_ends <= target:
+            self._prompt_done()
+        self._schedule()
+        for request in ended:
+            request.finished_s = self._events.now_s
+            self._owner.finished(request)
+        self._admit()
+
+    def _prompt_done(self) -> None:
+        request = self._prompts.popleft()
+        request.first_token_s = self._events.now_s
+        self._owner.first_token(request)
+        if request.output_tokens > 1:
+            self._enter(request)
+        else:
+            self._leave(request)
+        self._begin_prompt()

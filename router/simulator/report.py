@@ -1,0 +1,119 @@
+"""What a run says: hit rate, latencies, goodput, imbalance. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from router.simulator.decode import DecodeNode
+from router.simulator.prefill import PrefillNode
+from router.simulator.request import SimRequest
+
+_SHARES = (0.5, 0.9, 0.99)
+
+
+def _doubles() -> array[float]:
+    return array("d")
+
+
+@dataclass
+class Ledger:
+    """Everything counted during a run. Invariant, once closed: arrived = finished + refused."""
+
+    arrived_count: int = 0
+    refusals: Counter[str] = field(default_factory=Counter[str])
+    """By reason."""
+    blocks: int = 0
+    """Prompt blocks of placed requests that reached their first token."""
+    hit_blocks: int = 0
+    """Of these, blocks that the node which computed the prompt had already."""
+    sent_bytes: float = 0.0
+    local: int = 0
+    """Requests whose prompt a decode node computed."""
+    output_tokens: int = 0
+    ttft_s: array[float] = field(default_factory=_doubles)
+    """In the order in which requests ended, as `tpot_s` and `arrival_s`."""
+    tpot_s: array[float] = field(default_factory=_doubles)
+    arrival_s: array[float] = field(default_factory=_doubles)
+    ended_s: float = 0.0
+    prefill_busy_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds each prefill node computed."""
+    prefill_prompts: dict[str, int] = field(default_factory=dict[str, int])
+    decode_sequences: dict[str, int] = field(default_factory=dict[str, int])
+    index_blocks: int = 0
+
+    def arrived(self, request: SimRequest) -> None:
+        """A request came."""
+        self.arrived_count += 1
+
+    def refuse(self, request: SimRequest, reason: str) -> None:
+        """It was turned away."""
+        self.refusals[reason] += 1
+
+    def first_token(self, request: SimRequest) -> None:
+        """Its prompt is computed."""
+        self.blocks += len(request.hashes)
+        self.hit_blocks += request.hit_blocks
+        self.local += request.prefill_node is None
+
+    def finish(self, request: SimRequest) -> None:
+        """Its answer is complete."""
+        self.output_tokens += request.output_tokens
+        self.sent_bytes += request.sent_bytes
+        self.arrival_s.append(request.arrival_s)
+        self.ttft_s.append(request.ttft_s)
+        self.tpot_s.append(request.tpot_s)
+
+    def close(self, now_s: float, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
+        """The run is over: take the nodes' counts."""
+        self.ended_s = now_s
+        self.prefill_busy_s = {node.node_id: node.busy_s for node in prefill}
+        self.prefill_prompts = {node.node_id: node.prompts for node in prefill}
+        self.decode_sequences = {node.node_id: node.sequences for node in decode}
+
+
+def summary(ledger: Ledger, *, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
+    """The figures of a run as plain data; times in seconds, shares from 0 to 1."""
+    ttft, tpot = np.asarray(ledger.ttft_s), np.asarray(ledger.tpot_s)
+    good = int(np.count_nonzero((ttft <= slo_ttft_s) & (tpot <= slo_tpot_s)))
+    span_s = max(ledger.ended_s, 1e-9)
+    return {
+        "requests": ledger.arrived_count,
+        "finished": len(ttft),
+        "refused": dict(ledger.refusals),
+        "duration_s": ledger.ended_s,
+        "request_rate": ledger.arrived_count / span_s,
+        "hit_rate": ledger.hit_blocks / max(1, ledger.blocks),
+        "ttft_s": spread(ttft),
+        "tpot_s": spread(tpot),
+        "goodput": good / max(1, ledger.arrived_count),
+        "good_rate": good / span_s,
+        "slo": {"ttft_s": slo_ttft_s, "tpot_s": slo_tpot_s},
+        "output_token_rate": ledger.output_tokens / span_s,
+        "local_prefills": ledger.local,
+        "relayed_bytes": ledger.sent_bytes,
+        "prefill_imbalance": imbalance(list(ledger.prefill_busy_s.values())),
+        "prefill_prompt_imbalance": imbalance(list(ledger.prefill_prompts.values())),
+        "decode_imbalance": imbalance(list(ledger.decode_sequences.values())),
+        "prefill_utilisation": sum(ledger.prefill_busy_s.values()) / (span_s * max(1, len(ledger.prefill_busy_s))),
+    }
+
+
+def spread(values: npt.NDArray[np.float64]) -> dict[str, float | None]:
+    """Mean and percentiles; None of nothing."""
+    names = ["mean", *(f"p{share * 100:.0f}" for share in _SHARES)]
+    if not len(values):
+        return dict.fromkeys(names)
+    return dict(zip(names, [float(values.mean()), *np.quantile(values, _SHARES).tolist()], strict=True))
+
+
+def imbalance(work: Sequence[float]) -> float | None:
+    """The busiest node's work over the mean; None where nobody worked."""
+    total = sum(work)
+    return max(work) * len(work) / total if total else None

@@ -1,0 +1,55 @@
+"""One simulated request, from its arrival to its end. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.hashing import BlockHash
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """What a trace says of a request, and what became of it. Times are seconds of virtual time, -1 while unknown."""
+
+    number: int
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    hashes: Sequence[BlockHash]
+    """One name per block of the prompt, the partial last one included, as traces have it."""
+    session: str = ""
+    private_blocks: int = 0
+    """Blocks of its answer, beyond those of the prompt."""
+    prefill_node: Any = None
+    """None: the decode node computes the prompt itself."""
+    decode_node: Any = None
+    hit_blocks: int = 0
+    """Leading blocks that the node which computed the prompt had."""
+    held_blocks: int = 0
+    """Leading blocks that the decode node had."""
+    granted: bool = False
+    prefill_began_s: float = -1.0
+    first_token_s: float = -1.0
+    finished_s: float = -1.0
+    sent_bytes: float = 0.0
+    transfer_s: float = 0.0
+    ticket: Any = field(default=None, repr=False)
+    """The brain's own note of it."""
+
+    def hit_tokens(self, block_tokens: int, blocks: int) -> int:
+        """Tokens of the first `blocks` blocks; of a full hit the last token is computed all the same."""
+        return min(blocks * block_tokens, self.input_tokens - 1)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first; 0 for an answer of one token."""
+        if self.output_tokens < 2:
+            return 0.0
+        return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)

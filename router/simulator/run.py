@@ -1,0 +1,96 @@
+"""One run from its options: what the command, the benchmarks and the tests call. Pure but for reading the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from router.simulator.brain import Brain, BrainSettings
+from router.simulator.cluster import Cluster, Shape
+from router.simulator.events import Events
+from router.simulator.report import Ledger, summary
+from router.simulator.request import SimRequest
+from router.simulator.workload import Synthetic, TraceLine, from_trace, synthetic
+
+_SEARCH_STEPS = 7
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What to simulate. `trace` None: synthetic requests."""
+
+    policy: str = "kv_aware"
+    shape: Shape = field(default_factory=Shape)
+    trace: Sequence[TraceLine] | None = None
+    requests: int | None = None
+    rate_scale: float = 1.0
+    rate: float = 4.0
+    """Of synthetic requests, per second, before `rate_scale`."""
+    seed: int = 0
+    local_prefill_tokens: int = 0
+    slo_ttft_s: float = 2.0
+    slo_tpot_s: float = 0.1
+
+    def workload(self) -> Iterator[SimRequest]:
+        """Its requests, by arrival."""
+        if self.trace is not None:
+            return from_trace(self.trace, requests=self.requests, rate_scale=self.rate_scale, seed=self.seed)
+        options = Synthetic(
+            requests=self.requests or Synthetic.requests,
+            rate=self.rate * self.rate_scale,
+            block_tokens=self.shape.block_tokens,
+        )
+        return synthetic(options, self.seed)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run's figures (`report.summary`), and everything that they are made of."""
+
+    simulation: Simulation
+    figures: dict[str, Any]
+    ledger: Ledger
+
+
+def simulate(simulation: Simulation) -> Outcome:
+    """Run it to its end; equal simulations have equal outcomes. Raises: ConfigError."""
+    events = Events()
+    shape = simulation.shape
+    settings = BrainSettings(
+        policy=simulation.policy,
+        local_prefill_tokens=simulation.local_prefill_tokens,
+        block_tokens=shape.block_tokens,
+        seed=simulation.seed,
+    )
+    brain = Brain(settings, shape.hardware, events)
+    ledger = Cluster(shape, brain, events).run(simulation.workload())
+    figures = summary(ledger, slo_ttft_s=simulation.slo_ttft_s, slo_tpot_s=simulation.slo_tpot_s)
+    figures |= {"policy": simulation.policy, "rate_scale": simulation.rate_scale, "index_blocks": len(brain.index)}
+    return Outcome(simulation, figures, ledger)
+
+
+def highest_rate(simulation: Simulation, share: float) -> tuple[float, dict[str, Any]] | None:
+    """The highest `rate_scale` at which at least `share` of the requests are inside the objectives, within 4 %.
+
+    Returns it with the figures there, or None if not even a hundredth of the given rate is served so.
+    """
+    low, high = 0.0, simulation.rate_scale
+    best: dict[str, Any] | None = None
+
+    def try_at(scale: float) -> bool:
+        nonlocal best, low, high
+        figures = simulate(replace(simulation, rate_scale=scale)).figures
+        if figures["goodput"] >= share:
+            best, low = figures, scale
+            return True
+        high = scale
+        return False
+
+    while try_at(high) and low < simulation.rate_scale * 1000:
+        high = low * 2
+    for _ in range(_SEARCH_STEPS):
+        if low and high / low < 1.04:
+            break
+        try_at((low * high) ** 0.5 if low else high / 2)
+    return None if best is None else (low, best)

@@ -1,0 +1,144 @@
+"""The requests of a run: a trace, several of it laid over each other, or synthetic ones. Pure but for reading the file.
+
+A trace is JSON lines in Mooncake's form: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one
+for each block of the prompt, equal where the whole prefix is equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.hashing import HASH_BYTES, BlockHash
+from router.simulator.request import SimRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One request as a trace has it."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: Sequence[int]
+
+
+def read_trace(path: Path, block_tokens: int) -> list[TraceLine]:
+    """All requests of a file, by arrival. Raises: ConfigError naming the line that is not one."""
+    lines: list[TraceLine] = []
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                lines.append(_trace_line(json.loads(line), block_tokens))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+    if not lines:
+        raise ConfigError(f"the trace {path} has no requests")
+    return sorted(lines, key=lambda line: line.arrival_s)
+
+
+def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
+    line = TraceLine(
+        arrival_s=float(data["timestamp"]) / 1000,
+        input_tokens=int(data["input_length"]),
+        output_tokens=max(1, int(data["output_length"])),
+        hash_ids=[int(hash_id) for hash_id in data["hash_ids"]],
+    )
+    if line.input_tokens < 1 or line.arrival_s < 0:
+        raise ValueError("a prompt has tokens and does not come before the beginning")
+    if len(line.hash_ids) != -(-line.input_tokens // block_tokens):
+        raise ValueError(
+            f"{len(line.hash_ids)} blocks of {block_tokens} tokens cannot hold {line.input_tokens} exactly"
+        )
+    return line
+
+
+def block_name(copy: int, hash_id: int) -> BlockHash:
+    """The name of a trace's block in one copy of it; spread like a real hash."""
+    return hashlib.blake2b(b"%d/%d" % (copy, hash_id), digest_size=HASH_BYTES).digest()
+
+
+def from_trace(
+    lines: Sequence[TraceLine], *, requests: int | None = None, rate_scale: float = 1.0, seed: int = 0
+) -> Iterator[SimRequest]:
+    """`requests` of them (default: the trace as it is), arriving `rate_scale` times as fast.
+
+    For more requests than the trace has, copies with names of their own are laid over it, each begun at another
+    moment of the trace: the rate grows with their number, the reuse within each stays.
+    """
+    wanted = len(lines) if requests is None else requests
+    copies = -(-wanted // len(lines))
+    span_s = lines[-1].arrival_s + 1.0
+    rng = random.Random(seed)
+    starts = [0] + [rng.randrange(len(lines)) for _ in range(copies - 1)]
+    streams = [_one_copy(lines, copy, start, span_s) for copy, start in enumerate(starts)]
+    numbers = count()
+    for arrival_s, copy, line in islice(heapq.merge(*streams, key=lambda item: item[:2]), wanted):
+        names = [block_name(copy, hash_id) for hash_id in line.hash_ids]
+        arrived_s = arrival_s / rate_scale
+        yield SimRequest(next(numbers), arrived_s, line.input_tokens, line.output_tokens, names)
+
+
+def _one_copy(
+    lines: Sequence[TraceLine], copy: int, start: int, span_s: float
+) -> Iterator[tuple[float, int, TraceLine]]:
+    """(arrival, copy, line) of the whole trace, begun at its line `start` and wrapped around."""
+    begin_s = lines[start].arrival_s
+    for line in lines[start:]:
+        yield (line.arrival_s - begin_s if start else line.arrival_s), copy, line
+    for line in lines[:start]:
+        yield line.arrival_s + span_s - begin_s, copy, line
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Conversations that share system prompts: each turn's prompt is all that was said before and something new."""
+
+    requests: int = 10_000
+    rate: float = 4.0
+    """Arrivals per second, Poisson."""
+    groups: int = 50
+    """System prompts; the popularity of the k-th is proportional to 1/k."""
+    system_blocks: int = 4
+    turn_blocks: int = 4
+    """Mean blocks that a turn adds, the answer before it included."""
+    output_tokens: int = 200
+    """Mean, exponentially distributed."""
+    more_turns: float = 0.7
+    """The share of requests that go on with a conversation, if there is one."""
+    block_tokens: int = 512
+
+
+def synthetic(options: Synthetic, seed: int = 0) -> Iterator[SimRequest]:
+    """The requests that `options` describes; the same for the same seed."""
+    rng = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(options.groups)]
+    systems = [[block_name(-1 - group, i) for i in range(options.system_blocks)] for group in range(options.groups)]
+    open_talks: list[tuple[str, list[BlockHash]]] = []
+    ids = count()
+    now_s = 0.0
+    for number in range(options.requests):
+        now_s += rng.expovariate(options.rate)
+        if open_talks and rng.random() < options.more_turns:
+            session, history = open_talks.pop(rng.randrange(len(open_talks)))
+        else:
+            session, history = f"talk-{number}", systems[rng.choices(range(options.groups), weights)[0]]
+        added = 1 + int(rng.expovariate(1 / max(1, options.turn_blocks)))
+        history = history + [block_name(0, next(ids)) for _ in range(added)]
+        if len(history) * options.block_tokens < 100_000:
+            open_talks.append((session, history))
+        output = 1 + int(rng.expovariate(1 / options.output_tokens))
+        tokens = len(history) * options.block_tokens - rng.randrange(options.block_tokens)
+        yield SimRequest(number, now_s, tokens, output, history, session)
