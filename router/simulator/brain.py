@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from common.errors import Unavailable
 from common.hashing import BlockHash
 from common.protocol import Role
+from router.costs import CostModel
 from router.index import PrefixIndex
 from router.policy import Fleet, Memory, Query, check_policy, place
 from router.simulator.decode import DecodeNode
@@ -37,7 +38,7 @@ class BrainSettings:
 class Leg:
     """What a request asks of one node."""
 
-    tokens: int
+    tokens: float
     blocks: int
     reported: bool = False
     """The node's last report includes it."""
@@ -58,6 +59,9 @@ class Known:
     role: Role
     node: PrefillNode | DecodeNode
     unreported: list[Leg] = field(default_factory=list[Leg])
+    prompt_tokens: int = 0
+    """Computed until the last report, as is `busy_s`."""
+    busy_s: float = 0.0
 
 
 class Brain:
@@ -66,9 +70,11 @@ class Brain:
     def __init__(self, settings: BrainSettings, hardware: Hardware, events: Events) -> None:
         self._settings = settings
         self._hardware = hardware
+        self._events = events
         check_policy(settings.policy)
         self.index = PrefixIndex(settings.index_blocks, clock=lambda: events.now_s)
         self.fleets: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
+        self.models: dict[Role, CostModel] = {"prefill": CostModel(), "decode": CostModel()}
         self._memory = Memory(random.Random(settings.seed))
         self._known: dict[str, Known] = {}
 
@@ -98,7 +104,7 @@ class Brain:
             hits=self.index.match(request.hashes),
             block_size=settings.block_tokens,
             max_new_tokens=request.output_tokens,
-            session=request.session,
+            session=request.session or request.hashes[0].hex(),
         )
         try:
             decision = place(
@@ -108,6 +114,7 @@ class Brain:
                 policy=settings.policy,
                 local_prefill_tokens=settings.local_prefill_tokens,
                 memory=self._memory,
+                shown_count=0,
             )
         except Unavailable as error:
             return error.code
@@ -115,30 +122,28 @@ class Brain:
         target, source = decision.decode.picked, decision.prefill and decision.prefill.picked
         decode = self._known[target.incarnation]
         request.decode_node = decode.node
-        local_tokens = request.input_tokens - target.hit_tokens if source is None else 0
-        ticket = Ticket(None, self._send(decode, local_tokens, blocks))
+        own_tokens = request.input_tokens - target.hit_tokens if source is None else 0
+        ticket = Ticket(None, self._send(decode, own_tokens, blocks))
         if source is not None:
             prefill = self._known[source.incarnation]
             request.prefill_node = prefill.node
-            ticket.prefill = self._send(prefill, request.input_tokens - source.hit_tokens, len(request.hashes))
+            tokens = max(request.input_tokens - source.hit_tokens, 1)
+            ticket.prefill = self._send(prefill, tokens, len(request.hashes), source.work_s)
             self.index.expect(source.incarnation, request.hashes)
         self.index.expect(target.incarnation, request.hashes)
         request.ticket = ticket
         return None
 
-    def _send(self, known: Known, tokens: int, blocks: int) -> Leg:
+    def _send(self, known: Known, tokens: float, blocks: int, work_s: float = 0.0) -> Leg:
         leg = Leg(tokens, blocks)
         known.unreported.append(leg)
-        self._fleet(known).bump(known.node.node_id, in_flight=1, in_flight_tokens=tokens, in_flight_blocks=blocks)
+        self._fleet(known).sent(known.node.node_id, tokens=tokens, blocks=blocks, work_s=work_s)
         return leg
 
     def _release(self, known: Known, leg: Leg) -> None:
-        fleet, name = self._fleet(known), known.node.node_id
-        if leg.reported:
-            fleet.bump(name, ended=1, ended_tokens=leg.tokens)
-        else:
+        if not leg.reported:
             known.unreported.remove(leg)
-            fleet.bump(name, in_flight=-1, in_flight_tokens=-leg.tokens, in_flight_blocks=-leg.blocks)
+        self._fleet(known).over(known.node.node_id, tokens=leg.tokens, blocks=leg.blocks, reported=leg.reported)
 
     def _fleet(self, known: Known) -> Fleet:
         return self.fleets[known.role]
@@ -146,17 +151,38 @@ class Brain:
     # -- what the router hears
 
     def computed(self, request: SimRequest) -> None:
-        """The first token arrived: the prefill leg is over."""
+        """The first token arrived, and how the prompt was computed; a prefill leg is over with it."""
+        role: Role = "decode" if request.prefill_node is None else "prefill"
+        node = request.prefill_node or request.decode_node
+        context = request.hit_tokens(self._settings.block_tokens, request.hit_blocks)
+        took_s = request.first_token_s - request.prefill_began_s
+        self.models[role].prefilled(node.node_id, request.input_tokens - context, context, took_s)
+        self._tell(role, node.node_id)
         if request.prefill_node is not None:
-            self._release(self._known[request.prefill_node.node_id], request.ticket.prefill)
+            self._release(self._known[node.node_id], request.ticket.prefill)
 
     def relayed(self, request: SimRequest) -> None:
-        """The decode node has the whole KV."""
+        """The decode node has the whole KV, so long after the prompt was computed."""
+        name, waited_s = request.decode_node.node_id, self._events.now_s - request.first_token_s
+        self.models["decode"].relayed(name, int(request.sent_bytes), waited_s)
+        self._tell("decode", name)
 
     def finished(self, request: SimRequest) -> None:
         """The last token arrived."""
         self._release(self._known[request.decode_node.node_id], request.ticket.decode)
+        self.models["decode"].answered(request.output_tokens)
         request.ticket = None
+
+    def _tell(self, role: Role, name: str) -> None:
+        """Bring what was learned into the fleet's columns."""
+        fleet, model = self.fleets[role], self.models[role]
+        fleet.costs = model.costs
+        fleet.update(
+            name,
+            slowness=model.slowness(name),
+            link_slowness=model.link_slowness(name),
+            step_slowness=model.step_slowness(name),
+        )
 
     def blocks_changed(self, node_id: str, stored: list[BlockHash], removed: list[BlockHash]) -> None:
         """A batch of a node's block events."""
@@ -169,6 +195,11 @@ class Brain:
         for leg in known.unreported:
             leg.reported = True
         known.unreported.clear()
+        model = self.models[known.role]
+        model.computed(node.prompt_tokens - known.prompt_tokens, node.busy_s - known.busy_s)
+        known.prompt_tokens, known.busy_s = node.prompt_tokens, node.busy_s
+        if isinstance(node, DecodeNode):
+            model.stepped(node.node_id, node.running, node.step_s)
         self._fleet(known).update(
             node.node_id,
             waiting=node.waiting,
@@ -181,3 +212,4 @@ class Brain:
             ended=0,
             ended_tokens=0,
         )
+        self._tell(known.role, node.node_id)

@@ -46,8 +46,10 @@ class DecodeNode:
     ) -> None:
         self.node_id = node_id
         self.cache = cache
-        self.prefill_s = 0.0
+        self.busy_s = 0.0
         """Spent on prompts of its own."""
+        self.prompt_tokens = 0
+        """Computed."""
         self.sequences = 0
         self._events = events
         self._hardware = hardware
@@ -148,7 +150,8 @@ class DecodeNode:
             tokens = request.input_tokens - known
             chunks = -(-tokens // hardware.chunk_tokens)
             took_s = hardware.prefill_s(tokens, known)
-            self.prefill_s += took_s
+            self.busy_s += took_s
+            self.prompt_tokens += tokens
             request.prefill_began_s = self._events.now_s
             self._chunk_s = took_s / chunks
             self._prompt_ends = self._step + chunks

@@ -43,6 +43,8 @@ class PrefillNode:
         self.cache = cache
         self.busy_s = 0.0
         """Spent computing: the node's work."""
+        self.prompt_tokens = 0
+        """Computed."""
         self.prompts = 0
         self._events = events
         self._hardware = hardware
@@ -105,6 +107,7 @@ class PrefillNode:
         known = request.hit_tokens(self._block_tokens, hits)
         took_s = self._hardware.prefill_s(request.input_tokens - known, known)
         self.busy_s += took_s
+        self.prompt_tokens += request.input_tokens - known
         self.prompts += 1
         self._queued_tokens -= known
         request.hit_blocks = hits
