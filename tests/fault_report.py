@@ -30,7 +30,7 @@ hurt:
 
 A cell is **ok** when every stream's text, token ids, log-probabilities (1e-4), usage and finish reason are those of a
 run without a fault; no client had to ask again (but those of a router that ended: their connection breaks, they ask
-again, and get the same tokens); no key of a dead incarnation is left in Redis after its lease; every pool is whole and every
+again, and get the same tokens, of whose prompt more may be cached now); no key of a dead incarnation is left in Redis after its lease; every pool is whole and every
 load counter zero; and a node that was not killed works on under its old incarnation. The number is the longest time from
 the fault on, in seconds, in which one of the {STREAMS} streams got nothing (also because it was still queued).
 """

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -25,6 +26,7 @@ import zmq
 from network_hosts import Host, Network
 from system import free_port, wait_until
 
+from common.errors import ProtocolError
 from common.protocol import NodeLoad, NodeRecord, Ping, Pong, decode, encode
 from common.redis_server import find_redis_binary
 
@@ -84,6 +86,7 @@ class FaultSystem:
     redis_url: str = ""
     _stopped: set[int] = field(default_factory=set)
     _cut: set[str] = field(default_factory=set)
+    _slowed: set[str] = field(default_factory=set)
     _incarnations: dict[str, str] = field(default_factory=dict)
 
     # ------------------------------------------------------------ what there is
@@ -125,18 +128,18 @@ class FaultSystem:
     def incarnations_in_redis(self) -> set[str]:
         """Every incarnation that Redis still knows: in a key's name or in a node's record."""
         found: set[str] = set()
-        client = redis.Redis.from_url(self.redis_url, socket_timeout=2, socket_connect_timeout=2)
+        client: Any = redis.Redis.from_url(self.redis_url, socket_timeout=2, socket_connect_timeout=2)
         try:
             for key in client.scan_iter(count=1000):
-                found |= set(re.findall(rb"[0-9a-f]{16}", key))
+                found |= set(re.findall("[0-9a-f]{16}", key.decode()))
                 if client.type(key) == b"string":
-                    with contextlib.suppress(Exception):  # not a node's record
+                    with contextlib.suppress(ProtocolError):  # not a node's record
                         record = decode(client.get(key) or b"")
                         if isinstance(record, NodeRecord):
-                            found.add(record.peer.incarnation.encode())
+                            found.add(record.peer.incarnation)
         finally:
             client.close()
-        return {name.decode() for name in found}
+        return found
 
     def metrics(self, router: str) -> str:
         return httpx.get(f"{self.urls[router]}/metrics", timeout=5.0, trust_env=False).text
@@ -191,11 +194,12 @@ class FaultSystem:
             self.network.plug_in(host)
         self._cut.clear()
 
-    def slow_relays(self, mbit_s: float | None) -> None:
-        """Limit what the prefill nodes send."""
-        for name in ("prefill-0", "prefill-1", "pre-1b"):
-            if self.network is not None:
-                self.host(name).slow_down(mbit_s)
+    def slow_down(self, mbit_s: dict[str, float]) -> None:
+        """Limit what these hosts send, where there are hosts; `heal` lifts it."""
+        if self.network is not None:
+            for name, limit in mbit_s.items():
+                self.host(name).slow_down(limit)
+                self._slowed.add(name)
 
     # ------------------------------------------------------------ supervision
 
@@ -224,7 +228,9 @@ class FaultSystem:
         """
         self.go_on()
         self.mend()
-        self.slow_relays(None)
+        for name in self._slowed:
+            self.host(name).slow_down(None)
+        self._slowed.clear()
         for node in ending:
             self.wait_ended(node)
         for node in NODES:

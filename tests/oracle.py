@@ -103,11 +103,11 @@ def make_tiny(name: str, folder: Path, seed: int = 1) -> Path:
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
     model.save_pretrained(folder, max_shard_size=tiny.max_shard_size)
-    _save_tokenizer(folder, tiny.config.vocab_size)
+    save_word_tokenizer(folder, tiny.config.vocab_size)
     return folder
 
 
-def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
     """Words "w0" ... "wN", one per id, between spaces; a chat is its messages' words one after the other."""
     vocab = {f"w{i}": i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))

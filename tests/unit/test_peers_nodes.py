@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from fake_engine import generate
-from test_node_logic import D_REF, KEY, P_LINK, P_REF, PROMPT, ROUTER, Pair
+from test_node_logic import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
 from common.node.outbox import FromClient, FromPeer, PeerGone
 from common.protocol import (
@@ -19,6 +19,7 @@ from common.protocol import (
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
+    Grant,
     Message,
     NodeRecord,
     Offer,
@@ -159,7 +160,8 @@ def test_peers_07_a_prefill_node_that_restarted_is_somebody_else() -> None:
     assert failure.code == "peer_lost"
     assert not pair.d.attempts
     # And a grant of a decode node that restarted is no grant.
-    pair.p.handle(FromPeer("d2", object.__new__(type("Unknown", (), {}))))
+    reborn_decode = PeerRef(D_REF.node_id, "d2", D_REF.control_address, [])
+    pair.p.handle(FromPeer("d2", Grant(KEY, reborn_decode, LAYOUT, 0, [0, 1, 2])))
     assert not pair.wire.grants
 
 
