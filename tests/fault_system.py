@@ -242,6 +242,14 @@ class FaultSystem:
                 self.start(name)
         wait_until(self.complete, START_S, f"both routers see all nodes:\n{self.log_tail()}")
 
+    def renew(self) -> None:
+        """Start every node and router anew."""
+        for name in (*NODES, *ROUTERS):
+            self.services[name].signal(signal.SIGKILL)
+        for name in ROUTERS:
+            wait_until(lambda name=name: not self.services[name].alive, 10, f"{name} ended")
+        self.heal(ending=NODES)
+
     def complete(self) -> bool:
         """Whether all nodes are up and both routers use their present incarnations."""
         dead = [service.name for service in self.services.values() if not service.alive]

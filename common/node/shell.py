@@ -146,6 +146,8 @@ class NodeShell:
                 self.drain.pinged(identity)
             self._reply(identity, Pong(self.me.node_id, self.me.incarnation, self.load))
         elif self._engine is not None:
+            # A message may outlive the connection's lease (a cut link delivers it late): nothing begins without one.
+            self._leases.setdefault(identity, monotonic() + self.config.lease_s)
             self._engine.post(FromClient(identity, message))
 
     async def _housekeeping(self) -> None:
