@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from common.admin.server import AdminRoute, Call
 from common.clock import monotonic
 from common.config import RouterConfig
+from common.errors import BadRequest, NotFound
 from common.membership import Directory
+from router.model import ServedModel
 from router.nodes import Node
+from router.placing import Chain, Order
+from router.policy import Fleet
 
 if TYPE_CHECKING:
     from router.service import Router
 
 
+_MAX_LISTED = 1000
+
+
 class RouterAdmin:
-    """The routes of one router: `GET /status`, `GET /nodes`."""
+    """The routes of one router. Only reads."""
 
     def __init__(self, router: Router, config: RouterConfig, directory: Directory | None) -> None:
         self._router = router
@@ -32,6 +40,9 @@ class RouterAdmin:
         return [
             AdminRoute("GET", "/status", self._status),
             AdminRoute("GET", "/nodes", self._nodes),
+            AdminRoute("GET", "/requests", self._requests),
+            AdminRoute("GET", "/requests/{request_id}", self._request),
+            AdminRoute("POST", "/route", self._route),
         ]
 
     def _status(self, call: Call) -> Mapping[str, Any]:
@@ -50,9 +61,77 @@ class RouterAdmin:
         }
 
     def _nodes(self, call: Call) -> Mapping[str, Any]:
-        now_s, lease_s = monotonic(), self._config.lease_s
-        nodes = sorted(self._router.dispatcher.nodes.known(), key=lambda node: (node.record.role, node.node_id))
-        return {"time": time.time(), "lease_s": lease_s, "nodes": [describe_node(node, now_s) for node in nodes]}
+        dispatcher, now_s = self._router.dispatcher, monotonic()
+        nodes = sorted(dispatcher.nodes.known(), key=lambda node: (node.record.role, node.node_id))
+        described = [
+            {
+                **describe_node(node, now_s),
+                "breaker": dataclasses.asdict(dispatcher.breakers.view(node.incarnation)),
+                "routing": _routing(dispatcher.nodes.fleets[node.record.role], node.incarnation),
+            }
+            for node in nodes
+        ]
+        return {"time": time.time(), "lease_s": self._config.lease_s, "nodes": described}
+
+    def _requests(self, call: Call) -> Mapping[str, Any]:
+        limit = call.query.get("limit", "20")
+        if not limit.isdigit() or not 1 <= int(limit) <= _MAX_LISTED:
+            raise BadRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
+        return {"requests": self._router.dispatcher.stories.recent(int(limit))}
+
+    def _request(self, call: Call) -> Mapping[str, Any]:
+        story = self._router.dispatcher.stories.get(call.path["request_id"])
+        if story is None:
+            raise NotFound("this router knows no such request: another one served it, or it is too long ago")
+        return story
+
+    async def _route(self, call: Call) -> Mapping[str, Any]:
+        """Body: `prompt` (text or token ids); optional `chat` (as a user's message), `max_tokens`, `cache_salt`,
+        `session`."""
+        prompt, max_tokens = call.body.get("prompt"), call.body.get("max_tokens", 16)
+        salt, session = call.body.get("cache_salt", ""), call.body.get("session", "")
+        if type(max_tokens) is not int or not 0 <= max_tokens < 2**31:
+            raise BadRequest("max_tokens must be a number", param="max_tokens")
+        if not isinstance(salt, str) or not isinstance(session, str):
+            raise BadRequest("cache_salt and session must be texts")
+        model = self._router.catalog.get(None)
+        if isinstance(prompt, str) and prompt:
+            # Tokenizing may take a while: not on the loop.
+            chat = call.body.get("chat") is True
+            prompt_ids = await asyncio.to_thread(_encode, model, prompt, chat=chat)
+        else:
+            prompt_ids = _checked_ids(prompt, model.vocab_size)
+        if len(prompt_ids) > model.max_model_len:
+            raise BadRequest(f"the prompt has {len(prompt_ids)} tokens, the model takes {model.max_model_len}")
+        dispatcher = self._router.dispatcher
+        avoid = dispatcher.breakers.not_admitted()
+        return dispatcher.placer.explain(Order(prompt_ids, Chain(salt), max_tokens, session, avoid))
+
+
+def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:
+    """Raises: BadRequest for a text that is too long to look at."""
+    if model.tokenizer.min_tokens(text) > model.max_model_len:
+        raise BadRequest(f"the prompt has more than the {model.max_model_len} tokens that the model takes")
+    if not chat:
+        return model.tokenizer.encode(text, add_special_tokens=True)
+    messages = [{"role": "user", "content": text}]
+    rendered = model.tokenizer.render_chat(messages, add_generation_prompt=True, kwargs=None)
+    return model.tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
+    """Raises: BadRequest if these are not token ids."""
+    ids = cast("list[Any]", prompt) if isinstance(prompt, list) else []
+    if not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise BadRequest(f"prompt must be a text or a list of token ids below {vocab_size}", param="prompt")
+    return ids
+
+
+def _routing(fleet: Fleet, incarnation: str) -> dict[str, float] | None:
+    """What the policies see of a node, learned factors included; None while it gets no work."""
+    if incarnation not in fleet:
+        return None
+    return {name: round(value, 6) for name, value in fleet.values(incarnation).items()}
 
 
 def node_state(node: Node) -> str:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.protocol import AttemptStats, NodeLoad, Role
 from router.costs import CostModel
+from router.dry_run import dry_run
 from router.index import PrefixIndex
 from router.nodes import Node, NodeTable
 from router.policy import Decision, Memory, Query, check_policy, place
@@ -98,6 +100,33 @@ class Placer:
         Raises: Unavailable when there is no decode node.
         """
         fleets = self._nodes.fleets
+        query, hashes = self._query(order)
+        decision = place(
+            query,
+            fleets["prefill"],
+            fleets["decode"],
+            policy=self.policy,
+            local_prefill_tokens=self._local_prefill_tokens,
+            memory=self._memory,
+            shown_count=shown_count,
+        )
+        usual = int(fleets["decode"].costs.output_tokens)
+        return Placement(decision, hashes, query.num_tokens, min(order.max_new_tokens, usual))
+
+    def explain(self, order: Order) -> dict[str, Any]:
+        """What `decide` would decide now, with every candidate; the policy's memory stays as it is."""
+        fleets = self._nodes.fleets
+        return dry_run(
+            self._query(order)[0],
+            fleets["prefill"],
+            fleets["decode"],
+            policy=self.policy,
+            local_prefill_tokens=self._local_prefill_tokens,
+            memory=self._memory,
+        )
+
+    def _query(self, order: Order) -> tuple[Query, list[BlockHash]]:
+        """What the policies are asked, and the hashes of the prompt's full blocks."""
         hashes = order.chain.hashes(self._fingerprint(), order.token_ids)
         hits = self.index.match(hashes)
         for incarnation in order.unproven:
@@ -110,17 +139,7 @@ class Placer:
             max_new_tokens=order.max_new_tokens,
             session=order.session or (hashes[0].hex() if hashes else ""),
         )
-        decision = place(
-            query,
-            fleets["prefill"],
-            fleets["decode"],
-            policy=self.policy,
-            local_prefill_tokens=self._local_prefill_tokens,
-            memory=self._memory,
-            shown_count=shown_count,
-        )
-        usual = int(fleets["decode"].costs.output_tokens)
-        return Placement(decision, hashes, query.num_tokens, min(order.max_new_tokens, usual))
+        return query, hashes
 
     def expect(self, incarnation: str, placement: Placement) -> None:
         """This node will soon hold the blocks of what was placed there: the request's siblings may count on it."""

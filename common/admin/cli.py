@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -63,10 +64,12 @@ def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
             return {"router": known, "node": None, "complaint": error.message}
 
     def render(show: Any, answer: dict[str, Any]) -> Any:
-        says = answer["node"] if answer["node"] is not None else {"it does not answer": answer["complaint"]}
-        return show.group(
-            show.properties("as the router sees it", answer["router"]), show.properties("as it says itself", says)
-        )
+        known, says = answer["router"], answer["node"]
+        if says is None:
+            says = {"it does not answer": answer["complaint"]}
+        else:
+            known = {key: value for key, value in known.items() if key != "load"}  # it says that itself, and later
+        return show.group(show.properties("as the router sees it", known), show.properties("as it says itself", says))
 
     _show(url, as_json, fetch, render)
 
@@ -75,6 +78,57 @@ def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
 def router(url: Url = None, as_json: Json = False) -> None:
     """The router that is asked: what it serves, its queue, its index."""
     _show(url, as_json, lambda client: client.get("/status"), lambda show, answer: show.properties("", answer))
+
+
+@app.command("requests")
+def requests(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many at most.")] = 20,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The requests of this router: the running ones, then the latest finished ones."""
+    _show(
+        url,
+        as_json,
+        lambda client: client.get(f"/requests?limit={limit}"),
+        lambda show, answer: show.requests(answer["requests"]),
+    )
+
+
+@app.command("request")
+def request(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="As in the answer's x-request-id.")],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The whole story of one request: what happened when, and why."""
+    _show(
+        url,
+        as_json,
+        lambda client: client.get(f"/requests/{quote(request_id, safe='')}"),
+        lambda show, answer: show.group(*(show.story(each) for each in answer.get("choices", [answer]))),
+    )
+
+
+@app.command("route")
+def route(
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt.")] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="ID,ID,...", help="It, as token ids.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Take it as a user's message of a chat.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=0, help="How long the answer may get.")] = 16,
+    cache_salt: Annotated[str, typer.Option("--cache-salt", help="The request's cache_salt.")] = "",
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Where a request would go now, and every candidate's score; nothing is sent to any node."""
+    if (prompt is None) == (tokens is None):
+        raise typer.BadParameter("give either --prompt or --tokens")
+    try:
+        ids = [int(token) for token in (tokens or "").split(",") if token.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"--tokens {tokens!r} is not a list of numbers such as 5,17,3") from None
+    body = {"prompt": prompt or ids, "chat": chat, "max_tokens": max_tokens, "cache_salt": cache_salt}
+    _show(url, as_json, lambda client: client.post("/route", body), lambda show, answer: show.route(answer))
 
 
 @app.command("drain")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,74 @@ def _node_row(node: Mapping[str, Any]) -> list[Any]:
         size(load["relayed_bytes"]),
         None if age_s is None else f"{age_s:.1f} s ago",
     ]
+
+
+def requests(summaries: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """`kvrelay admin requests`."""
+    columns = (
+        "request",
+        "arrived",
+        "outcome",
+        "seconds",
+        "attempts",
+        "prefill",
+        "decode",
+        "tokens in",
+        "cached",
+        "out",
+    )
+    rows = [_request_row(summary) for summary in summaries]
+    return table("", columns, rows) if rows else cell("no request yet")
+
+
+def _request_row(summary: Mapping[str, Any]) -> list[Any]:
+    decision, usage = summary["last_decision"] or {}, summary["usage"] or {}
+    prefill = decision.get("prefill", {}).get("node") or (decision and "local")
+    return [
+        summary["request_id"],
+        time.strftime("%H:%M:%S", time.localtime(summary["arrived_at"])),
+        summary["outcome"],
+        round(summary["duration_s"], 3),
+        summary["attempts"],
+        prefill or None,
+        decision.get("decode", {}).get("node"),
+        *(usage.get(name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")),
+    ]
+
+
+def story(about: Mapping[str, Any]) -> RenderableType:
+    """`kvrelay admin request`: one event a line."""
+    arrived = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["arrived_at"]))
+    title = f"{about['request_id']}, arrived {arrived}, {about['outcome']} after {about['duration_s']:.3f} s"
+    rows = [
+        [f"{event['t_s']:.4f}", event["event"], event["reason"], _compact(event["data"])] for event in about["events"]
+    ]
+    parts: list[RenderableType] = [table(title, ("seconds", "event", "reason", "with"), rows)]
+    if about["events_omitted"]:
+        parts.append(Text(f"{about['events_omitted']} events in the middle are not kept", "dim"))
+    return Group(*parts)
+
+
+def _compact(data: Any) -> str:
+    """Nested dictionaries in one line that can be read."""
+    if isinstance(data, Mapping):
+        return ", ".join(f"{key}: {_compact(value)}" for key, value in data.items() if value is not None)
+    if isinstance(data, list):
+        return " ".join(map(_compact, data))
+    return "" if data is None else str(data)
+
+
+_ROUTE_COLUMNS = ("node", "picked", "score", "hit_tokens", "avoided", "waiting", "running", "in_flight", "backlog")
+
+
+def route(answer: Mapping[str, Any]) -> RenderableType:
+    """`kvrelay admin route`: the decision, then every candidate of both roles with its score."""
+    plain = {key: value for key, value in answer.items() if key not in ("prefill", "decode")}
+    parts = [properties("", plain)]
+    for role in ("prefill", "decode"):
+        rows = [{key: row[key] for key in _ROUTE_COLUMNS if key in row} for row in answer[role]]
+        parts.append(records(f"{role} nodes, best first", rows))
+    return Group(*parts)
 
 
 def group(*parts: RenderableType) -> RenderableType:
