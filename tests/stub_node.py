@@ -117,6 +117,7 @@ class StubNode:
     step_s: float = 0.0
     pings_answered: bool = True
     step_age_s: float = 0.0
+    draining: bool = False
     max_len: int = MAX_LEN
     fingerprint: str = "stub"
     vocab_size: int = 400
@@ -208,7 +209,12 @@ class StubNode:
         match message:
             case Ping():
                 if self.pings_answered:
-                    load = NodeLoad(running=len(self.running), kv_blocks_total=1000, step_age_s=self.step_age_s)
+                    load = NodeLoad(
+                        running=len(self.running),
+                        kv_blocks_total=1000,
+                        step_age_s=self.step_age_s,
+                        draining=self.draining,
+                    )
                     self._server.send(identity, Pong(self.node_id, self.incarnation, load))
                 return
             case PrefillRequest() | DecodeRequest():

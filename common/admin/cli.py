@@ -117,6 +117,7 @@ def route(
     chat: Annotated[bool, typer.Option("--chat", help="Take it as a user's message of a chat.")] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=0, help="How long the answer may get.")] = 16,
     cache_salt: Annotated[str, typer.Option("--cache-salt", help="The request's cache_salt.")] = "",
+    session: Annotated[str, typer.Option("--session", help="The key that the policy `session` goes by.")] = "",
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -128,6 +129,7 @@ def route(
     except ValueError:
         raise typer.BadParameter(f"--tokens {tokens!r} is not a list of numbers such as 5,17,3") from None
     body = {"prompt": prompt or ids, "chat": chat, "max_tokens": max_tokens, "cache_salt": cache_salt}
+    body["session"] = session
     _show(url, as_json, lambda client: client.post("/route", body), lambda show, answer: show.route(answer))
 
 
