@@ -1,130 +1,99 @@
-"""Who is in the cluster: nodes keep a `NodeRecord` in Redis under a lease, routers read them all.
+"""Who is in the cluster and how loaded: nodes keep records in Redis under a lease, routers read them all.
 
-    kvrelay:<cluster>:node:<node_id>    encoded NodeRecord, expires unless renewed
-    kvrelay:<cluster>:nodes             sorted set of node ids, scored by their last renewal; what to look up
-    kvrelay:<cluster>:epoch             random; another one (or none) means that Redis lost its memory
-
-Runs on the asyncio loop of its process. Redis may go away at any time: a `Registrar` keeps trying, a
-`Directory` keeps its last view. Every Redis error is mapped or handled here.
+docs/redis.md has the keys. Runs on the asyncio loop of its process. Redis may go away at any time: a `Registrar` keeps
+trying, a `Directory` keeps its last view.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
-
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, WatchError
 
 from common.clock import Clock, monotonic
 from common.errors import ConfigError, ProtocolError
-from common.protocol import NodeRecord, decode, encode
+from common.protocol import NodeLoad, NodeRecord, decode, encode
+from common.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
+from common.redis_keys import Keys
 
 log = logging.getLogger(__name__)
 
-_SOCKET_TIMEOUT_S = 2.0
-_CHECK_TIMEOUT_S = 4.0
 _FORGET_ID_S = 3600.0
 """A node id not renewed for so long leaves the index; its record is gone long before."""
-_UNREACHABLE = (RedisError, OSError, TimeoutError)
+LEASE_IN_REDIS = 5 / 6
+"""Share of the lease after which a record expires; with the time between two looks of a router it makes a whole one."""
+
+# KEYS: fence, node, load, nodes, epoch. ARGV: incarnation, its start, lease in ms, record, node id, now, forget before,
+# a new epoch, then field and value of the load in turn. Answers 1, or the record of a newer holder.
+_RENEW = """
+local holder = redis.call('HMGET', KEYS[1], 'incarnation', 'started_at')
+if holder[1] and holder[1] ~= ARGV[1] then
+  local theirs, mine = tonumber(holder[2]) or 0, tonumber(ARGV[2])
+  -- Incarnations break the tie, so that of two exactly one goes.
+  if theirs > mine or (theirs == mine and holder[1] > ARGV[1]) then
+    return redis.call('GET', KEYS[2]) or ''
+  end
+end
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'started_at', ARGV[2])
+redis.call('SET', KEYS[2], ARGV[4])
+redis.call('HSET', KEYS[3], unpack(ARGV, 9))
+for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
+redis.call('ZADD', KEYS[4], ARGV[6], ARGV[5])
+redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[7])
+redis.call('SET', KEYS[5], ARGV[8], 'NX')
+return 1
+"""
+
+# KEYS: fence, node, load, nodes, blocks, events. ARGV: incarnation, node id.
+_DEREGISTER = """
+redis.call('DEL', KEYS[5], KEYS[6])
+if redis.call('HGET', KEYS[1], 'incarnation') == ARGV[1] then
+  redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+  redis.call('ZREM', KEYS[4], ARGV[2])
+end
+return 1
+"""
 
 
-def connect(redis_url: str) -> redis.asyncio.Redis:
-    """A client whose every operation fails within seconds when Redis is away, without retries of its own.
-
-    Raises: ConfigError for a malformed URL.
-    """
-    try:
-        return redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
-            redis_url,
-            socket_timeout=_SOCKET_TIMEOUT_S,
-            socket_connect_timeout=_SOCKET_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError as error:
-        raise ConfigError(f"the Redis URL {without_password(redis_url)} is malformed: {error}") from error
-
-
-def without_password(redis_url: str) -> str:
-    """The URL as it may be shown."""
-    parts = urlsplit(redis_url)
-    if "@" not in parts.netloc:
-        return redis_url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
-
-
-async def check_redis(redis_url: str) -> None:
-    """Return if Redis answers.
-
-    Raises: ConfigError with one sentence, within about 5 s, if it does not.
-    """
-    client = connect(redis_url)
-    try:
-        async with asyncio.timeout(_CHECK_TIMEOUT_S):
-            await _ping(client)
-    except TimeoutError:
-        raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: no answer") from None
-    except (RedisError, OSError) as error:
-        raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: {_short(error)}") from error
-    finally:
-        await client.aclose()
-
-
-async def _ping(client: redis.asyncio.Redis) -> None:
-    answer: Any = client.ping()  # pyright: ignore[reportUnknownMemberType]
-    await answer
-
-
-def _honour_cancellation() -> None:
-    """End a loop whose cancellation was swallowed below.
-
-    The Redis client waits with `asyncio.wait_for`, which before Python 3.12 may lose a cancellation that comes
-    in the very moment in which the wait is over.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
-def _short(error: BaseException) -> str:
-    cause = error.__cause__ or error.__context__
-    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
-        return os.strerror(cause.errno)
-    return str(error).rstrip(".") or type(error).__name__
-
-
-def _node_key(cluster: str, node_id: str) -> str:
-    return f"kvrelay:{cluster}:node:{node_id}"
-
-
-def _index_key(cluster: str) -> str:
-    return f"kvrelay:{cluster}:nodes"
-
-
-def _epoch_key(cluster: str) -> str:
-    return f"kvrelay:{cluster}:epoch"
+def load_fields(load: NodeLoad, incarnation: str, now: float) -> dict[str, str | float]:
+    """What the key `load:<node_id>` says; `score` is the classic one of data-parallel routing."""
+    return {
+        "incarnation": incarnation,
+        "at": now,
+        "score": load.waiting * 4 + load.running,
+        "waiting": load.waiting,
+        "running": load.running,
+        "queued_tokens": load.queued_tokens,
+        "kv_blocks_used": load.kv_blocks_used,
+        "kv_blocks_cached": load.kv_blocks_cached,
+        "kv_blocks_total": load.kv_blocks_total,
+    }
 
 
 class Registrar:
-    """Keeps one node registered.
+    """Keeps one node registered, with its load.
 
     Of two live incarnations with the same node id the one that started last holds it; the other's `run` raises.
     """
 
-    def __init__(self, redis_url: str, cluster: str, record: NodeRecord, *, lease_s: float) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        cluster: str,
+        record: NodeRecord,
+        *,
+        lease_s: float,
+        load: Callable[[], NodeLoad] = NodeLoad,
+    ) -> None:
         self._client = connect(redis_url)
-        self._cluster = cluster
+        self._keys = Keys(cluster)
         self._record = record
         self._encoded = encode(record)
         self._lease_s = lease_s
+        self._load = load
         self._reachable = True
         self.registered = asyncio.Event()
         """Set once the record has been written for the first time."""
@@ -137,12 +106,13 @@ class Registrar:
         while True:
             try:
                 await self._renew()
-            except _UNREACHABLE as error:
-                self._note(reachable=False, why=_short(error))
+            except UNREACHABLE as error:
+                self._note(reachable=False, why=short(error))
+                await forget_connections(self._client)
             else:
                 self._note(reachable=True)
                 self.registered.set()
-            _honour_cancellation()
+            honour_cancellation()
             await asyncio.sleep(self._lease_s / 3)
 
     @property
@@ -151,63 +121,48 @@ class Registrar:
         return self._reachable
 
     async def deregister(self) -> None:
-        """Take the record away, if it is still ours and Redis can be reached, and close the connection.
+        """Take all keys of this incarnation away, if Redis can be reached, and close the connection.
 
         Call it after `run` was cancelled.
         """
+        peer, keys = self._record.peer, self._keys
+        names = [*self._own_keys(), keys.nodes, keys.blocks(peer.incarnation), keys.events(peer.incarnation)]
         try:
-            await self._remove()
-        except _UNREACHABLE as error:
-            log.warning("could not deregister; the lease will end it: %s", _short(error))
+            await self._client.eval(_DEREGISTER, len(names), *names, peer.incarnation, peer.node_id)
+        except UNREACHABLE as error:
+            log.warning("could not deregister; the lease will end it: %s", short(error))
         finally:
             await self._client.aclose()
 
     async def _renew(self) -> None:
-        key, index = self._keys()
-        async with self._client.pipeline(transaction=True) as pipe:
-            while True:
-                await pipe.watch(key)
-                self._check_holder(_decode_record(await pipe.get(key)))
-                pipe.multi()
-                now = time.time()
-                pipe.set(key, self._encoded, px=max(1, round(self._lease_s * 1000)))
-                pipe.zadd(index, {self._record.peer.node_id: now})
-                pipe.zremrangebyscore(index, "-inf", now - _FORGET_ID_S)
-                pipe.set(_epoch_key(self._cluster), secrets.token_hex(8), nx=True)
-                try:
-                    await pipe.execute()
-                    return
-                except WatchError:
-                    continue
-
-    async def _remove(self) -> None:
-        key, index = self._keys()
-        async with self._client.pipeline(transaction=True) as pipe:
-            await pipe.watch(key)
-            holder = _decode_record(await pipe.get(key))
-            if holder is None or holder.peer.incarnation != self._record.peer.incarnation:
-                return
-            pipe.multi()
-            pipe.delete(key)
-            pipe.zrem(index, self._record.peer.node_id)
-            try:
-                await pipe.execute()
-            except WatchError:
-                log.info("node id %s was taken over while deregistering", self._record.peer.node_id)
-
-    def _keys(self) -> tuple[str, str]:
-        return _node_key(self._cluster, self._record.peer.node_id), _index_key(self._cluster)
-
-    def _check_holder(self, holder: NodeRecord | None) -> None:
-        mine, theirs = self._record, holder
-        if theirs is None or theirs.peer.incarnation == mine.peer.incarnation:
-            return
-        # Incarnations break the tie, so that of two exactly one goes.
-        if (theirs.started_at, theirs.peer.incarnation) > (mine.started_at, mine.peer.incarnation):
+        peer, now = self._record.peer, time.time()
+        names = [*self._own_keys(), self._keys.nodes, self._keys.epoch]
+        load = load_fields(self._load(), peer.incarnation, now)
+        answer = await self._client.eval(
+            _RENEW,
+            len(names),
+            *names,
+            peer.incarnation,
+            repr(self._record.started_at),
+            max(1, round(self._lease_s * LEASE_IN_REDIS * 1000)),
+            self._encoded,
+            peer.node_id,
+            now,
+            now - _FORGET_ID_S,
+            secrets.token_hex(8),
+            *(part for pair in load.items() for part in pair),
+        )
+        if answer != 1:
+            holder = _decode_record(answer)
             raise ConfigError(
-                f"node id {mine.peer.node_id!r} was taken by a node that started later, at "
-                f"{theirs.peer.control_address}; give this one another --node-id, or check the clocks"
+                f"node id {peer.node_id!r} was taken by a node that started later, at "
+                f"{holder.peer.control_address if holder else 'an unknown address'}; give this one another --node-id, "
+                "or check the clocks"
             )
+
+    def _own_keys(self) -> list[str]:
+        node_id = self._record.peer.node_id
+        return [self._keys.fence(node_id), self._keys.node(node_id), self._keys.load(node_id)]
 
     def _note(self, *, reachable: bool, why: str = "") -> None:
         if reachable and not self._reachable:
@@ -236,7 +191,7 @@ class Directory:
         clock: Clock = monotonic,
     ) -> None:
         self._client = connect(redis_url)
-        self._cluster = cluster
+        self._keys = Keys(cluster)
         self._on_change = on_change
         self._poll_s = poll_s
         self._grace_s = grace_s
@@ -259,20 +214,21 @@ class Directory:
             while True:
                 try:
                     epoch, answer = await self._fetch()
-                except _UNREACHABLE as error:
-                    self._lost(_short(error))
+                except UNREACHABLE as error:
+                    self._lost(short(error))
+                    await forget_connections(self._client)
                 else:
                     self._update(epoch, answer)
-                _honour_cancellation()
+                honour_cancellation()
                 await asyncio.sleep(self._poll_s)
         finally:
             await self._client.aclose()
 
     async def _fetch(self) -> tuple[bytes | None, dict[str, bytes]]:
-        client: Any = self._client  # its annotations cover every option of every command at once
-        members: list[bytes] = await client.zrange(_index_key(self._cluster), 0, -1)
+        client: Any = self._client
+        members: list[bytes] = await client.zrange(self._keys.nodes, 0, -1)
         ids = [member.decode("utf-8", "replace") for member in members]
-        keys = [_epoch_key(self._cluster), *(_node_key(self._cluster, node_id) for node_id in ids)]
+        keys = [self._keys.epoch, *(self._keys.node(node_id) for node_id in ids)]
         values: list[bytes | None] = await client.mget(keys)
         epoch = values.pop(0)
         return epoch, {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}

@@ -81,6 +81,7 @@ async def serve(config: DecodeConfig) -> None:
             await shell.run(
                 node,
                 make_record("decode", me, config, blueprint, leader.num_blocks),
+                node.scheduler.pool.journal,
                 on_ready=lambda: log.info("decode node %s ready at %s", me.node_id, me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": receiver.traffic.describe()},
             )

@@ -20,7 +20,7 @@ layer computes. It samples the first token of each answer.
 
 def _run(resolved: Resolved[PrefillConfig]) -> None:
     config = resolved.config
-    from common.membership import check_redis
+    from common.redis_client import check_redis
 
     asyncio.run(check_redis(config.redis_url))
     prepare_compute(config.threads, config.nice)

@@ -64,6 +64,7 @@ async def serve(config: PrefillConfig) -> None:
             await shell.run(
                 node,
                 make_record("prefill", shell.me, config, blueprint, leader.num_blocks),
+                node.scheduler.pool.journal,
                 on_ready=lambda: log.info("prefill node %s ready at %s", shell.me.node_id, shell.me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": sender.traffic.describe()},
             )

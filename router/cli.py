@@ -20,7 +20,7 @@ state that matters: run as many as you like behind a load balancer. It needs no 
 
 
 def _run(resolved: Resolved[RouterConfig]) -> None:
-    from common.membership import check_redis
+    from common.redis_client import check_redis
 
     asyncio.run(check_redis(resolved.config.redis_url))
     from router.service import serve

@@ -16,11 +16,14 @@ import uvicorn
 from common.admin.server import AdminServer
 from common.config import RouterConfig
 from common.errors import ConfigError, Unavailable
-from common.membership import Directory
+from common.membership import LEASE_IN_REDIS, Directory
 from common.protocol import NodeRecord
 from router.admin import RouterAdmin
 from router.api import Services, build
 from router.dispatch import Dispatcher, DispatchSettings
+from router.follower import Follower
+from router.index import PrefixIndex
+from router.index_metrics import IndexCollector
 from router.metrics import Metrics
 from router.model import ModelCatalog
 
@@ -61,13 +64,31 @@ class Router:
             policy=config.policy,
             max_attempts=config.max_attempts,
         )
-        self.dispatcher = Dispatcher(settings, self.metrics)
+        self.index = PrefixIndex(config.index_blocks)
+        self.dispatcher = Dispatcher(settings, self.metrics, index=self.index)
         self.metrics.watch_nodes(self.dispatcher.nodes.known)
+        self.follower: Follower | None = None
         self.metrics.watch_queue(lambda: self.dispatcher.running, lambda: self.dispatcher.waiting)
 
     def set_nodes(self, records: list[NodeRecord]) -> None:
         """Take over what membership lists now."""
-        self.dispatcher.set_nodes(self.catalog.accept(records))
+        accepted = self.catalog.accept(records)
+        self.dispatcher.set_nodes(accepted)
+        if self.follower is not None:
+            self.follower.set_nodes(accepted)
+
+    def follow(self, redis_url: str, cluster: str) -> Follower:
+        """Have the prefix index follow what nodes publish there; run what this returns."""
+        nodes = self.dispatcher.nodes
+        loads = lambda: {node.incarnation: node.load for node in nodes.known()}  # noqa: E731
+        self.follower = Follower(redis_url, cluster, self.index, loads=loads)
+        self.metrics.registry.register(IndexCollector(self.index, self.follower))
+        return self.follower
+
+    @property
+    def degraded(self) -> bool:
+        """The prefix index is not fed: Redis is away, or nodes' blocks have not reached it."""
+        return self.follower is not None and (self.follower.away or bool(self.follower.silent))
 
     def close(self) -> None:
         """End all requests, close all links."""
@@ -102,7 +123,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         dispatcher=router.dispatcher,
         catalog=router.catalog,
         metrics=router.metrics,
-        degraded=lambda: directory is not None and directory.degraded,
+        degraded=lambda: (directory is not None and directory.degraded) or router.degraded,
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_timeout_s=BODY_TIMEOUT_S,
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
@@ -136,7 +157,14 @@ async def serve(config: RouterConfig) -> None:
         sock.close()
         raise
     admin = AdminServer(config.admin_host, config.admin_port, config.admin_token) if config.admin_token else None
-    directory = Directory(config.redis_url, config.cluster, router.set_nodes, grace_s=config.lease_s)
+    directory = Directory(
+        config.redis_url,
+        config.cluster,
+        router.set_nodes,
+        poll_s=min(0.5, config.lease_s * (1 - LEASE_IN_REDIS)),
+        grace_s=config.lease_s,
+    )
+    follower = router.follow(config.redis_url, config.cluster)
     server = http_server(router, config, directory)
     host, port = sock.getsockname()[:2]
     log.info("listening on http://%s:%d", host, port)
@@ -144,7 +172,7 @@ async def serve(config: RouterConfig) -> None:
         admin.start(RouterAdmin(router, config, directory).routes())
         log.info("admin at %s", admin.url)
     http = asyncio.create_task(server.serve(sockets=[sock]))
-    background = [asyncio.create_task(directory.run()), asyncio.create_task(router.dispatcher.run())]
+    background = [asyncio.create_task(part.run()) for part in (directory, follower, router.dispatcher)]
     try:
         # Background tasks run for ever: the first to end is the server, or a bug that must not go unseen.
         await asyncio.wait([http, *background], return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from common.errors import KvRelayError
 from common.hashing import BlockHash
+from common.kv.journal import BlockJournal
 
 
 class NoFreeBlocks(KvRelayError):
@@ -26,6 +27,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.journal = BlockJournal()
+        """What `match` can find, as it changes; for whoever tells others."""
         self._refs = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
@@ -106,6 +109,7 @@ class BlockPool:
             self._forget(block)
             self._by_hash[block_hash] = block
             self._hash_of[block] = block_hash
+            self.journal.stored(block_hash)
 
     def check_integrity(self) -> None:
         """Assert the invariants above; called by every test's end and cheap enough for idle moments."""
@@ -123,3 +127,4 @@ class BlockPool:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hash_of[block] = None
+            self.journal.removed(block_hash)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from common.config import NodeConfig
 from common.errors import ConfigError
-from common.membership import without_password
+from common.redis_client import without_password
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,15 @@ from common.clock import monotonic
 from common.config import NodeConfig
 from common.engine.loop import EngineLoop, NodeLogic
 from common.errors import EngineError, Unavailable
-from common.membership import Registrar, check_redis
+from common.kv.journal import BlockJournal
+from common.membership import Registrar
 from common.node.address import advertised
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
+from common.ownership import Publisher
 from common.protocol import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong
+from common.redis_client import check_redis
 from common.rpc import SILENCE_S, Identity, Link, Server
 
 log = logging.getLogger(__name__)
@@ -98,9 +101,15 @@ class NodeShell:
         return self._engine.ask(self._logic.describe_attempts)
 
     async def run(
-        self, logic: MeasuredLogic, record: NodeRecord, on_ready: Callable[[], None], describe: Describe = dict
+        self,
+        logic: MeasuredLogic,
+        record: NodeRecord,
+        journal: BlockJournal,
+        on_ready: Callable[[], None],
+        describe: Describe = dict,
     ) -> None:
-        """Serve until cancelled; then end in order. `describe` adds to the status that the admin port tells.
+        """Serve until cancelled; then end in order. `journal` is that of the logic's block pool; `describe` adds to the
+        status that the admin port tells.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
         """
@@ -108,12 +117,15 @@ class NodeShell:
         self._engine = EngineLoop(logic, self.outbox.flush, self.on_crash)
         self._engine.start()
         record = replace(record, admin_address=self._admin_address)
-        registrar = Registrar(self.config.redis_url, self.config.cluster, record, lease_s=self.config.lease_s)
+        redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
+        registrar = Registrar(redis_url, cluster, record, lease_s=lease_s, load=lambda: self.load)
+        publisher = Publisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar
         if self._admin is not None:
             self._admin.start(NodeAdmin(self, record, describe).routes())
         tasks = [
             asyncio.create_task(registrar.run()),
+            asyncio.create_task(publisher.run()),
             asyncio.create_task(self._housekeeping()),
             asyncio.create_task(self._crashed.wait()),
         ]

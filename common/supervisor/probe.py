@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from common.errors import ConfigError
-from common.membership import check_redis
+from common.redis_client import check_redis
 
 _TIMEOUT_S = 2.0
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}

@@ -21,8 +21,9 @@ from common.admin.found import RunningCluster, announced, runtime_folder
 from common.config import UpConfig
 from common.config_sources import Source
 from common.errors import ConfigError, DeadlineExceeded, KvRelayError
-from common.membership import Directory, check_redis
+from common.membership import Directory
 from common.protocol import NodeRecord
+from common.redis_client import check_redis
 from common.redis_server import free_port, redis_command
 from common.supervisor.child import Child
 from common.supervisor.console import Console, banner, failure_line

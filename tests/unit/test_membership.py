@@ -15,8 +15,9 @@ import redis
 
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
-from common.membership import Directory, Registrar, check_redis
+from common.membership import Directory, Registrar
 from common.protocol import ModelInfo, NodeRecord, PeerRef
+from common.redis_client import check_redis
 from common.redis_server import RedisServer
 
 LEASE_S = 0.6
@@ -167,7 +168,7 @@ def test_view_survives_a_crash_of_redis_and_the_nodes_register_again(caplog: pyt
                 await asyncio.to_thread(server.restart)
                 await view.until(lambda: not view.directory.degraded)
                 with redis.Redis.from_url(server.url) as client:
-                    await view.until(lambda: client.exists("kvrelay:c:node:d0") == 1)
+                    await view.until(lambda: client.exists("kvrelay:{c}:node:d0") == 1)
                 await asyncio.sleep(4 * LEASE_S)
                 assert len(view.changes) == 1
 
@@ -202,7 +203,7 @@ def test_flushed_redis_makes_no_node_vanish(redis_server: RedisServer, cluster: 
             await view.until(lambda: view.directory.records == records)
             seen = len(view.changes)
             with redis.Redis.from_url(redis_server.url) as client:
-                client.delete(*client.keys(f"kvrelay:{cluster}:*"))
+                client.delete(*client.keys(f"kvrelay:{{{cluster}}}:*"))
             await asyncio.sleep(5 * LEASE_S)
             assert view.directory.records == records
             assert len(view.changes) == seen
@@ -215,8 +216,8 @@ def test_malformed_record_is_skipped_loudly_and_once(
 ) -> None:
     async def main() -> None:
         with redis.Redis.from_url(redis_server.url) as client:
-            client.zadd(f"kvrelay:{cluster}:nodes", {"bad": 1, b"\xff": 2})
-            client.set(f"kvrelay:{cluster}:node:bad", b"\x00garbage")
+            client.zadd(f"kvrelay:{{{cluster}}}:nodes", {"bad": 1, b"\xff": 2})
+            client.set(f"kvrelay:{{{cluster}}}:node:bad", b"\x00garbage")
         async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, a_record("d0")):
             await view.until(lambda: view.ids == ["d0"])
             await asyncio.sleep(0.3)

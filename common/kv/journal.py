@@ -1,0 +1,43 @@
+"""What a block pool has stored and removed since somebody last asked. Written by the engine's thread, read by another."""
+
+from __future__ import annotations
+
+import threading
+
+from common.hashing import BlockHash
+
+
+class BlockJournal:
+    """Net changes of the names that a pool holds.
+
+    Invariant: a hash is in at most one of both sets, so that they are never larger than what the pool held at the
+    last `take` and what it holds now, however long nobody asks.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stored: set[BlockHash] = set()
+        self._removed: set[BlockHash] = set()
+
+    def stored(self, block_hash: BlockHash) -> None:
+        """The pool holds this content now and did not before."""
+        with self._lock:
+            if block_hash in self._removed:
+                self._removed.discard(block_hash)
+            else:
+                self._stored.add(block_hash)
+
+    def removed(self, block_hash: BlockHash) -> None:
+        """The pool held this content and does not any more."""
+        with self._lock:
+            if block_hash in self._stored:
+                self._stored.discard(block_hash)
+            else:
+                self._removed.add(block_hash)
+
+    def take(self) -> tuple[set[BlockHash], set[BlockHash]]:
+        """(stored, removed) since the last call. Any thread."""
+        with self._lock:
+            taken = self._stored, self._removed
+            self._stored, self._removed = set(), set()
+        return taken

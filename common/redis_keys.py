@@ -1,0 +1,51 @@
+"""The names of all keys in Redis; docs/redis.md says what is behind each. Pure.
+
+The cluster's name stands in braces: Redis Cluster then keeps all keys of a cluster in one hash slot, and a script may
+touch several of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one cluster."""
+
+    cluster: str
+
+    @property
+    def prefix(self) -> str:
+        """What every key begins with."""
+        return f"kvrelay:{{{self.cluster}}}:"
+
+    @property
+    def nodes(self) -> str:
+        """Sorted set: node ids by their last renewal."""
+        return self.prefix + "nodes"
+
+    @property
+    def epoch(self) -> str:
+        """String: random; another one means that Redis lost its memory."""
+        return self.prefix + "epoch"
+
+    def node(self, node_id: str) -> str:
+        """String: the node's record."""
+        return f"{self.prefix}node:{node_id}"
+
+    def fence(self, node_id: str) -> str:
+        """Hash: the incarnation that may write for this node id."""
+        return f"{self.prefix}fence:{node_id}"
+
+    def load(self, node_id: str) -> str:
+        """Hash: how loaded the node is."""
+        return f"{self.prefix}load:{node_id}"
+
+    def blocks(self, incarnation: str) -> str:
+        """Set: the hashes of the blocks that the incarnation holds."""
+        return f"{self.prefix}blocks:{incarnation}"
+
+    def events(self, incarnation: str) -> str:
+        """Stream: what the incarnation stored and removed."""
+        return f"{self.prefix}events:{incarnation}"

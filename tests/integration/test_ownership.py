@@ -1,0 +1,185 @@
+"""Who owns which block: from a node's journal through a real Redis into the index of every router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import redis
+from redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
+
+from common.membership import Registrar
+from common.ownership import STREAM_LENGTH
+from common.protocol import NodeLoad
+from common.redis_keys import Keys
+from common.redis_server import RedisServer
+
+
+def play(scene: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scene, 60))
+
+
+def test_two_routers_know_within_a_second_what_nodes_store_and_remove(redis_server: RedisServer, cluster: str) -> None:
+    async def scene() -> None:
+        url = redis_server.url
+        nodes = [ANode(url, cluster, make_record(f"n{i}")) for i in range(3)]
+        routers = [ARouter(url, cluster) for _ in range(2)]
+        nodes[0].stored(names(5000))  # before anybody listens: comes by snapshot or as a reset
+        async with running(*nodes, *routers):
+            await until(lambda: all(r.holds(nodes[0].incarnation, names(5000)) for r in routers))
+            for turn in range(5):
+                changed_s = time.monotonic()
+                for node in nodes:
+                    node.stored(names(40, 10_000 + 40 * turn))
+                nodes[0].removed(names(100, 100 * turn))
+                left = names(4900 - 100 * turn, 100 * (turn + 1)) + names(40 * (turn + 1), 10_000)
+                await until(lambda left=left: all(r.holds(nodes[0].incarnation, left) for r in routers))
+                count = 40 * (turn + 1)
+                await until(lambda n=count: all(r.index.held(nodes[2].incarnation) == n for r in routers))
+                assert time.monotonic() - changed_s < 1.0
+            late = ARouter(url, cluster)
+            async with running(late):
+                await until(lambda: late.holds(nodes[0].incarnation, left))
+                await until(lambda: late.follower.snapshots == 3)
+
+    play(scene())
+
+
+def test_dead_node_leaves_the_index_within_its_lease_and_a_new_incarnation_starts_empty(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene() -> None:
+        lease_s = 1.5
+        first = ANode(redis_server.url, cluster, make_record("n0", started_at=1.0), lease_s)
+        router = ARouter(redis_server.url, cluster, lease_s)
+        first.stored(names(100))
+        async with running(router):
+            first.start()
+            await until(lambda: router.holds(first.incarnation, names(100)))
+            await first.die()
+            died_s = time.monotonic()
+            await until(lambda: router.index.match(names(100)) == {})
+            assert time.monotonic() - died_s <= lease_s + 0.1
+            second = ANode(redis_server.url, cluster, make_record("n0", started_at=2.0), lease_s)
+            second.stored(names(3))
+            async with running(second):
+                await until(lambda: router.index.match(names(100)) == {second.incarnation: 3})
+                third = ANode(redis_server.url, cluster, make_record("n0", started_at=3.0), lease_s)
+                third.stored(names(2))
+                async with running(third):  # restarted under the same name before the lease is over
+                    await until(lambda: router.index.match(names(100)) == {third.incarnation: 2})
+                    assert router.index.held(second.incarnation) == 0
+
+    play(scene())
+
+
+def test_late_writer_of_a_replaced_incarnation_changes_nothing(redis_server: RedisServer, cluster: str) -> None:
+    async def scene() -> None:
+        old = ANode(redis_server.url, cluster, make_record("n0", started_at=1.0))
+        new = ANode(redis_server.url, cluster, make_record("n0", started_at=2.0))
+        old.stored(names(10))
+        keys = Keys(cluster)
+        with redis.Redis.from_url(redis_server.url) as client:
+            async with running(old):
+                await until(lambda: client.scard(keys.blocks(old.incarnation)) == 10)
+                async with running(new):
+                    await until(lambda: client.hget(keys.fence("n0"), "incarnation") == new.incarnation.encode())
+                    entries = client.xlen(keys.events(old.incarnation))
+                    old.stored(names(10, 100))
+                    await until(lambda: client.exists(keys.events(old.incarnation)) == 0)  # nobody renews it
+                    assert entries <= 2
+                    assert client.exists(keys.blocks(old.incarnation)) == 0
+                    assert client.exists(keys.blocks(new.incarnation)) == 0
+
+    play(scene())
+
+
+def test_reader_that_fell_behind_the_stream_takes_a_snapshot(redis_server: RedisServer, cluster: str) -> None:
+    async def scene() -> None:
+        node = ANode(redis_server.url, cluster, make_record("n0"))
+        router = ARouter(redis_server.url, cluster)
+        node.stored(names(10))
+        with redis.Redis.from_url(redis_server.url) as client:
+            async with running(node, router):
+                await until(lambda: router.holds(node.incarnation, names(10)))
+                followed = router.follower._followed[node.incarnation]
+                node.stored(names(10, 10))
+                await until(lambda: router.holds(node.incarnation, names(20)))
+                assert followed.last is not None
+                followed.last -= 1  # as if the last entry had been missed, and then trimmed away
+                client.xtrim(Keys(cluster).events(node.incarnation), maxlen=1)
+                client.delete(Keys(cluster).events(node.incarnation))
+                await until(lambda: router.follower.gaps >= 1)
+                await until(lambda: router.holds(node.incarnation, names(20)))
+                assert client.xlen(Keys(cluster).events(node.incarnation)) <= STREAM_LENGTH
+
+    play(scene())
+
+
+def test_set_that_redis_lost_in_part_is_published_again(redis_server: RedisServer, cluster: str) -> None:
+    async def scene() -> None:
+        node = ANode(redis_server.url, cluster, make_record("n0"))
+        node.stored(names(9000))
+        key = Keys(cluster).blocks(node.incarnation)
+        with redis.Redis.from_url(redis_server.url) as client:
+            async with running(node):
+                await until(lambda: client.scard(key) == 9000)
+                client.srem(key, *names(50))
+                await until(lambda: client.scard(key) == 9000)
+
+    play(scene())
+
+
+def test_load_is_beside_the_record_and_both_are_gone_after_an_orderly_end(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene() -> None:
+        node = ANode(redis_server.url, cluster, make_record("n0"))
+        node.load = NodeLoad(running=3, waiting=2, queued_tokens=77, kv_blocks_used=5, kv_blocks_total=10)
+        node.stored(names(3))
+        keys = Keys(cluster)
+        with redis.Redis.from_url(redis_server.url, decode_responses=True) as client:
+            async with running(node):
+                await until(lambda: client.exists(keys.load("n0")))
+                said = client.hgetall(keys.load("n0"))
+                assert (said["score"], said["queued_tokens"], said["kv_blocks_used"]) == ("11", "77", "5")
+                assert said["incarnation"] == node.incarnation
+                await until(lambda: client.exists(keys.blocks(node.incarnation)))
+                for key in client.scan_iter(match=f"kvrelay:{{{cluster}}}:*"):
+                    if key not in (keys.nodes, keys.epoch):
+                        assert 0 < client.pttl(key) <= LEASE_S * 1000, key
+            assert list(client.scan_iter(match=f"kvrelay:{{{cluster}}}:*")) == [keys.epoch]
+
+    play(scene())
+
+
+def test_node_whose_blocks_never_come_is_told_aloud(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.follower.SILENCE_S", 0.3)
+    monkeypatch.setattr("router.follower._JUDGE_S", 0.1)
+
+    async def scene() -> None:
+        node = ANode(redis_server.url, cluster, make_record("n0"))
+        mute = Registrar(redis_server.url, cluster, make_record("n1"), lease_s=LEASE_S)  # publishes nothing
+        router = ARouter(redis_server.url, cluster)
+        node.stored(names(4))
+        async with running(node, router):
+            renewal = asyncio.create_task(mute.run())
+            try:
+                await until(lambda: len(router.follower._followed) == 2)
+                silent = next(i for i in router.follower._followed if i != node.incarnation)
+                router.loads = {i: NodeLoad(kv_blocks_cached=4) for i in router.follower._followed}
+                await until(lambda: router.follower.silent == [silent])
+                assert [r for r in caplog.records if "none of them ever reached" in r.getMessage()]
+                router.loads[silent] = NodeLoad()
+                await until(lambda: router.follower.silent == [])
+            finally:
+                renewal.cancel()
+                await asyncio.gather(renewal, return_exceptions=True)
+                await mute.deregister()
+
+    play(scene())
