@@ -47,6 +47,7 @@ class RouterAdmin:
 
     def _status(self, call: Call) -> Mapping[str, Any]:
         dispatcher, model = self._router.dispatcher, self._router.catalog.model
+        placer = dispatcher.placer
         degraded = self._directory is not None and self._directory.degraded
         return {
             "role": "router",
@@ -58,6 +59,13 @@ class RouterAdmin:
             "requests_running": dispatcher.running,
             "requests_waiting": dispatcher.waiting,
             "redis": "away: serving with the nodes known" if degraded else "ok",
+            "index": {
+                "blocks": len(placer.index),
+                "max_blocks": placer.index.max_blocks,
+                "evicted": placer.index.evicted,
+                "nodes": len(placer.index.incarnations),
+            },
+            "costs": {role: dataclasses.asdict(model.costs) for role, model in placer.models.items()},
         }
 
     def _nodes(self, call: Call) -> Mapping[str, Any]:
@@ -67,6 +75,7 @@ class RouterAdmin:
             {
                 **describe_node(node, now_s),
                 "breaker": dataclasses.asdict(dispatcher.breakers.view(node.incarnation)),
+                "index_blocks": dispatcher.placer.index.held(node.incarnation),
                 "routing": _routing(dispatcher.nodes.fleets[node.record.role], node.incarnation),
             }
             for node in nodes

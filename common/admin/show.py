@@ -61,7 +61,7 @@ def _node_row(node: Mapping[str, Any]) -> list[Any]:
     return [
         node["node_id"],
         node["role"],
-        Text(node["state"], _STATES.get(node["state"], "yellow")),
+        _state(node),
         load["running"],
         load["waiting"],
         load["queued_tokens"],
@@ -71,6 +71,14 @@ def _node_row(node: Mapping[str, Any]) -> list[Any]:
         size(load["relayed_bytes"]),
         None if age_s is None else f"{age_s:.1f} s ago",
     ]
+
+
+def _state(node: Mapping[str, Any]) -> Text:
+    """Whether a node gets work, and where its circuit breaker says not."""
+    state, breaker = str(node["state"]), node.get("breaker", {}).get("state", "closed")
+    if breaker != "closed":
+        state += f", breaker {breaker.replace('_', '-')}"
+    return Text(cell(state).plain, _STATES.get(state, "yellow"))
 
 
 def requests(summaries: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -67,6 +67,9 @@ def test_route_shows_the_hits_of_the_last_request_and_tells_tenants_apart(model_
         assert {row["node"]: row["hit_tokens"] for row in warm["prefill"]}[served] == 96
         other = (await bench.route(prompt=PROMPT, cache_salt="another tenant")).json()
         assert {row["hit_tokens"] for row in other["prefill"]} == {0}
+        status = (await bench.admin.get("/status")).json()
+        assert status["index"]["nodes"] == 2  # expected of both legs, published by nobody
+        assert status["costs"]["prefill"]["prefill_token_s"] > 0
         # Asking has changed nothing.
         assert (await bench.route(prompt=PROMPT)).json()["reason"] == warm["reason"]
 

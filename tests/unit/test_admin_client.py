@@ -132,6 +132,7 @@ def test_output_that_is_not_a_terminal_has_no_colours() -> None:
     for word in ("d0", "usable", "12.5 %", "25.0 %", "1.5 MB", "0.2 s ago"):
         assert word in text, text
     assert "\x1b" in rendered(show.nodes({"nodes": [row]}), terminal=True)
+    assert "usable, breaker half-open" in rendered(show.nodes({"nodes": [{**row, "breaker": {"state": "half_open"}}]}))
 
 
 def test_lists_of_dictionaries_become_tables() -> None:
