@@ -270,14 +270,14 @@ def run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[A
         if stream.repeats and not (cell.breaks_connections and stream.router == cell.service)
     ]
     if cell.ends_node:
-        gone = LEASE_S + _INDEX_SLACK_S
-        problems += _complaint(lambda: wait_until(lambda: old not in system.incarnations_in_redis(), gone, "no trace"))
+        problems += _complaint(lambda: _wait_forgotten(system, old, struck_s + LEASE_S + _INDEX_SLACK_S))
     retried = _growth(retries_before, _retries(system))
     hurt_later = cell.ends_node and cell.fault is not Fault.RESTART
     system.heal(ending=(cell.service,) if hurt_later else ())
     if cell.service in NODES and (system.incarnation(cell.service) == old) == cell.ends_node:
         problems.append(f"{cell.service} has incarnation {system.incarnation(cell.service)}, before it had {old}")
     not_whole = _complaint(system.wait_whole)
+    problems += _complaint(lambda: _wait_forgotten(system, "", time.monotonic() + LEASE_S))
     if not_whole:
         system.renew()  # the next cell is another matter
     problems += not_whole
@@ -294,6 +294,20 @@ def run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[A
         _worst(crowd.streams, struck_s),
         "; ".join(problems),
     )
+
+
+def _wait_forgotten(system: FaultSystem, incarnation: str, until_s: float) -> None:
+    """Until neither Redis nor any router's index knows a block of a dead incarnation. Raises: AssertionError."""
+    while True:
+        complaint = (
+            f"Redis still knows the dead incarnation {incarnation}"
+            if incarnation in system.incarnations_in_redis()
+            else system.index_complaint()
+        )
+        if not complaint:
+            return
+        assert time.monotonic() < until_s, complaint
+        time.sleep(0.1)
 
 
 def _worst(streams: list[Stream], struck_s: float) -> str:

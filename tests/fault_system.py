@@ -141,6 +141,23 @@ class FaultSystem:
             client.close()
         return found
 
+    def index_complaint(self) -> str:
+        """In what the routers' indexes differ from what the nodes in Redis hold; empty if in nothing."""
+        client: Any = redis.Redis.from_url(self.redis_url, socket_timeout=2, socket_connect_timeout=2)
+        try:
+            held: set[bytes] = set()
+            for key in client.scan_iter(match="*:blocks:*", count=1000):
+                held |= client.smembers(key)
+        finally:
+            client.close()
+        for router in ROUTERS:
+            known = self.metric(router, "kvrelay_index_blocks")
+            if known != len(held):
+                return f"{router} knows of {known:.0f} blocks, the nodes hold {len(held)}"
+            if self.metric(router, "kvrelay_index_nodes_silent"):
+                return f"{router} hears nothing of some node's blocks"
+        return ""
+
     def metrics(self, router: str) -> str:
         return httpx.get(f"{self.urls[router]}/metrics", timeout=5.0, trust_env=False).text
 

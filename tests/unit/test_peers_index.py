@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.clock import MockClock
 from common.hashing import hash_blocks, root_hash
+from common.kv.layout import KVLayout
+from common.protocol import ModelInfo, NodeLoad, NodeRecord, PeerRef
+from router.follower import SILENCE_S, Follower
 from router.index import PrefixIndex
+from router.index_metrics import IndexCollector
 
 
 def chain(first: int, blocks: int = 8, salt: str = "") -> list[bytes]:
@@ -34,6 +40,24 @@ def test_peers_14_the_index_has_a_bound_and_keeps_what_is_new() -> None:
         assert len(index) <= 1000
     assert index.match(chain(10_000 * 399)) == {"a": 8}
     assert index.match(chain(0)) == {}
+
+
+def test_peers_15_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    """By a metric and in the log. That blocks do arrive is seen with real nodes in every cell of the fault matrix."""
+    clock, index = MockClock(), PrefixIndex(clock=MockClock())
+    loads = {"a": NodeLoad(kv_blocks_cached=4), "empty": NodeLoad()}
+    follower = Follower("redis://127.0.0.1:1/0", "c", index, loads=lambda: loads, clock=clock)
+    layout, model = KVLayout("model", 1, 1, 8, "float32"), ModelInfo("m", "/m", 100, 100)
+    follower.set_nodes(
+        NodeRecord("prefill", PeerRef(f"node-{name}", name, "tcp://x", []), model, layout, 100, 0.0) for name in loads
+    )
+    for _ in range(3):
+        clock.advance(SILENCE_S * 0.6)
+        follower._judge()
+    assert follower.silent == ["a"]
+    assert "none of them ever reached the prefix index" in caplog.text
+    samples = {sample.name: sample.value for m in IndexCollector(index, follower).collect() for sample in m.samples}
+    assert samples["kvrelay_index_nodes_silent"] == 1
 
 
 def test_peers_21_one_tenants_blocks_are_not_anothers_hits() -> None:
