@@ -171,20 +171,35 @@ class NodeTable:
         last, self._last_tick_s = self._last_tick_s, now
         late = now - last > self._lease_s / 2
         self._drop_expired(now, last)
+        silent = set() if late else self._drop_silent(now)
         for node in list(self._nodes.values()):
-            if node.link is None:
-                if node.listed:
-                    self._connect(node)
-                else:
-                    del self._nodes[node.incarnation]
-                continue
-            if not late and now - (node.last_pong_s or node.linked_s) > self._lease_s:
-                if node.last_pong_s is not None:
-                    self._drop_link(node, f"{node.node_id} was silent for {self._lease_s:g} s")
-                elif not node.listed:
+            if node.incarnation in silent:
+                if not node.listed and node.link is not None:
                     self._forget(node, f"{node.node_id} never answered")
-                continue
-            self._send_ping(node)
+            elif node.link is not None:
+                self._send_ping(node)
+            elif node.listed:
+                self._connect(node)
+            else:
+                del self._nodes[node.incarnation]
+
+    def _drop_silent(self, now: float) -> set[str]:
+        """Give up the links on which nothing came for a lease. Returns which nodes are silent, also those that never
+        spoke, whose links stay.
+
+        All of them before any loss is reported, so that no attempt moves to a node that is next.
+        """
+        silent = [
+            node
+            for node in self._nodes.values()
+            if node.link is not None and now - (node.last_pong_s or node.linked_s) > self._lease_s
+        ]
+        fell_silent = [node for node in silent if node.last_pong_s is not None]
+        for node in fell_silent:
+            self._close_link(node)
+        for node in fell_silent:
+            self._report_loss(node, f"{node.node_id} was silent for {self._lease_s:g} s")
+        return {node.incarnation for node in silent}
 
     def _drop_expired(self, now: float, last_tick_s: float) -> None:
         """Give up the links on which this router itself was silent past the lease, as their nodes have done.

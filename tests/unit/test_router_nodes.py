@@ -117,6 +117,30 @@ def test_silence_is_not_judged_when_the_router_itself_was_held_up() -> None:
     play(scene)
 
 
+def test_nodes_that_fall_silent_together_are_all_unusable_before_the_first_loss_is_told() -> None:
+    """A router behind a cut link: its attempts must not be moved from node to node, each of which is next."""
+
+    async def scene(view: View, node: StubNode) -> None:
+        others = [StubNode("decode", f"d{n}", automatic=False) for n in (1, 2)]
+        try:
+            view.table.update([node.record, *(other.record for other in others)])
+            while len(view.table.usable("decode")) < 3:
+                await view.change()
+            left: list[int] = []
+            view.table._on_lost = lambda *_: left.append(len(view.table.usable("decode")))
+            for each in (node, *others):
+                each.pings_answered = False
+            for _ in range(8):
+                view.clock.advance(0.5)
+                view.table.tick()
+            assert left == [0, 0, 0]
+        finally:
+            for other in others:
+                await other.close()
+
+    play(scene)
+
+
 def test_router_that_was_held_up_past_its_lease_loses_all_attempts_and_links_anew() -> None:
     async def scene(view: View, node: StubNode) -> None:
         other = StubNode("decode", "d1", automatic=False)
