@@ -91,6 +91,7 @@ class NodeAdmin:
             "leases": len(shell.leases),
             "leases_untold": untold,
             "redis": "ok" if shell.registered else "away: it serves on and keeps trying",
+            "engine": "ok" if attempts is not None else "does not answer: in a long step, or stuck",
             "load": dataclasses.asdict(shell.load),
             "attempts": attempts,
             **self._describe(),

@@ -65,6 +65,15 @@ def test_secrets_are_not_on_any_command_line() -> None:
     assert as_the_child_sees_it(specs[1]).api_key == "hush"
 
 
+def test_every_service_gets_the_admin_token_by_environment_and_a_port_on_loopback() -> None:
+    environ = {"KVRELAY_ADMIN_PORT": "7", "KVRELAY_ADMIN_HOST": "0.0.0.0"}
+    for spec in plan(resolved())[1:]:
+        assert "the-admin-token" not in " ".join(spec.argv)
+        config = as_the_child_sees_it(ChildSpec(spec.name, spec.role, spec.argv, {**environ, **spec.environ}))
+        assert config.admin_token == "the-admin-token"
+        assert (config.admin_host, config.admin_port) == ("127.0.0.1", 9001 if spec.role == "router" else 0)
+
+
 def test_a_services_own_table_beats_the_top_level_but_not_a_flag_of_up(tmp_path) -> None:
     path = tmp_path / "k.toml"
     path.write_text("max_num_seqs = 1\nseed = 1\n[decode]\nmax_num_seqs = 2\nseed = 2\n")

@@ -1,0 +1,159 @@
+"""A node's admin port around a shell whose engine does nothing: draining, and an engine that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+import common.node.admin
+from common.config import DecodeConfig
+from common.kv.journal import BlockJournal
+from common.kv.layout import KVLayout
+from common.membership import Directory
+from common.node.shell import NodeShell
+from common.protocol import Message, ModelInfo, NodeLoad, NodeRecord, Ping, Pong
+from common.redis_server import RedisServer
+from common.rpc import Link
+
+
+class Logic:
+    """Does nothing; `stuck` holds the engine's thread up."""
+
+    def __init__(self) -> None:
+        self.load = NodeLoad(kv_blocks_total=10)
+        self.attempts: list[dict[str, Any]] = []
+        self.turning = threading.Event()
+        self.turning.set()
+
+    def describe_attempts(self) -> list[dict[str, Any]]:
+        return self.attempts
+
+    def handle(self, event: Any) -> None:
+        pass
+
+    def step(self) -> bool:
+        self.turning.wait(20)
+        return False
+
+    def on_time(self, now_s: float) -> None:
+        pass
+
+
+class Bench:
+    """A node, its admin port, and a link of a router to it."""
+
+    def __init__(self, logic: Logic, admin: httpx.AsyncClient, link: Link, pongs: asyncio.Queue[Pong], url: str):
+        self.logic, self.admin, self.url, self._link, self._pongs = logic, admin, url, link, pongs
+
+    async def ping(self) -> NodeLoad:
+        """Renew the lease; the load that the pong tells."""
+        self._link.send(Ping("router", 30.0))
+        async with asyncio.timeout(5):
+            return (await self._pongs.get()).load
+
+
+def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Awaitable[None]], **describe: Any) -> None:
+    async def main() -> None:
+        config = DecodeConfig(redis_url=redis_server.url, cluster=cluster, admin_token="t", lease_s=3.0)
+        shell, logic, ready = NodeShell(config, "decode-x"), Logic(), asyncio.Event()
+        await shell.bind()
+        record = NodeRecord(
+            "decode", shell.me, ModelInfo("m", "/m", 100, 64), KVLayout("f", 2, 2, 16, "float32"), 10, 1.0
+        )
+        node = asyncio.create_task(
+            shell.run(logic, record, BlockJournal(), ready.set, lambda: {"ranks": [], **describe})
+        )
+        seen: asyncio.Queue[list[NodeRecord]] = asyncio.Queue()
+        directory = asyncio.create_task(Directory(redis_server.url, cluster, seen.put_nowait, poll_s=0.02).run())
+        pongs: asyncio.Queue[Pong] = asyncio.Queue()
+
+        def on_message(message: Message) -> None:
+            assert isinstance(message, Pong)
+            pongs.put_nowait(message)
+
+        link = Link(shell.me.control_address, on_message, print)
+        try:
+            async with asyncio.timeout(20):
+                [listed] = await seen.get()
+            headers = {"authorization": "Bearer t"}
+            url = listed.admin_address
+            async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as admin:
+                await scene(Bench(logic, admin, link, pongs, url))
+        finally:
+            logic.turning.set()
+            link.close()
+            for task in (node, directory):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_drain_is_idle_once_nothing_runs_and_every_router_knows(redis_server: RedisServer, cluster: str) -> None:
+    async def scene(bench: Bench) -> None:
+        assert not (await bench.ping()).draining
+        status = (await bench.admin.get("/status")).json()
+        assert (status["node_id"], status["role"], status["redis"], status["engine"]) == (
+            "decode-x",
+            "decode",
+            "ok",
+            "ok",
+        )
+        assert (status["draining"], status["idle"], status["leases"]) == (False, False, 1)
+
+        status = (await bench.admin.post("/drain")).json()
+        assert (status["draining"], status["idle"], status["leases_untold"]) == (True, False, 1)
+        assert (await bench.ping()).draining
+        assert not (await bench.admin.get("/status")).json()["idle"]
+        bench.logic.attempts = [{"attempt": "a#1", "state": "running", "age_s": 1.0}]
+        assert (await bench.ping()).draining
+        status = (await bench.admin.get("/status")).json()
+        assert (status["idle"], status["leases_untold"], status["attempts"]) == (False, 0, bench.logic.attempts)
+        bench.logic.attempts = []
+        assert (await bench.admin.get("/status")).json()["idle"]
+
+        status = (await bench.admin.post("/undrain")).json()
+        assert (status["draining"], status["idle"]) == (False, False)
+        assert not (await bench.ping()).draining
+
+    play(redis_server, cluster, scene)
+
+
+def test_engine_that_stands_still_is_told_and_drain_does_not_call_it_idle(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common.node.admin, "_ENGINE_ANSWERS_S", 0.2)
+
+    async def scene(bench: Bench) -> None:
+        bench.logic.turning.clear()
+        async with asyncio.timeout(10):
+            while (status := (await bench.admin.post("/drain")).json())["attempts"] is not None:
+                pass
+        assert status["engine"].startswith("does not answer")
+        assert (status["draining"], status["idle"]) == (True, False)
+        bench.logic.turning.set()
+        async with asyncio.timeout(10):
+            while not (await bench.admin.get("/status")).json()["idle"]:
+                await asyncio.sleep(0.02)
+
+    play(redis_server, cluster, scene)
+
+
+def test_a_bug_in_the_status_costs_the_answer_and_not_the_node(redis_server: RedisServer, cluster: str) -> None:
+    async def scene(bench: Bench) -> None:
+        answer = await bench.admin.get("/status")
+        assert answer.status_code == 200  # what JSON does not know is told as text
+        bench.logic.describe_attempts = lambda: 1 / 0  # type: ignore[method-assign,assignment]
+        assert (await bench.admin.get("/status")).status_code == 500
+        assert (await bench.ping()).kv_blocks_total == 10
+        async with httpx.AsyncClient(trust_env=False) as stranger:
+            assert (await stranger.get(bench.url + "/status")).status_code == 401
+
+    play(redis_server, cluster, scene, odd=object())
