@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import cast
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from common.errors import ConfigError, ProtocolError, Unavailable
@@ -35,11 +34,61 @@ SILENCE_S = 5.0
 _HEARTBEAT_MS = 1000
 
 
-def _configure(socket: zmq.asyncio.Socket) -> None:
+_MESSAGES_PER_TURN = 32
+"""So many messages are taken before everything else on the loop has its turn."""
+
+_POLLIN = int(zmq.POLLIN)
+_Socket = zmq.Socket[bytes]
+
+
+class _Inbox:
+    """Hands over all that arrives at a socket, on the loop. Without a future or a task per message: a router's whole
+    throughput passes here. `on_frames` may close the inbox.
+    """
+
+    def __init__(self, socket: _Socket, on_frames: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._closed = False
+        self._due = False
+        self._loop.add_reader(self._fd, self._read)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look soon. The descriptor only tells of changes, and whoever uses the socket may have taken that from us."""
+        if not self._due and not self._closed:
+            self._due = True
+            self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        """To be called before the socket is closed."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+
+    def _read(self) -> None:
+        self._due = False
+        for _ in range(_MESSAGES_PER_TURN):
+            if self._closed or not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._on_frames(frames)
+        self.wake()
+
+
+def _open(kind: int) -> _Socket:
+    context = cast("zmq.Context[_Socket]", zmq.Context.instance())
+    socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
+    return socket
 
 
 class Server:
@@ -53,8 +102,7 @@ class Server:
 
     def __init__(self, host: str, port: int, on_message: Callable[[Identity, Message], None]) -> None:
         self._on_message = on_message
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        _configure(self._socket)
+        self._socket = _open(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -62,32 +110,29 @@ class Server:
             self._socket.close()
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._task = asyncio.get_running_loop().create_task(self._receive())
+        self._inbox = _Inbox(self._socket, self._receive)
 
     def send(self, identity: Identity, message: Message) -> None:
         """Send without waiting.
 
         Raises: Unavailable if that link is gone or its queue is full.
         """
-        _send(self._socket, [identity, encode(message)])
+        _send(self._socket, [identity, encode(message)], self._inbox)
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        self._inbox.close()
         self._socket.close()
 
-    async def _receive(self) -> None:
-        while True:
-            identity, *frames = await self._socket.recv_multipart()
-            try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"a control message has 1 frame, this one has {len(frames)}")
-                message = decode(frames[0])
-            except ProtocolError as error:
-                log.warning("dropped a control message: %s", error)
-                continue
-            _guarded(lambda identity=identity, message=message: self._on_message(identity, message))
-            await asyncio.sleep(0)  # a flood of messages must not keep everything else off the loop
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            message = _only_message(frames[1:])
+        except ProtocolError as error:
+            log.warning("dropped a control message: %s", error)
+            return
+        try:
+            self._on_message(frames[0], message)
+        except Exception:  # the main loop of a link: one message's bug must not end it
+            log.exception("a control message was not taken")
 
 
 class Link:
@@ -109,16 +154,15 @@ class Link:
         connect_timeout_s: float | None = None,
     ) -> None:
         self.address = address
-        self._connect_timeout_s = connect_timeout_s
         self._on_message = on_message
         self._on_lost = on_lost
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _configure(self._socket)
+        self._socket = _open(zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * SILENCE_S))  # for the other end to judge us by
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = self._socket.get_monitor_socket(events)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -126,9 +170,14 @@ class Link:
             self._monitor.close(linger=0)
             self._socket.close()
             raise Unavailable(f"cannot connect to {address}: {error}") from error
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._receive()), loop.create_task(self._watch())]
         self.closed = False
+        self._stands = False
+        self._deadline: asyncio.TimerHandle | None = None
+        if connect_timeout_s is not None:
+            unreached = f"{address} could not be reached within {connect_timeout_s:g} s"
+            self._deadline = asyncio.get_running_loop().call_later(connect_timeout_s, self._lose, unreached)
+        self._inbox = _Inbox(self._socket, self._receive)
+        self._events = _Inbox(self._monitor, self._on_event)
 
     def send(self, message: Message) -> None:
         """Send without waiting; before the connection stands, messages wait in its queue.
@@ -137,44 +186,39 @@ class Link:
         """
         if self.closed:
             raise Unavailable(f"link to {self.address} is closed")
-        _send(self._socket, [encode(message)])
+        _send(self._socket, [encode(message)], self._inbox)
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
-        for task in self._tasks:
-            task.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._inbox.close()
+        self._events.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
 
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"a control message has 1 frame, this one has {len(frames)}")
-                message = decode(frames[0])
-            except ProtocolError as error:
-                self._lose(f"{self.address} does not speak our protocol: {error}")
-                return
-            _guarded(lambda message=message: self._on_message(message))
-            await asyncio.sleep(0)  # as above
-
-    async def _watch(self) -> None:
+    def _receive(self, frames: list[bytes]) -> None:
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                stands = await self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        except TimeoutError:
-            self._lose(f"{self.address} could not be reached within {self._connect_timeout_s:g} s")
+            message = _only_message(frames)
+        except ProtocolError as error:
+            self._lose(f"{self.address} does not speak our protocol: {error}")
             return
-        if stands:
-            await self._next_event()
-        self._lose(f"connection to {self.address} broke")
+        try:
+            self._on_message(message)
+        except Exception:  # as above
+            log.exception("a control message was not taken")
 
-    async def _next_event(self) -> int:
-        return parse_monitor_message(await self._monitor.recv_multipart())["event"]
+    def _on_event(self, frames: list[bytes]) -> None:
+        """The connection stands, or (everything else) it stands no more."""
+        if not self._stands and parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._stands = True
+            if self._deadline is not None:
+                self._deadline.cancel()
+        else:
+            self._lose(f"connection to {self.address} broke")
 
     def _lose(self, reason: str) -> None:
         if not self.closed:
@@ -182,16 +226,15 @@ class Link:
             self._on_lost(reason)
 
 
-def _guarded(deliver: Callable[[], None]) -> None:
+def _only_message(frames: list[bytes]) -> Message:
+    if len(frames) != 1:
+        raise ProtocolError(f"a control message has 1 frame, this one has {len(frames)}")
+    return decode(frames[0])
+
+
+def _send(socket: _Socket, frames: list[bytes], inbox: _Inbox) -> None:
     try:
-        deliver()
-    except Exception:  # the main loop of a link: one message's bug must not end it
-        log.exception("a control message was not taken")
-
-
-def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
-    # With DONTWAIT the future is done when the call returns: sent, or failed because it would wait.
-    sent = cast("asyncio.Future[None]", socket.send_multipart(frames, zmq.DONTWAIT))  # pyright: ignore[reportUnknownMemberType]
-    error = sent.exception()
-    if error is not None:
+        socket.send_multipart(frames, zmq.DONTWAIT)
+    except zmq.ZMQError as error:
         raise Unavailable(f"cannot send: {error}") from error
+    inbox.wake()

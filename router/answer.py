@@ -85,6 +85,7 @@ class Answer:
     async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[bytes]:
         """The stream's body. What arrived together goes out together: one write, however many events."""
         opened: set[int] = set()
+        text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
         open_choices = dict(enumerate(self.generations))
         while open_choices:
             await self._news.wait()
@@ -95,6 +96,9 @@ class Answer:
                 if (deltas or outcome is not None) and index not in opened:
                     opened.add(index)
                     parts += [sse(chunk) for chunk in form.opening(generation, index)]
+                if text_only:
+                    parts += [form.text_event(delta.text, index) for delta in deltas if delta.text]
+                    deltas = ()
                 for delta in deltas:
                     chunk = form.delta(delta, index)
                     if chunk is not None:

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from common.errors import ClientError, KvRelayError, Overloaded
@@ -27,6 +28,7 @@ def sse(data: Json) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+_MARK = "\0text\0"
 
 
 def error_body(error: KvRelayError) -> Json:
@@ -126,6 +128,10 @@ class Format(Protocol):
         """The chunk for some new tokens; None if there is nothing to show."""
         ...
 
+    def text_event(self, text: str, index: int) -> bytes:
+        """The event of `delta` for a client that sees nothing but text; without building the chunk."""
+        ...
+
     def closing(self, outcome: Outcome, index: int) -> Json:
         """The choice's last chunk."""
         ...
@@ -151,6 +157,20 @@ class _Envelope:
             "created": options.created,
             "model": options.model,
         }
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: what stands before and after the text in the event of a delta."""
+
+    def delta(self, delta: Delta, index: int) -> Json | None:
+        raise NotImplementedError
+
+    def text_event(self, text: str, index: int) -> bytes:
+        around = self._around_text.get(index)
+        if around is None:
+            chunk = self.delta(Delta(_MARK, [], None), index)
+            assert chunk is not None
+            before, after = sse(chunk).split(json.dumps(_MARK).encode())
+            around = self._around_text[index] = before, after
+        return around[0] + encode_basestring(text).encode() + around[1]
 
     def chunk(self, choice: Json | None) -> Json:
         body: Json = {**self._head, "choices": [] if choice is None else [choice]}

@@ -22,6 +22,7 @@ from router.admin import RouterAdmin
 from router.api import Services, build
 from router.dispatch import Dispatcher, DispatchSettings
 from router.follower import Follower
+from router.front import Front
 from router.index import PrefixIndex
 from router.index_metrics import IndexCollector
 from router.metrics import Metrics
@@ -129,7 +130,8 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
     )
     settings = uvicorn.Config(
-        build(services),
+        Front(build(services), services.api_keys),
+        proxy_headers=False,
         http="httptools",
         loop="none",
         lifespan="off",

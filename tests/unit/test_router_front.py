@@ -1,0 +1,78 @@
+"""The short way of the two hot calls gives the same answers as the framework's, and text events the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from common.errors import BadRequest
+from router.front import Front
+from router.generation import Delta
+from router.openai_format import ChatFormat, FormatOptions, TextFormat, sse
+from router.tokenizer import Tokenizer
+
+
+def app() -> FastAPI:
+    made = FastAPI()
+
+    @made.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await request.body()
+        if body == b"bad":
+            raise BadRequest("no")
+        if body == b"bug":
+            raise ZeroDivisionError
+        return PlainTextResponse(body[::-1])
+
+    @made.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return PlainTextResponse(type(error).__name__, getattr(error, "http_status", 500))
+
+    made.add_exception_handler(Exception, on_error)
+    return made
+
+
+def call(path: str, method: str = "POST", body: bytes = b"", key: str = "key") -> tuple[int, str]:
+    async def send() -> tuple[int, str]:
+        transport = httpx.ASGITransport(Front(app(), ("key",)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
+            answer = await http.request(method, path, content=body, headers={"authorization": f"Bearer {key}"})
+            return answer.status_code, answer.text
+
+    return asyncio.run(send())
+
+
+def test_hot_calls_reach_their_endpoint_and_others_the_framework() -> None:
+    assert call("/v1/completions", body=b"abc") == (200, "cba")
+    assert call("/health", "GET") == (200, '{"status":"ok"}')
+    assert call("/v1/completions", "GET")[0] == 405
+    assert call("/v1/completions/", body=b"abc")[0] in (307, 404)
+
+
+def test_errors_and_bugs_get_the_applications_answer() -> None:
+    assert call("/v1/completions", body=b"bad") == (400, "BadRequest")
+    assert call("/v1/completions", body=b"bug") == (500, "ZeroDivisionError")
+
+
+def test_the_short_way_wants_a_key() -> None:
+    assert call("/v1/completions", body=b"abc", key="other")[0] == 401
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("text", ["a", ' "quoted" \\ ', "\n\t\x00\x1f\x7f", "äß漢🙂", "\u2028</script>", "text"])
+def test_a_text_event_is_the_event_of_its_chunk(text: str, usage: bool) -> None:
+    options = FormatOptions('cmpl-"1"', "text", usage_in_stream=usage)
+    for form in (ChatFormat(options, cast("Tokenizer", None)), TextFormat(options, cast("Tokenizer", None), 2)):
+        for index in (0, 1, 0):
+            chunk = form.delta(Delta(text, [5], None), index)
+            assert chunk is not None
+            assert form.text_event(text, index) == sse(chunk)
