@@ -35,6 +35,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, 
     """A plain table; columns of numbers stand right if `numeric`. Cells that are `Text` already stay as they are."""
     data = [list(row) for row in rows]
     made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made.show_header = any(columns)
     for index, name in enumerate(columns):
         numbers = numeric and bool(data) and all(_is_number(row[index]) for row in data)
         made.add_column(name, justify="right" if numbers else "left", no_wrap=index == 0, overflow="fold")
@@ -158,7 +159,7 @@ def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
     """A dictionary, whatever is in it: its values in two columns, then its lists of dictionaries as tables."""
     flat = [(key, value) for key, value in _flat(about) if not _is_rows(value)]
     parts: list[RenderableType] = [
-        table(title, ("", " "), [(key, _one_line(value)) for key, value in flat], numeric=False)
+        table(title, ("", ""), [(key, _one_line(value)) for key, value in flat], numeric=False)
     ]
     parts += [records(key, value) for key, value in _flat(about) if _is_rows(value)]
     return Group(*parts)

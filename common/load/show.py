@@ -36,7 +36,7 @@ def report(summary: Mapping[str, Any], left_out: int) -> RenderableType:
         for title, key in _LATENCIES
         if summary[key] is not None
     ]
-    parts: list[RenderableType] = [table("", ("", "  "), _facts(summary, left_out), numeric=False)]
+    parts: list[RenderableType] = [table("", ("", ""), _facts(summary, left_out), numeric=False)]
     if rows:
         parts.append(table("latency, ms", ("", *names), rows))
     parts += [Text(f"error: {detail}", "red") for detail in summary["first_errors"]]

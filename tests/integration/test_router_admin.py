@@ -141,6 +141,9 @@ def test_draining_nodes_get_nothing_new_and_say_so(model_folder: Path) -> None:
         await bench.stack.usable(2, 1)
         states = {node["node_id"]: node["state"] for node in (await bench.admin.get("/nodes")).json()["nodes"]}
         assert states == {"d0": "draining", "d1": "usable", "p0": "usable", "p1": "usable"}
+        metrics = (await bench.api.get("/metrics")).text
+        assert 'kvrelay_node_draining{model_name="stub-model",node="d0",role="decode"} 1.0' in metrics
+        assert 'kvrelay_node_usable{model_name="stub-model",node="d0",role="decode"} 0.0' in metrics
         for _ in range(4):
             assert (await bench.complete()).headers["x-kvrelay-decode-node"] == "d1"
         bench.nodes["d1"].draining = True
