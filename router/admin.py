@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from common.admin.server import AdminRoute, Call
@@ -14,6 +14,7 @@ from common.clock import monotonic
 from common.config import RouterConfig
 from common.errors import BadRequest, NotFound
 from common.membership import Directory
+from router.follower import Follower
 from router.model import ServedModel
 from router.nodes import Node
 from router.placing import Chain, Order
@@ -48,7 +49,8 @@ class RouterAdmin:
     def _status(self, call: Call) -> Mapping[str, Any]:
         dispatcher, model = self._router.dispatcher, self._router.catalog.model
         placer = dispatcher.placer
-        degraded = self._directory is not None and self._directory.degraded
+        follower = self._router.follower
+        away = self._directory is not None and (self._directory.degraded or (follower is not None and follower.away))
         return {
             "role": "router",
             "pid": os.getpid(),
@@ -58,15 +60,20 @@ class RouterAdmin:
             "policy": self._config.policy,
             "requests_running": dispatcher.running,
             "requests_waiting": dispatcher.waiting,
-            "redis": "away: serving with the nodes known" if degraded else "ok",
+            "redis": "away: serving with the nodes known" if away else "ok",
             "index": {
                 "blocks": len(placer.index),
                 "max_blocks": placer.index.max_blocks,
                 "evicted": placer.index.evicted,
                 "nodes": len(placer.index.incarnations),
+                **({} if follower is None else _feed(follower, self._name)),
             },
             "costs": {role: dataclasses.asdict(model.costs) for role, model in placer.models.items()},
         }
+
+    def _name(self, incarnation: str) -> str:
+        node = self._router.dispatcher.nodes.get(incarnation)
+        return incarnation if node is None else node.node_id
 
     def _nodes(self, call: Call) -> Mapping[str, Any]:
         dispatcher, now_s = self._router.dispatcher, monotonic()
@@ -141,6 +148,18 @@ def _routing(fleet: Fleet, incarnation: str) -> dict[str, float] | None:
     if incarnation not in fleet:
         return None
     return {name: round(value, 6) for name, value in fleet.values(incarnation).items()}
+
+
+def _feed(follower: Follower, name: Callable[[str], str]) -> dict[str, Any]:
+    """How the index is fed."""
+    return {
+        "events": follower.blocks,
+        "gaps": follower.gaps,
+        "snapshots": follower.snapshots,
+        "lag_s": round(follower.lag_s, 3),
+        "behind": [name(incarnation) for incarnation in follower.behind],
+        "silent": [name(incarnation) for incarnation in follower.silent],
+    }
 
 
 def node_state(node: Node) -> str:
