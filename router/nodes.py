@@ -171,7 +171,7 @@ class NodeTable:
         last, self._last_tick_s = self._last_tick_s, now
         late = now - last > self._lease_s / 2
         self._drop_expired(now, last)
-        silent = set() if late else self._drop_silent(now)
+        silent = set[str]() if late else self._drop_silent(now)
         for node in list(self._nodes.values()):
             if node.incarnation in silent:
                 if not node.listed and node.link is not None:
