@@ -272,7 +272,7 @@ class FaultSystem:
         dead = [service.name for service in self.services.values() if not service.alive]
         assert not dead, f"{dead} ended unasked:\n{self.log_tail()}"
         pongs = {node: self._ask(node, 0.5) for node in NODES}
-        if any(pong is None for pong in pongs.values()):
+        if any(pong is None for pong in pongs.values()) or not _answers(self.redis_url):
             return False
         self._incarnations = {node: pong.incarnation for node, pong in pongs.items() if pong is not None}
         known = self.incarnations_in_redis()
