@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from fault_streams import Answer, Body, Crowd, Stream, difference, make_streams, salted
 from fault_system import LEASE_S, NODES, RANK_HOSTS, ROUTERS, FaultSystem
@@ -344,9 +345,23 @@ def _metric(system: FaultSystem, router: str) -> float:
     return 0.0
 
 
+def _results_file() -> Path | None:
+    path = os.environ.get("FAULT_RESULTS")
+    return Path(path) if path else None
+
+
 def record(result: Result) -> None:
     """Append to the file that `scripts/test-faults` makes its table of."""
-    path = os.environ.get("FAULT_RESULTS")
-    if path:
-        with Path(path).open("a") as file:
+    path = _results_file()
+    if path is not None:
+        with path.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
+
+
+def read_results(path: Path | None = None) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The last result of every cell in the file, by (target, fault, moment)."""
+    path = path or _results_file()
+    if path is None or not path.exists():
+        return {}
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(result["target"], result["fault"], result["moment"]): result for result in results}

@@ -5,12 +5,11 @@ A cell that ran more than once is shown as it went the last time.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from fault_cells import CUT_S, STOP_S, Fault, Moment, Target
+from fault_cells import CUT_S, STOP_S, Fault, Moment, Target, read_results
 from fault_streams import STREAMS
 
 _HEAD = f"""# The fault matrix
@@ -34,14 +33,6 @@ again, and get the same tokens, of whose prompt more may be cached now); no key 
 load counter zero; and a node that was not killed works on under its old incarnation. The number is the longest time from
 the fault on, in seconds, in which one of the {STREAMS} streams got nothing (also because it was still queued).
 """
-
-
-def _read(path: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for line in path.read_text().splitlines():
-        result = json.loads(line)
-        found[result["target"], result["fault"], result["moment"]] = result
-    return found
 
 
 def render(results: dict[tuple[str, str, str], dict[str, Any]]) -> str:
@@ -78,4 +69,4 @@ def _first(problem: str) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(render(_read(Path(sys.argv[1]))))
+    Path(sys.argv[2]).write_text(render(read_results(Path(sys.argv[1]))))
