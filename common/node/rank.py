@@ -40,8 +40,7 @@ from common.torch_setup import configure_torch
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
-"""Loading a big shard may take minutes; a rank that waits longer for its leader ends."""
+_PROGRESS_EVERY_S = 5.0
 
 
 class TransferEnd:
@@ -113,7 +112,7 @@ class RankProcess:
             address = advertised(address, self._config)
         self.report(RankHello(self._rank, os.getpid(), address, platform.node()))
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        setup = self._wait_for(RankSetup)
+        setup = self._wait_for(RankSetup, "all ranks' processes must be there")
         configure_torch(self._config.threads)
         blueprint = self._blueprint
         mesh = connect_mesh(
@@ -126,7 +125,7 @@ class RankProcess:
         )
         loaded = load_rank(blueprint, self._config, mesh, small_batches=small_batches)
         self.report(RankReady(self._rank, loaded.max_blocks, peak_memory_bytes()))
-        start = self._wait_for(RankStart)
+        start = self._wait_for(RankStart, "all ranks must have loaded their shards")
         loaded.lay_out(start.num_blocks)
         end = make_end(loaded, self._rank, start.incarnation, self.report)
         try:
@@ -160,13 +159,18 @@ class RankProcess:
         except Exception as error:  # the rank ends, on its main thread
             steps.put(error)
 
-    def _wait_for(self, kind: type) -> Any:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            order = self._receive(START_TIMEOUT_S)
+    def _wait_for(self, kind: type, what: str) -> Any:
+        """The leader's next order of `kind`. Raises: PeerLost when the start takes too long."""
+        allowed_s = self._config.start_timeout_s
+        deadline_s = time.monotonic() + allowed_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if not self._orders.poll(int(1000 * min(left_s, _PROGRESS_EVERY_S))):
+                log.info("rank %d waits for the leader at %s: %s", self._rank, self._leader, what)
+                continue
+            order = self._codec.decode(self._orders.recv())
             if isinstance(order, kind):
                 return order
-        raise PeerLost(f"the leader at {self._leader} sent no {kind.__name__}")
+        raise PeerLost(f"the leader at {self._leader} did not come within {allowed_s:g} s: {what}")
 
     def _receive(self, timeout_s: float) -> Any:
         if not self._orders.poll(int(timeout_s * 1000)):

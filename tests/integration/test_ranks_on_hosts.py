@@ -66,6 +66,20 @@ def test_ranks_of_one_node_started_by_two_commands(redis_server: RedisServer, cl
         assert "rank 1" in (tmp_path / "decode-0.log").read_text().splitlines()[-1]
 
 
+def test_ranks_whose_leader_does_not_come_say_so_and_end(
+    redis_server: RedisServer, cluster: str, tmp_path: Path
+) -> None:
+    model = make_tiny("qwen3", tmp_path / "qwen3")
+    master = ("--nnodes", "2", "--node-rank", "1", "--master-port", str(free_port()), "--start-timeout-s", "6")
+    node = ("--model", str(model), "--redis-url", redis_server.url, "--cluster", cluster)
+    with kvrelay(tmp_path / "node.log", "decode", *node, "--tensor-parallel-size", "2", *master) as process:
+        assert process.wait(60) not in (0, None)
+    log = (tmp_path / "node.log").read_text()
+    assert "rank 1 waits for the leader at tcp://127.0.0.1:" in log
+    assert "did not come within 6 s: all ranks' processes must be there" in log
+    assert "rank 1 (pid " in log.splitlines()[-1], "what ended is told at the end"
+
+
 @pytest.mark.parametrize(
     ("role", "args", "said"),
     [
