@@ -27,6 +27,8 @@ _FAN_OUT = 256
 _SMALL_SHARD = 1024
 """Below so many blocks a shard is not split further."""
 _TIDY_BLOCKS = 5000
+_FEW_BITS = 32
+"""Above so many, NumPy finds them faster."""
 _MAX_KNOWN_MASKS = 100_000
 
 
@@ -281,6 +283,9 @@ class PrefixIndex:
 
 def _bits(mask: int) -> list[int]:
     """The positions of the set bits, lowest first."""
+    if mask.bit_count() > _FEW_BITS:
+        packed = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
+        return np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
     found: list[int] = []
     while mask:
         lowest = mask & -mask

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ SHOWN_CANDIDATES = 8
 """Of each leg's candidates, so many of the best are named in an answer's headers."""
 
 
+@lru_cache(maxsize=65_536)
 def stable_hash(text: str) -> int:
     """64 bits, equal in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -214,10 +216,9 @@ class Fleet:
     def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
         """Leading blocks of the request that each node holds."""
         blocks = np.zeros(len(self))
-        for incarnation, count in hits.items():
-            row = self._rows.get(incarnation)
-            if row is not None:
-                blocks[row] = count
+        # Without a Python step per node: a system prompt's first block is held by all of them.
+        names = self._rows.keys() & hits.keys()
+        blocks[list(map(self._rows.__getitem__, names))] = list(map(hits.__getitem__, names))
         return blocks
 
 
