@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
@@ -21,7 +22,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import MovedError, RedisError
 
 from common.errors import ConfigError
 
@@ -43,7 +44,7 @@ def connect(redis_url: str) -> RedisClient:
     try:
         if scheme in ("redis+cluster", "rediss+cluster"):
             plain = redis_url.replace("+cluster", "", 1)
-            return RedisCluster.from_url(plain, cluster_error_retry_attempts=0, **options)
+            return RedisCluster.from_url(plain, retry=Retry(NoBackoff(), 1), **options)
         options["retry"] = Retry(NoBackoff(), 0)
         if scheme in ("redis+sentinel", "rediss+sentinel"):
             return _by_sentinel(redis_url, options)
@@ -121,9 +122,11 @@ def honour_cancellation() -> None:
 
 def short(error: BaseException) -> str:
     """A Redis error in a few words."""
-    if str(error).startswith("MOVED"):
+    if isinstance(error, MovedError):
         return "it is part of a Redis Cluster: write redis+cluster:// instead of redis://"
     cause = error.__cause__ or error.__context__
+    if isinstance(cause, ssl.SSLError):
+        return str(cause)
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
         return os.strerror(cause.errno)
     return str(error).rstrip(".") or type(error).__name__

@@ -56,7 +56,7 @@ class Services:
     dispatcher: Dispatcher
     catalog: ModelCatalog
     metrics: Metrics
-    degraded: Callable[[], bool]
+    degraded: Callable[[], str]
     """Whether Redis is away."""
     max_body_bytes: int
     body_timeout_s: float
@@ -345,13 +345,14 @@ def _add_operator_routes(app: FastAPI, services: Services) -> None:
         """200 when requests can be served, 503 when not; how well is in the body."""
         prefill, decode = len(nodes.usable("prefill")), len(nodes.usable("decode"))
         ready = decode > 0 and services.catalog.model is not None
+        degraded = services.degraded()
         body = {
-            "status": "ok" if ready else "unavailable",
+            "status": ("degraded" if degraded else "ok") if ready else "unavailable",
             "prefill": prefill,
             "decode": decode,
             "prefill_mode": "relayed" if prefill else "local: no prefill node, decode nodes compute prompts themselves",
-            "degraded": services.degraded(),
-            "redis": "away: serving with the nodes known" if services.degraded() else "ok",
+            "degraded": bool(degraded),
+            "redis": degraded or "ok",
         }
         return JsonResponse(body, 200 if ready else 503)
 

@@ -86,10 +86,14 @@ class Router:
         self.metrics.registry.register(IndexCollector(self.index, self.follower))
         return self.follower
 
-    @property
-    def degraded(self) -> bool:
-        """The prefix index is not fed: Redis is away, or nodes' blocks have not reached it."""
-        return self.follower is not None and (self.follower.away or bool(self.follower.silent))
+    def degraded(self, directory: Directory | None) -> str:
+        """What of Redis is missing, in a few words; empty when nothing is."""
+        follower = self.follower
+        if (directory is not None and directory.degraded) or (follower is not None and follower.away):
+            return "away: serving with the nodes known"
+        if follower is not None and follower.silent:
+            return f"{len(follower.silent)} nodes' blocks never reached the prefix index"
+        return ""
 
     def close(self) -> None:
         """End all requests, close all links."""
@@ -124,7 +128,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         dispatcher=router.dispatcher,
         catalog=router.catalog,
         metrics=router.metrics,
-        degraded=lambda: (directory is not None and directory.degraded) or router.degraded,
+        degraded=lambda: router.degraded(directory),
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_timeout_s=BODY_TIMEOUT_S,
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),

@@ -63,3 +63,40 @@ def test_nodes_are_found_in_redis_and_open_streams_are_told_of_the_end(
         await decode.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_without_redis_the_router_serves_on_and_says_that_it_is_degraded(
+    tmp_path: Path, cluster: str, free_port: int
+) -> None:
+    folder = make_model_folder(tmp_path / "stub-model")
+
+    async def main() -> None:
+        with RedisServer() as server:
+            config = RouterConfig(port=free_port, redis_url=server.url, cluster=cluster, lease_s=1.0)
+            decode = StubNode("decode", "d0", str(folder))
+            registrar = Registrar(server.url, cluster, decode.record, lease_s=1.0)
+            tasks = [asyncio.create_task(registrar.run()), asyncio.create_task(serve(config))]
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}", timeout=20) as http:
+
+                async def says(status: str, away: str) -> None:
+                    async with asyncio.timeout(10):
+                        while (health := await http.get("/health")).json()["status"] != status:
+                            assert health.status_code == 200
+                            await asyncio.sleep(0.02)
+                    assert f"kvrelay_redis_away {away}" in (await http.get("/metrics")).text
+
+                await _healthy(http, 1)
+                await says("ok", "0.0")
+                server.kill()
+                await says("degraded", "1.0")
+                answer = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 4})
+                assert answer.status_code == 200
+                await asyncio.to_thread(server.restart)
+                await says("ok", "0.0")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await registrar.deregister()
+            await decode.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

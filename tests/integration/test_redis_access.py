@@ -1,0 +1,138 @@
+"""Every way in which Redis can be reached: password, ACL user, TLS, Redis Cluster, Sentinel. Real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from redis_cluster_of_nodes import ANode, ARouter, make_record, names, running, until
+from redis_servers import ask, binary_with_tls, redis_server_with
+
+from common.errors import ConfigError
+from common.redis_client import check_redis
+from common.redis_server import free_port
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
+
+
+def works_with(url: str) -> None:
+    """Registration, ownership and following by this URL, and an orderly end."""
+
+    async def scene() -> None:
+        await check_redis(url)
+        node, router = ANode(url, "c", make_record("n0")), ARouter(url, "c")
+        node.stored(names(3000))
+        async with running(router):
+            async with running(node):
+                await until(lambda: router.holds(node.incarnation, names(3000)))
+                node.removed(names(1000))
+                await until(lambda: router.holds(node.incarnation, names(2000, 1000)))
+            await until(lambda: router.index.match(names(3000)) == {})
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def refused(url: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(check_redis(url))
+    return str(caught.value)
+
+
+def test_password(tmp_path: Path) -> None:
+    with redis_server_with(tmp_path, "requirepass s3cret%") as port:
+        works_with(f"redis://:s3cret%25@127.0.0.1:{port}/0")
+        assert "s3cret" not in refused(f"redis://:wrong-s3cret@127.0.0.1:{port}/0")
+        assert "cannot reach Redis" in refused(f"redis://127.0.0.1:{port}/0")
+
+
+def test_acl_user_with_the_documented_rights_and_no_others(tmp_path: Path) -> None:
+    text = re.search(r"ACL SETUSER kvrelay (on .*?)```", DOCUMENT.read_text(), re.S)
+    assert text is not None
+    rights = " ".join(text.group(1).split())
+    with redis_server_with(tmp_path, f"user kvrelay {rights}", "user default off") as port:
+        works_with(f"redis://kvrelay:PASSWORD@127.0.0.1:{port}/0")
+
+
+def test_tls_with_an_authority_of_its_own(tmp_path: Path) -> None:
+    binary = binary_with_tls()
+    key, certificate = tmp_path / "key.pem", tmp_path / "ca.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    options = (f"tls-cert-file {certificate}", f"tls-key-file {key}", "tls-auth-clients no")
+    with redis_server_with(tmp_path, *options, binary=binary, tls=True) as port:
+        works_with(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}")
+        assert "certificate" in refused(f"rediss://127.0.0.1:{port}/0")
+
+
+def _low_port() -> int:
+    """A free port, whose bus port, 10,000 higher, is one too."""
+    return next(port for port in iter(free_port, 0) if port < 55_000)
+
+
+def test_redis_cluster_by_any_of_its_servers(tmp_path: Path) -> None:
+    options = ("cluster-enabled yes", "cluster-node-timeout 2000")
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(redis_server_with(tmp_path, *options, port=_low_port())) for _ in range(3)]
+        for index, port in enumerate(ports):
+            first, last = index * 5461, 16383 if index == 2 else (index + 1) * 5461 - 1
+            ask(port, "CLUSTER", "ADDSLOTS", *range(first, last + 1))
+            ask(port, "CLUSTER", "MEET", "127.0.0.1", ports[0])
+
+        async def formed() -> None:
+            await until(lambda: all(b"cluster_state:ok" in ask(p, "CLUSTER", "INFO") for p in ports), 20)
+            await until(lambda: all(len(ask(p, "CLUSTER", "NODES").splitlines()) == 3 for p in ports), 20)
+
+        asyncio.run(formed())
+        for port in ports:
+            works_with(f"redis+cluster://127.0.0.1:{port}")
+        told = [said for port in ports if (said := _refusal(f"redis://127.0.0.1:{port}/0"))]
+        assert len(told) == 2  # the third holds the slot that is asked for
+        assert all("redis+cluster://" in said for said in told)
+
+
+def _refusal(url: str) -> str:
+    try:
+        asyncio.run(check_redis(url))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_sentinel_names_the_server_and_its_successor(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        crash = stack.enter_context(contextlib.ExitStack())
+        first = crash.enter_context(redis_server_with(tmp_path))
+        second = stack.enter_context(redis_server_with(tmp_path, f"replicaof 127.0.0.1 {first}"))
+        watch = (f"sentinel monitor kv 127.0.0.1 {first} 1", "sentinel down-after-milliseconds kv 500")
+        sentinel = stack.enter_context(
+            redis_server_with(tmp_path, *watch, "sentinel failover-timeout kv 2000", sentinel=True)
+        )
+        url = f"redis+sentinel://127.0.0.1:{sentinel}/kv"
+
+        async def scene() -> None:
+            await until(lambda: ask(second, "INFO", "replication")["master_link_status"] == "up")
+            await until(lambda: len(ask(sentinel, "SENTINEL", "REPLICAS", "kv")) == 1, 20)
+            node, router = ANode(url, "c", make_record("n0")), ARouter(url, "c")
+            node.stored(names(100))
+            async with running(node, router):
+                await until(lambda: router.holds(node.incarnation, names(100)))
+                crash.close()
+                await until(lambda: router.follower.away)
+                node.stored(names(50, 100))
+                assert router.holds(node.incarnation, names(100)), "what is known stays known"
+                await until(lambda: ask(second, "ROLE")[0] == b"master", 30)
+                await until(lambda: router.holds(node.incarnation, names(150)), 10)
+                assert not router.directory.degraded
+
+        asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_malformed_urls_are_told() -> None:
+    for url in ("redis+sentinel://127.0.0.1:26379", "redis://h:notaport/0", "http://h/"):
+        with pytest.raises(ConfigError, match="malformed"):
+            asyncio.run(check_redis(url))
