@@ -162,7 +162,7 @@ def _policy() -> Any:
 
 
 def _max_attempts() -> Any:
-    return _option(3, "Tries to serve one request before its client gets an error.", "Routing", low=1)
+    return _option(3, "Tries in a row that may bring no token before a client gets an error.", "Routing", low=1)
 
 
 def _index_blocks() -> Any:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from common.errors import KvRelayError
 from router.generation import Delta, Generation
 from router.openai_format import DONE, Format, FormatOptions, error_body, sse, usage
+from router.served import how_served
 
 
 class Answer:
@@ -82,6 +83,11 @@ class Answer:
             if generation.outcome is not None and generation.outcome.error is not None:
                 raise generation.outcome.error
 
+    def to_blame(self, error: KvRelayError) -> Generation | None:
+        """The generation that failed with this error, else the first one; None before there is any."""
+        failed = (each for each in self.generations if each.outcome is not None and each.outcome.error is error)
+        return next(failed, self.generations[0] if self.generations else None)
+
     async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[bytes]:
         """The stream's body. What arrived together goes out together: one write, however many events."""
         opened: set[int] = set()
@@ -108,12 +114,14 @@ class Answer:
                 if outcome is None:
                     continue
                 if outcome.error is not None:
-                    yield b"".join([*parts, sse(error_body(outcome.error)), DONE])
+                    told = {**error_body(outcome.error), "kvrelay": how_served(generation)}
+                    yield b"".join([*parts, sse(told), DONE])
                     return
                 if outcome.finish_reason is None:
                     return
                 del open_choices[index]
-                parts.append(sse(form.closing(outcome, index)))
+                # The headers went out with the first token; by now all is known.
+                parts.append(sse({**form.closing(outcome, index), "kvrelay": how_served(generation)}))
             if not open_choices:
                 if options.usage_in_stream:
                     parts.append(sse(form.usage_chunk(self.generations)))

@@ -9,7 +9,6 @@ import asyncio
 import hmac
 import importlib.metadata
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,11 +32,12 @@ from common.errors import (
 )
 from router.answer import Answer, EventStream, JsonResponse, error_response
 from router.dispatch import Dispatcher
-from router.generation import Generation, GenerationRequest
+from router.generation import GenerationRequest
 from router.metrics import Metrics
 from router.model import ModelCatalog, ServedModel
 from router.openai_format import ChatFormat, Format, FormatOptions, TextFormat
 from router.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase, RequestT, parse_body
+from router.served import RequestIds, headers, printable
 
 log = logging.getLogger(__name__)
 
@@ -136,27 +136,38 @@ def build(services: Services) -> FastAPI:
     @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """An answer to a conversation, as OpenAI's call of this name."""
+        _name(request, "chatcmpl")
         body, size = await _parse(request, services, ChatRequest)
         model = services.catalog.get(body.model)
         services.dispatcher.check_room(1)
         generation = await _maybe_on_thread(size, lambda: _chat_generation(body, model))
-        options = _options("chatcmpl", body, model)
+        options = _options(request, body, model)
         return await _serve(request, services, model, body, [generation], ChatFormat(options, model.tokenizer), options)
 
     @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """A continuation of each prompt, as OpenAI's call of this name."""
+        _name(request, "cmpl")
         body, size = await _parse(request, services, CompletionRequest)
         model = services.catalog.get(body.model)
         services.dispatcher.check_room(len(body.prompt))
         generations = await _maybe_on_thread(
             size, lambda: [_text_generation(body, model, prompt) for prompt in body.prompt]
         )
-        options = _options("cmpl", body, model)
+        options = _options(request, body, model)
         form = TextFormat(options, model.tokenizer, len(generations))
         return await _serve(request, services, model, body, generations, form, options)
 
     return app
+
+
+def _name(request: Request, prefix: str) -> None:
+    """Give the request its id, before anything can fail: errors carry it too."""
+    request.state.ids = RequestIds.make(prefix, request.headers.get("x-request-id"))
+
+
+def _ids(request: Request) -> RequestIds | None:
+    return getattr(request.state, "ids", None)
 
 
 async def _parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
@@ -202,9 +213,12 @@ def _too_long(model: ServedModel, total: str, prompt: int, completion: int, para
     )
 
 
-def _options(prefix: str, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
+def _options(request: Request, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
+    ids: RequestIds = request.state.ids
+    if body.request_id and not ids.client:
+        request.state.ids = ids = RequestIds(ids.own, printable(body.request_id))
     return FormatOptions(
-        request_id=f"{prefix}-{secrets.token_hex(12)}",
+        request_id=ids.own,
         model=model.name,
         with_logprobs=body.num_logprobs is not None,
         with_token_ids=bool(body.return_token_ids),
@@ -257,51 +271,29 @@ async def _serve(
 ) -> Response:
     """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
     answer = Answer()
+    ids: RequestIds = request.state.ids
     handed_over = False
     services.metrics.set_model(model.name)
     try:
         answer.generations = services.dispatcher.submit(
-            options.request_id, wanted, model.tokenizer.pieces, answer.on_news
+            ids.own, wanted, model.tokenizer.pieces, answer.on_news, ids.client
         )
         answer.watch(request.receive)
         if body.stream:
             await answer.begun()
             handed_over = True
-            return EventStream(answer, answer.events(form, options), _headers(options, answer.generations[0]))
+            return EventStream(answer, answer.events(form, options), headers(ids, answer.generations[0]))
         deltas = await answer.finished()
         if answer.abandoned:
             return Response(status_code=499)
-        return JsonResponse(form.whole(answer.generations, deltas), headers=_headers(options, answer.generations[0]))
+        return JsonResponse(form.whole(answer.generations, deltas), headers=headers(ids, answer.generations[0]))
     except KvRelayError as error:
         # Here and not in the application's handler, so that a failure too says where it was tried.
         services.metrics.http_error(error.http_status)
-        headers = _headers(options, answer.generations[0]) if answer.generations else {}
-        return error_response(error, headers)
+        return error_response(error, headers(ids, answer.to_blame(error)))
     finally:
         if not handed_over:
             answer.close()
-
-
-def _headers(options: FormatOptions, generation: Generation) -> dict[str, str]:
-    """Where the request went and why; in a stream, as far as known with the first token."""
-    headers = {"x-request-id": options.request_id, "x-kvrelay-request-id": options.request_id}
-    decision = generation.decision
-    if decision is None:
-        return headers
-    headers |= {
-        "x-kvrelay-attempt": str(generation.flow.attempt),
-        "x-kvrelay-decode-node": _printable(decision.decode.picked.node_id),
-        "x-kvrelay-policy": decision.policy,
-        "x-kvrelay-prefill": decision.mode,
-        "x-kvrelay-decision": _printable(decision.to_json()),
-    }
-    if decision.prefill is not None:
-        headers["x-kvrelay-prefill-node"] = _printable(decision.prefill.picked.node_id)
-    return headers
-
-
-def _printable(text: str) -> str:
-    return "".join(char if " " <= char <= "~" else "?" for char in text)[:2048]
 
 
 def _add_error_handlers(app: FastAPI, services: Services) -> None:
@@ -317,9 +309,12 @@ def _add_error_handlers(app: FastAPI, services: Services) -> None:
         else:
             known = KvRelayError("internal error in the router")
         services.metrics.http_error(known.http_status)
-        # What is left of a body that never came would be read as the connection's next request.
-        headers = {"connection": "close"} if isinstance(known, RequestTimeout) else None
-        return error_response(known, headers)
+        ids = _ids(request)
+        shown = {} if ids is None else headers(ids, None)
+        if isinstance(known, RequestTimeout):
+            # What is left of a body that never came would be read as the connection's next request.
+            shown["connection"] = "close"
+        return error_response(known, shown)
 
     for kind in (HTTPException, KvRelayError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)

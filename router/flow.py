@@ -199,7 +199,7 @@ class Flow:
             return self._on_gap(leg, chunk)
         instructions: Instructions = []
         if self.state is State.PREFILL:
-            instructions.append(self._note("first_token", leg))
+            instructions.append(self._note(self._first_event, leg))
         instructions += self._accept(leg, chunk)
         if self.state is State.PREFILL:
             self.state = State.HANDOVER
@@ -214,7 +214,7 @@ class Flow:
             return self._on_gap(leg, chunk)
         instructions = self._close_leg(self._prefill)  # it has spoken, or the decode node spoke for it
         if self.state is not State.DECODE:
-            instructions.append(self._note("first_token" if self.state is State.PREFILL else "handover", leg))
+            instructions.append(self._note(self._first_event if self.state is State.PREFILL else "handover", leg))
             self.state = State.DECODE
         return instructions + self._accept(leg, chunk)
 
@@ -302,6 +302,11 @@ class Flow:
     def _note(self, event: str, leg: _Leg, reason: str = "", **data: object) -> Note:
         about = {"attempt": self.attempt, "node": leg.peer.node_id, "role": self._role(leg), **data}
         return Note(event, reason, about)
+
+    @property
+    def _first_event(self) -> str:
+        """What the present attempt's first token is called in the story."""
+        return "resumed" if self.token_ids else "first_token"
 
     def _role(self, leg: _Leg) -> str:
         return "prefill" if leg is self._prefill else "decode"

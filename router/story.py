@@ -9,6 +9,7 @@ Writing is one append; whatever costs more waits until somebody reads. What the 
     backoff      the next attempt waits a moment first
     sent         a leg's request went to its node
     first_token  the first token for the client
+    resumed      the first token of a later attempt
     handover     the decode node has taken over from the prefill node
     leg_failed   a node gave its leg up
     node_lost    a node of the attempt is gone

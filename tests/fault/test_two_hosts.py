@@ -145,7 +145,7 @@ async def complete(client: httpx.AsyncClient, prompt: list[int]) -> Answer:
     return Answer(
         answer.status_code,
         answer.json(),
-        headers.get("x-kvrelay-prefill", ""),
+        headers.get("x-kvrelay-prefill-mode", ""),
         int(headers.get("x-kvrelay-attempt", 0)),
     )
 

@@ -61,7 +61,7 @@ def check_chat(port: int) -> str:
     """Ask through a relay; returns the answer's text."""
     answer = chat(port)
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-kvrelay-prefill"] == "relayed"
+    assert answer.headers["x-kvrelay-prefill-mode"] == "relayed"
     text = answer.json()["choices"][0]["message"]["content"]
     assert text
     return text
@@ -148,5 +148,5 @@ def test_every_role_on_a_host_of_its_own_with_exact_tokens(compose_folder: Path,
             trust_env=False,
         )
         assert answer.status_code == 200, answer.text
-        assert answer.headers["x-kvrelay-prefill"] == "relayed"
+        assert answer.headers["x-kvrelay-prefill-mode"] == "relayed"
         assert first_difference(greedy(model, prompt, 32), answer.json()["choices"][0]["token_ids"]) is None

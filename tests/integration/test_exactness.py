@@ -120,7 +120,7 @@ def test_relay_moves_exactly_the_bytes_that_the_layout_says(served: tuple[Case, 
         with httpx.Client(timeout=60.0) as client:
             answer = client.post(f"{system.url}/v1/completions", json=body(model, prompt, max_tokens=2))
         assert answer.status_code == 200
-        return system.metric("kvrelay_relayed_bytes_total") - before, answer.headers["x-kvrelay-prefill"]
+        return system.metric("kvrelay_relayed_bytes_total") - before, answer.headers["x-kvrelay-prefill-mode"]
 
     system.wait_whole()
     draw = random.Random(1)

@@ -4,70 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI
-from stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
+from router_bench import LONG, Bench, play, script_of
+from stub_node import MAX_LEN, StubNode, running_stack
 from tokenizers import Tokenizer
 
 import router.service
 from common.config import RouterConfig
 from common.rpc import Link
-
-LONG = "the quick brown fox jumps over the lazy dog. " * 6
-"""More tokens than are prefilled locally."""
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("router") / "stub-model")
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(model_folder / "tokenizer.json"))
-
-
-class Bench:
-    """What a test gets: the stack, a node of each role, a client."""
-
-    def __init__(self, stack: Stack, prefill: StubNode, decode: StubNode, client: AsyncOpenAI) -> None:
-        self.stack, self.prefill, self.decode, self.client = stack, prefill, decode, client
-
-
-def play(
-    model_folder: Path,
-    scene: Callable[[Bench], Awaitable[None]],
-    *,
-    config: dict[str, Any] | None = None,
-    api_key: str = "none",
-    **node: Any,
-) -> None:
-    """Run `scene` against one prefill node, one decode node and a router; then everything must be at zero."""
-
-    async def main() -> None:
-        path = str(model_folder)
-        prefill = StubNode("prefill", "p0", path, **node)
-        decode = StubNode("decode", "d0", path, **node)
-        settings = RouterConfig(**{"lease_s": 1.0, **(config or {})})
-        async with (
-            running_stack(settings, prefill, decode) as stack,
-            AsyncOpenAI(base_url=stack.url + "/v1", api_key=api_key, max_retries=0) as client,
-        ):
-            await scene(Bench(stack, prefill, decode, client))
-            await stack.settled()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def script_of(text: str, tokenizer: Tokenizer, *, end: bool = True) -> Callable[[int], int]:
-    ids = tokenizer.encode(text).ids + ([tokenizer.token_to_id("</s>")] if end else [])
-    return lambda index: ids[min(index, len(ids) - 1)]
 
 
 def test_relayed_chat_answers_whole_and_streamed_alike(model_folder: Path, tokenizer: Tokenizer) -> None:
@@ -80,7 +29,7 @@ def test_relayed_chat_answers_whole_and_streamed_alike(model_folder: Path, token
         assert whole.choices[0].message.content == answer
         assert whole.choices[0].finish_reason == "stop"
         assert whole.usage is not None
-        assert raw.headers["x-kvrelay-prefill"] == "relayed"
+        assert raw.headers["x-kvrelay-prefill-mode"] == "relayed"
         assert (raw.headers["x-kvrelay-prefill-node"], raw.headers["x-kvrelay-decode-node"]) == ("p0", "d0")
         assert json.loads(raw.headers["x-kvrelay-decision"])["decode"]["scores"] == {"d0": 0}
 
@@ -114,7 +63,7 @@ def test_relayed_chat_answers_whole_and_streamed_alike(model_folder: Path, token
 def test_short_prompt_is_prefilled_by_the_decode_node_and_says_so(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         raw = await bench.client.completions.with_raw_response.create(model="stub-model", prompt="hi", max_tokens=3)
-        assert raw.headers["x-kvrelay-prefill"] == "local"
+        assert raw.headers["x-kvrelay-prefill-mode"] == "local"
         assert "x-kvrelay-prefill-node" not in raw.headers
         assert raw.parse().usage.completion_tokens == 3  # type: ignore[union-attr]
         assert bench.prefill.requests() == []
@@ -310,7 +259,7 @@ def test_prefill_node_that_keeps_failing_is_replaced_by_a_local_prefill_in_the_l
     async def scene(bench: Bench) -> None:
         raw = await bench.client.completions.with_raw_response.create(model="stub-model", prompt=LONG, max_tokens=3)
         assert raw.headers["x-kvrelay-attempt"] == "3"
-        assert raw.headers["x-kvrelay-prefill"] == "local"
+        assert raw.headers["x-kvrelay-prefill-mode"] == "local"
         assert [request.key.attempt for request in bench.decode.requests()] == [1, 2, 3]
         assert bench.decode.aborts()[0].attempt == 1
 
@@ -372,7 +321,7 @@ def test_no_nodes_is_503_and_health_says_so(model_folder: Path) -> None:
             assert (health.json()["prefill"], health.json()["decode"]) == (0, 1)
             assert "local" in health.json()["prefill_mode"]
             answer = await http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 2})
-            assert answer.headers["x-kvrelay-prefill"] == "local"
+            assert answer.headers["x-kvrelay-prefill-mode"] == "local"
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
