@@ -50,5 +50,10 @@ def play(
 
 
 def script_of(text: str, tokenizer: Tokenizer, *, end: bool = True) -> Callable[[int], int]:
-    ids = tokenizer.encode(text).ids + ([tokenizer.token_to_id("</s>")] if end else [])
+    """The tokens of `text`, then of the end of a sequence, for ever; or the last token of `text`."""
+    ids: list[int] = tokenizer.encode(text).ids
+    if end:
+        end_id = tokenizer.token_to_id("</s>")
+        assert end_id is not None
+        ids = [*ids, end_id]
     return lambda index: ids[min(index, len(ids) - 1)]

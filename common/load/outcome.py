@@ -31,7 +31,7 @@ class Outcome:
     cached_tokens: int = 0
     output_tokens: int = 0
     prefill: str = ""
-    """relayed or local, as x-kvrelay-prefill says."""
+    """relayed or local, as x-kvrelay-prefill-mode says."""
     prefill_node: str = ""
     decode_node: str = ""
     attempts: int = 1
@@ -54,7 +54,7 @@ class Outcome:
 def read_outcome(number: int, stream: Stream, start_s: float, late_s: float = 0.0) -> Outcome:
     """Look at all events of a stream that is over."""
     outcome = Outcome(number, stream.sent_s - start_s, late_s, ended_s=stream.ended_s - start_s)
-    outcome.prefill = stream.headers.get("x-kvrelay-prefill", "")
+    outcome.prefill = stream.headers.get("x-kvrelay-prefill-mode", "")
     outcome.prefill_node = stream.headers.get("x-kvrelay-prefill-node", "")
     outcome.decode_node = stream.headers.get("x-kvrelay-decode-node", "")
     attempt = stream.headers.get("x-kvrelay-attempt", "1")

@@ -59,7 +59,7 @@ def longest_gap(system: System, seed: int, *, with_prefill_node: bool) -> float:
         httpx.Client(timeout=60.0, trust_env=False) as client,
         client.stream("POST", f"{system.url}/v1/completions", json={**body, "stream": True}) as answer,
     ):
-        assert answer.headers["x-kvrelay-prefill"] == "relayed"
+        assert answer.headers["x-kvrelay-prefill-mode"] == "relayed"
         victims = {answer.headers["x-kvrelay-decode-node"]}
         if with_prefill_node:
             victims.add(answer.headers["x-kvrelay-prefill-node"])

@@ -155,11 +155,11 @@ def test_drained_node_finishes_its_streams_gets_nothing_new_and_comes_back(syste
 def test_drained_prefill_node_leaves_prompts_to_the_decode_nodes(system: System) -> None:
     system.admin("drain", "prefill-0", "--wait")
     answer = complete(system, list(range(500, 600)), 2)
-    assert (answer.status_code, answer.headers["x-kvrelay-prefill"]) == (200, "local")
+    assert (answer.status_code, answer.headers["x-kvrelay-prefill-mode"]) == (200, "local")
     system.admin("undrain", "prefill-0")
     wait_until(lambda: system.health()["prefill"] == 1, 10, "the prefill node usable again")
     answer = complete(system, list(range(600, 700)), 2)
-    assert answer.headers["x-kvrelay-prefill"] == "relayed"
+    assert answer.headers["x-kvrelay-prefill-mode"] == "relayed"
 
 
 def test_tables_are_for_people_and_the_token_is_needed(system: System) -> None:

@@ -47,7 +47,7 @@ def test_latencies_are_of_events_with_tokens_only() -> None:
         (10.9, event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])),
         (10.9, event(choices=[], usage=USAGE)),
     )
-    stream.headers = {"x-kvrelay-prefill": "relayed", "x-kvrelay-decode-node": "d0", "x-kvrelay-attempt": "2"}
+    stream.headers = {"x-kvrelay-prefill-mode": "relayed", "x-kvrelay-decode-node": "d0", "x-kvrelay-attempt": "2"}
     outcome = read_outcome(5, stream, start_s=9.0)
     assert outcome.error == ""
     assert outcome.ttft_s == pytest.approx(0.2)
@@ -117,7 +117,7 @@ def test_a_run_in_which_nothing_succeeded_has_a_summary_too() -> None:
 
 # ---------------------------------------------------------------- the client over real sockets
 
-_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nx-kvrelay-prefill: local\r\n\r\n"
+_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nx-kvrelay-prefill-mode: local\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
