@@ -100,7 +100,7 @@ class Dispatcher:
         )
         self.placer = Placer(
             self.nodes,
-            index or PrefixIndex(clock=clock),
+            PrefixIndex(clock=clock) if index is None else index,  # an empty one is false, too
             policy=settings.policy,
             local_prefill_tokens=settings.local_prefill_tokens,
         )

@@ -105,7 +105,7 @@ def test_a_request_has_a_story_and_route_explains_the_next_one(system: System) -
     assert request_id in [summary["request_id"] for summary in system.admin("requests")["requests"]]
     assert "no such request" in system.admin("request", "cmpl-nothing", code=1)
 
-    wait_until(lambda: system.admin("router")["index"]["events"] > 0, 10, "the index hears of stored blocks")
+    wait_until(lambda: system.admin("router")["index"]["blocks"] > 0, 10, "the index hears of stored blocks")
     index = system.admin("router")["index"]
     assert (index["gaps"], index["silent"], index["nodes"]) == (0, [], 3)
     before = system.metric("kvrelay_attempts_total")

@@ -13,6 +13,7 @@ from stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
 from common.admin.server import AdminServer
 from common.config import RouterConfig
 from router.admin import RouterAdmin
+from router.placing import Chain
 
 PROMPT = list(range(100, 200))
 
@@ -72,6 +73,22 @@ def test_route_shows_the_hits_of_the_last_request_and_tells_tenants_apart(model_
         assert status["costs"]["prefill"]["prefill_token_s"] > 0
         # Asking has changed nothing.
         assert (await bench.route(prompt=PROMPT)).json()["reason"] == warm["reason"]
+
+    play(model_folder, scene)
+
+
+def test_what_nodes_publish_reaches_the_decisions(model_folder: Path) -> None:
+    """The index that is fed and the one that is asked are one, also while it is empty."""
+
+    async def scene(bench: Bench) -> None:
+        router = bench.stack.router
+        assert router.index is router.dispatcher.placer.index
+        hashes = Chain().hashes(bench.nodes["p1"].fingerprint, PROMPT)
+        router.index.stored(bench.nodes["p1"].incarnation, hashes)
+        told = (await bench.route(prompt=PROMPT)).json()
+        assert {row["node"]: row["hit_tokens"] for row in told["prefill"]} == {"p0": 0, "p1": 96}
+        assert told["prefill"][0]["node"] == "p1"
+        assert (await bench.admin.get("/status")).json()["index"]["blocks"] == 6
 
     play(model_folder, scene)
 
