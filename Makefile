@@ -1,5 +1,5 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test test-matrix test-faults check bench install clean
+.PHONY: run test test-matrix test-faults check bench bench-router install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
@@ -7,5 +7,6 @@ test-matrix: ; @scripts/test-matrix
 test-faults: ; @scripts/test-faults
 check: ; @scripts/check
 bench: ; @scripts/bench
+bench-router: ; @scripts/bench-router
 install: ; @scripts/install
 clean: ; rm -rf .venv build dist bench-results .pytest_cache .ruff_cache .hypothesis .import_linter_cache

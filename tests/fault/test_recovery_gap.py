@@ -6,6 +6,7 @@ prefill node dies too: then the whole prompt is computed again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -28,9 +30,9 @@ _SHOWN = 40
 """Tokens that the stream has when the node dies."""
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    folder = tmp_path_factory.mktemp("gap")
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[System]:
+    """Two nodes of each role, with a model whose prefill of the prompt takes seconds."""
     config = LlamaConfig(
         hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12, num_key_value_heads=4,
         vocab_size=512, max_position_embeddings=4096, architectures=["LlamaForCausalLM"],
@@ -41,6 +43,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     args += ("--local-prefill-tokens", "0")
     with running_system(folder, *args, "--prefill", "2", "--decode", "2") as system:
         system.wait_usable(2, 2)
+        yield system
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with serving(tmp_path_factory.mktemp("gap")) as system:
         yield system
 
 

@@ -1,0 +1,140 @@
+"""What the router's index and its decisions cost, against their size. The router's own code, in a process per size."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+from load.results import Result, Target, median, percentile
+from load.worker import Worker
+
+from common.hashing import HASH_BYTES
+from router.index import PrefixIndex
+from router.policy import Fleet, Memory, Query, place
+
+_NODES = 100
+_BATCH = 512
+"""Hashes of an event."""
+_PROMPT_BLOCKS = 8192
+_GIB = 2**30
+
+
+class IndexBench:
+    """An index of `blocks` blocks, built here."""
+
+    def __init__(self, blocks: int) -> None:
+        process = psutil.Process(os.getpid())
+        self._rng = np.random.default_rng(1)
+        names = [f"node-{i}-{'x' * 16}" for i in range(_NODES)]
+        self._index = PrefixIndex(max_blocks=2 * blocks)
+        prompt = self._hashes(_PROMPT_BLOCKS)
+        before = process.memory_info().rss
+        spent = events = 0.0
+        remaining = blocks
+        turn = 0
+        while remaining > 0:
+            blob = self._hashes(min(_BATCH, remaining))
+            began = time.perf_counter()
+            self._index.stored(names[turn % _NODES], blob)
+            spent += time.perf_counter() - began
+            events += len(blob) // HASH_BYTES
+            remaining -= _BATCH
+            turn += 1
+        self._rss = process.memory_info().rss - before
+        self._stored_per_s = events / spent
+        for name, share in (("long", 1.0), ("half", 0.5), ("short", 0.1)):
+            self._index.stored(name, prompt[: int(share * _PROMPT_BLOCKS) * HASH_BYTES])
+        self._prompt = prompt
+        self._names = names
+        self._blocks = blocks
+
+    def _hashes(self, count: int) -> bytes:
+        return self._rng.bytes(count * HASH_BYTES)
+
+    def measure(self) -> dict[str, float]:
+        """Figures of this size."""
+        blocks = [self._prompt[i : i + HASH_BYTES] for i in range(0, len(self._prompt), HASH_BYTES)]
+        times = []
+        for _ in range(30):
+            began = time.perf_counter()
+            found = self._index.match(blocks)
+            times.append(time.perf_counter() - began)
+        assert found["long"] == _PROMPT_BLOCKS, found
+        events, spent = 0, 0.0
+        for turn in range(200):
+            blob = self._hashes(_BATCH)
+            name = self._names[turn % _NODES]
+            began = time.perf_counter()
+            self._index.stored(name, blob)
+            self._index.removed(name, blob)
+            spent += time.perf_counter() - began
+            events += 2 * _BATCH
+        return {
+            "bytes_per_block": self._rss / self._blocks,
+            "gib": self._rss / _GIB,
+            "stored_per_s": self._stored_per_s,
+            "mixed_events_per_s": events / spent,
+            "match_ms": 1e3 * median(times),
+            "match_p99_ms": 1e3 * percentile(times, 0.99),
+        }
+
+
+def index(quick: bool) -> Result:
+    """Bytes, events/s and look-up time at growing sizes."""
+    result = Result("index")
+    sizes = (10_000, 100_000) if quick else (10_000, 100_000, 1_000_000, 10_000_000)
+    for size in sizes:
+        worker = Worker("load.router_brain:IndexBench", blocks=size)
+        try:
+            found: dict[str, float] = worker.call("measure")
+        finally:
+            worker.close()
+        largest = size == sizes[-1]
+        name = f"{size:,} blocks"
+        result.add(f"{name}: memory", found["gib"], "GiB", target=Target(2e9 / _GIB, at_most=True) if largest else None,
+                   note=f"{found['bytes_per_block']:.0f} bytes per block")  # fmt: skip
+        result.add(f"{name}: look-up of {_PROMPT_BLOCKS:,} blocks", found["match_ms"], "ms",
+                   target=Target(5, at_most=True), note=f"p99 {found['match_p99_ms']:.2f} ms")  # fmt: skip
+        result.add(f"{name}: events stored", found["stored_per_s"], "/s", target=Target(400_000))
+        result.add(f"{name}: events stored and removed", found["mixed_events_per_s"], "/s", target=Target(400_000))
+        result.details[name] = found
+    return result
+
+
+def decisions(quick: bool) -> Result:
+    """Time of one placement over 10 to 1,000 nodes, half of each role."""
+    result = Result("decisions")
+    for policy in ("kv_aware", "least_load"):
+        for nodes in (10, 100, 1000):
+            times = _decision_s(policy, nodes // 2, 30 if quick else 300)
+            target = Target(2, at_most=True) if nodes == 1000 else None
+            note = f"p99 {1e3 * percentile(times, 0.99):.2f} ms"
+            result.add(f"{policy} over {nodes:,} nodes", 1e3 * median(times), "ms", target=target, note=note)
+    return result
+
+
+def _decision_s(policy: str, per_role: int, repeats: int) -> list[float]:
+    rng = random.Random(4)
+    fleets = {}
+    for role in ("prefill", "decode"):
+        fleet = fleets[role] = Fleet(role)
+        for i in range(per_role):
+            values: dict[str, Any] = {"waiting": rng.randrange(4), "running": rng.randrange(30), "token_bytes": 1e5}
+            values |= {"queued_tokens": rng.randrange(9000), "free_blocks": 5000, "total_blocks": 9000}
+            fleet.add(f"{role}-{i}", f"{role}-{i}", **values)
+    names = [name for fleet in fleets.values() for name in fleet.incarnations]
+    memory, times = Memory(random.Random(1)), []
+    for _ in range(repeats + 5):
+        hits = {name: rng.randrange(1, 400) for name in rng.sample(names, len(names) // 2)}
+        query = Query(8000, hits=hits, max_new_tokens=300, session=str(rng.random()))
+        began = time.perf_counter()
+        decision = place(
+            query, fleets["prefill"], fleets["decode"], policy=policy, local_prefill_tokens=0, memory=memory
+        )
+        times.append(time.perf_counter() - began)
+        fleets["decode"].sent(decision.decode.picked.incarnation, tokens=0, blocks=500)
+    return times[5:]
