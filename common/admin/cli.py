@@ -59,7 +59,7 @@ def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
     def fetch(client: AdminClient) -> dict[str, Any]:
         known = client.node(name)
         try:
-            return {"router": known, "node": client.get("/status", base=_address(known))}
+            return {"router": known, "node": client.get("/status", base=client.address_of(known))}
         except (AdminUnreachable, AdminRefused) as error:
             return {"router": known, "node": None, "complaint": error.message}
 
@@ -144,7 +144,7 @@ def drain(
     """Have a node finish what it has and get nothing new. A restart of the node, or `undrain`, ends it."""
 
     def act(client: AdminClient) -> dict[str, Any]:
-        base = _address(client.node(name))
+        base = client.address_of(client.node(name))
         status = client.post("/drain", {}, base=base)
         deadline_s = time.monotonic() + timeout_s
         while wait and not status["idle"]:
@@ -165,7 +165,7 @@ def undrain(name: NodeName, url: Url = None, as_json: Json = False) -> None:
     _show(
         url,
         as_json,
-        lambda client: client.post("/undrain", {}, base=_address(client.node(name))),
+        lambda client: client.post("/undrain", {}, base=client.address_of(client.node(name))),
         lambda show, status: show.cell(f"{status['node_id']} takes new work"),
     )
 
@@ -176,13 +176,6 @@ def _drained(status: dict[str, Any]) -> str:
     attempts = status["attempts"]
     running = "its engine is in a long step" if attempts is None else f"{len(attempts)} attempts in flight"
     return f"{status['node_id']} is draining: {running}"
-
-
-def _address(known: dict[str, Any]) -> str:
-    """A node's admin URL. Raises: AdminRefused if it has none."""
-    if not known["admin_address"]:
-        raise AdminRefused(f"{known['node_id']} has no admin port: it was started without --admin-token")
-    return known["admin_address"]
 
 
 def _show(

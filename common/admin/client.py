@@ -64,6 +64,21 @@ class AdminClient:
         """
         return pick_node(self.get("/nodes")["nodes"], name)
 
+    def address_of(self, known: Mapping[str, Any]) -> str:
+        """The admin URL of a node that `node` found.
+
+        Raises: AdminRefused if it has none, or only one for its own host, which is not ours: the token would go to
+        whoever listens here.
+        """
+        address = str(known["admin_address"])
+        if not address:
+            raise AdminRefused(f"{known['node_id']} has no admin port: it was started without --admin-token")
+        if _is_local(address) and not _is_local(self.url):
+            raise AdminRefused(
+                f"the admin port of {known['node_id']} listens on its host's loopback only: start it with --admin-host"
+            )
+        return address
+
     def _ask(self, method: str, path: str, data: bytes | None, base: str) -> Any:
         headers: dict[str, Any] = {
             "Authorization": f"Bearer {self._token}".encode(),  # as UTF-8, which a header's text could not be
@@ -79,6 +94,11 @@ class AdminClient:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise AdminUnreachable(f"{base} does not answer: {reason}") from None
+
+
+def _is_local(url: str) -> bool:
+    host = urllib.parse.urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):

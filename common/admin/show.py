@@ -27,7 +27,7 @@ def cell(value: Any) -> Text:
     if value is None or value == "":
         return Text("-", "dim")
     if isinstance(value, float):
-        value = f"{value:.3f}".rstrip("0").rstrip(".")
+        value = f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:.3f}".rstrip("0").rstrip(".")
     return Text("".join(char if char.isprintable() or char == "\n" else "?" for char in str(value)))
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from common.admin import show
 from common.admin.cli import app
-from common.admin.client import AdminRefused, AdminUnreachable, AdminUsage, connect, pick_node
+from common.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect, pick_node
 from common.admin.found import RunningCluster, announced, running_clusters, runtime_folder
 
 
@@ -44,6 +44,17 @@ def test_of_two_incarnations_of_a_node_the_usable_one_is_meant() -> None:
     assert pick_node(twice, "d")["incarnation"] == "new"
     assert pick_node(twice[::-1], "d")["incarnation"] == "new"
     assert pick_node(twice, "old")["incarnation"] == "old"
+
+
+def test_token_goes_to_a_nodes_loopback_only_from_its_own_host() -> None:
+    node = {**known("d", "i"), "admin_address": "http://127.0.0.1:7"}
+    assert AdminClient("http://localhost:1", "t").address_of(node) == "http://127.0.0.1:7"
+    with pytest.raises(AdminRefused, match="--admin-host"):
+        AdminClient("http://10.0.0.5:1", "t").address_of(node)
+    far = {**node, "admin_address": "http://10.0.0.6:7"}
+    assert AdminClient("http://10.0.0.5:1", "t").address_of(far) == "http://10.0.0.6:7"
+    with pytest.raises(AdminRefused, match="--admin-token"):
+        AdminClient("http://localhost:1", "t").address_of({**node, "admin_address": ""})
 
 
 CLUSTER = RunningCluster(os.getpid(), "http://127.0.0.1:8000", "http://127.0.0.1:8001", "hush")
