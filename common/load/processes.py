@@ -6,6 +6,7 @@ python -m common.load.processes     a child: its order comes as JSON on standard
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -36,7 +37,7 @@ class LoadFailed(KvRelayError):
 
 
 def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> list[Outcome]:
-    """Warm up, run, and return all outcomes in order of their numbers.
+    """Warm up, run, and return all outcomes in order of their numbers; after Ctrl-C those that there are.
 
     Raises: LoadFailed if the warm-up or a process failed.
     """
@@ -50,10 +51,12 @@ def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> list[Outcome]:
         run(_warm_up(plan, workload))
     except RequestFailed as error:
         raise LoadFailed(str(error)) from error
-    if plan.processes == 1:
-        run(Runner(plan, workload, 0, take).run(time.perf_counter()))
-    else:
-        run(_on_children(plan, take))
+    # The first Ctrl-C ends the run, not the report of it.
+    with contextlib.suppress(KeyboardInterrupt):
+        if plan.processes == 1:
+            run(Runner(plan, workload, 0, take).run(time.perf_counter()))
+        else:
+            run(_on_children(plan, take))
     return sorted(outcomes, key=lambda outcome: outcome.number)
 
 
@@ -87,7 +90,10 @@ async def _on_children(plan: LoadPlan, take: Tick) -> None:
 async def _start(plan: LoadPlan, process: int) -> Process:
     command = tied_command([sys.executable, "-m", "common.load.processes"])
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES)
+    # In a session of its own: Ctrl-C is for the process that reports.
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES, start_new_session=True
+    )
     _input(child).write(json.dumps({"plan": asdict(plan), "process": process}).encode() + b"\n")
     return child
 

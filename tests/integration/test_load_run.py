@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -45,7 +46,9 @@ def play(
         prefill, decode = (
             StubNode(role, role[0] + "0", str(folder), cached_tokens=16) for role in ("prefill", "decode")
         )
-        async with running_stack(RouterConfig(lease_s=3.0, **(config or {})), prefill, decode) as stack:
+        async with running_stack(
+            RouterConfig(lease_s=3.0, policy="least_load", **(config or {})), prefill, decode
+        ) as stack:
             await scene(stack, prefill, decode)
             await stack.settled()
 
@@ -117,6 +120,38 @@ def test_trace_is_replayed_by_its_hashes(model_folder: Path, tmp_path: Path) -> 
         assert first == second[:32]
         assert first[:16] == third[:16]
         assert first[16:21] != third[16:21]
+
+    play(model_folder, scene)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_interrupted_run_reports_what_there_is(model_folder: Path, processes: int) -> None:
+    async def scene(stack: Stack, prefill: StubNode, decode: StubNode) -> None:
+        command = [sys.executable, "-m", "common.cli", "load", "run", "--url", stack.url, "--concurrency", "2"]
+        process = await asyncio.create_subprocess_exec(
+            *[*command, "--duration", "300", "--processes", str(processes), *SMALL],
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            await decode.until(lambda: len(decode.requests()) > 100, timeout_s=60)
+            if processes == 1:
+                await stack_has_answered(stack)
+            process.send_signal(signal.SIGINT)
+            async with asyncio.timeout(30):
+                output, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert process.returncode == 0, output.decode()
+        assert b"succeeded in" in output
+        assert b"Traceback" not in output
+
+    async def stack_has_answered(stack: Stack) -> None:
+        async with asyncio.timeout(10):
+            while not any(story["outcome"] == "finished" for story in stack.router.dispatcher.stories.recent(20)):
+                await asyncio.sleep(0.01)
 
     play(model_folder, scene)
 
