@@ -46,9 +46,8 @@ def play(
         prefill, decode = (
             StubNode(role, role[0] + "0", str(folder), cached_tokens=16) for role in ("prefill", "decode")
         )
-        async with running_stack(
-            RouterConfig(lease_s=3.0, policy="least_load", **(config or {})), prefill, decode
-        ) as stack:
+        settings = {"policy": "least_load", "local_prefill_tokens": 0, **(config or {})}  # every prompt is relayed
+        async with running_stack(RouterConfig(lease_s=3.0, **settings), prefill, decode) as stack:
             await scene(stack, prefill, decode)
             await stack.settled()
 
