@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,13 @@ for case in json.load(open({str(VECTORS)!r})):
     assert [h.hex() for h in hashes] == case["hashes"], case
 print("agreed")
 """
+
+
+def test_every_number_of_the_list_has_its_test() -> None:
+    found: set[int] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        found |= {int(number) for number in re.findall(r"def test_peers_(\d\d)_", path.read_text("utf-8"))}
+    assert found == set(range(1, 26))
 
 
 def test_peers_10_block_hashes_are_equal_in_every_process_and_equal_to_those_on_file() -> None:
