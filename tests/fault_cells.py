@@ -270,11 +270,15 @@ def run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[A
         for n, stream in enumerate(crowd.streams)
         if stream.repeats and not (cell.breaks_connections and stream.router == cell.service)
     ]
-    if cell.ends_node:
-        problems += _complaint(lambda: _wait_forgotten(system, old, struck_s + LEASE_S + _INDEX_SLACK_S))
-    retried = _growth(retries_before, _retries(system))
     hurt_later = cell.ends_node and cell.fault is not Fault.RESTART
-    system.heal(ending=(cell.service,) if hurt_later else ())
+    if cell.ends_node:
+        if hurt_later:
+            system.wait_ended(cell.service)
+        # A node that is killed is dead at once; in the other cases it lives on for a moment and may still renew its lease.
+        dead_s = struck_s if len(system.parts(cell.service)) == 1 and cell.fault is Fault.KILL else time.monotonic()
+        problems += _complaint(lambda: _wait_forgotten(system, old, dead_s + LEASE_S + _INDEX_SLACK_S))
+    retried = _growth(retries_before, _retries(system))
+    system.heal()
     if cell.service in NODES and (system.incarnation(cell.service) == old) == cell.ends_node:
         problems.append(f"{cell.service} has incarnation {system.incarnation(cell.service)}, before it had {old}")
     not_whole = _complaint(system.wait_whole)
