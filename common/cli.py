@@ -45,6 +45,8 @@ layer by layer, to a decode node that generates the answer. They find each other
 
 [bold]Many hosts:[/bold] run kvrelay router, kvrelay prefill and kvrelay decode with the same --redis-url and --cluster.
 
+[bold]Look, act, measure:[/bold] kvrelay admin nodes, kvrelay load run --rate 5 --duration 30
+
 Every option can also be set by the environment variable shown beside it, or in a TOML file (--config FILE): at its
 top level for all services, or in a table \\[router] \\[prefill] \\[decode] \\[up] for one. Flags win over the environment,
 the environment over the file.
@@ -93,15 +95,15 @@ def flowing(text: str) -> str:
 
 
 def _commands() -> dict[str, EntryPoint]:
-    """The subcommands; from a source tree that is not installed, those that its pyproject.toml declares."""
+    """The subcommands: those of all installed distributions, and in a source tree those that its pyproject.toml
+    declares, which an older installation of it does not know yet.
+    """
     found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if found:
-        return found
     project = Path(__file__).parent.parent / "pyproject.toml"
     if not project.exists():
-        return {}
+        return found
     declared = tomllib.loads(project.read_text("utf-8"))["project"]["entry-points"][ENTRY_POINT_GROUP]
-    return {name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in declared.items()}
+    return {**{name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in declared.items()}, **found}
 
 
 def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[ConfigT]], None]) -> typer.Typer:

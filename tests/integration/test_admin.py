@@ -22,7 +22,8 @@ LONG = list(range(300, 400))
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("admin")
-    with running_system(folder, "--decode", "2", "--kv-memory-gb", "0.05", "--decode-tp", "2") as system:
+    args = ("--decode", "2", "--decode-tp", "2", "--kv-memory-gb", "0.05", "--policy", "least_load")
+    with running_system(folder, *args) as system:
         system.wait_usable(1, 2)
         yield system
         system.wait_whole()
