@@ -88,11 +88,11 @@ class NodeAdmin:
             },
             "draining": shell.drain.active,
             "idle": shell.drain.active and attempts == [] and untold == 0,
-            "leases": len(shell.leases),
             "leases_untold": untold,
             "redis": "ok" if shell.registered else "away: it serves on and keeps trying",
             "engine": "ok" if attempts is not None else "does not answer: in a long step, or stuck",
             "load": dataclasses.asdict(shell.load),
+            "leases": shell.describe_leases(),
             "attempts": attempts,
             **self._describe(),
         }

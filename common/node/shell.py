@@ -33,6 +33,8 @@ from common.rpc import SILENCE_S, Identity, Link, Server
 
 log = logging.getLogger(__name__)
 
+_MAX_NAME_CHARS = 64
+
 
 class MeasuredLogic(NodeLogic, Protocol):
     """What the shell needs of a node's logic beside what the loop needs."""
@@ -54,6 +56,8 @@ class NodeShell:
         self._engine: EngineLoop | None = None
         self._logic: MeasuredLogic | None = None
         self._leases: dict[Identity, float] = {}
+        self._holders: dict[Identity, str] = {}
+        """What those who hold a lease call themselves."""
         self._links: dict[str, Link] = {}
         self.drain = Drain()
         self._admin: AdminServer | None = None
@@ -80,6 +84,18 @@ class NodeShell:
     def leases(self) -> list[Identity]:
         """Who holds a lease here: routers, and on a decode node prefill nodes."""
         return list(self._leases)
+
+    def describe_leases(self) -> list[dict[str, Any]]:
+        """For operators: who they are, when their leases end, and whether they know that this node drains."""
+        now_s = monotonic()
+        return [
+            {
+                "holder": self._holders.get(identity, "unknown: it has not pinged"),
+                "ends_in_s": round(until_s - now_s, 2),
+                "knows_of_drain": self.drain.active and self.drain.untold([identity]) == 0,
+            }
+            for identity, until_s in self._leases.items()
+        ]
 
     @property
     def registered(self) -> bool:
@@ -155,6 +171,7 @@ class NodeShell:
         if isinstance(message, Ping):
             if message.lease_s > 0:
                 self._leases[identity] = monotonic() + message.lease_s
+                self._holders[identity] = message.router_id[:_MAX_NAME_CHARS]
                 self.drain.pinged(identity)
             self._reply(identity, Pong(self.me.node_id, self.me.incarnation, self.load))
         elif self._engine is not None:
@@ -175,6 +192,7 @@ class NodeShell:
 
     def _client_lost(self, identity: Identity) -> None:
         self._leases.pop(identity, None)
+        self._holders.pop(identity, None)
         self.post(ClientLost(identity))
 
     def on_crash(self, error: BaseException) -> None:

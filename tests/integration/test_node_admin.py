@@ -106,7 +106,10 @@ def test_drain_is_idle_once_nothing_runs_and_every_router_knows(redis_server: Re
             "ok",
             "ok",
         )
-        assert (status["draining"], status["idle"], status["leases"]) == (False, False, 1)
+        assert (status["draining"], status["idle"]) == (False, False)
+        [lease] = status["leases"]
+        assert (lease["holder"], lease["knows_of_drain"]) == ("router", False)
+        assert 20 < lease["ends_in_s"] <= 30
 
         status = (await bench.admin.post("/drain")).json()
         assert (status["draining"], status["idle"], status["leases_untold"]) == (True, False, 1)
@@ -117,7 +120,8 @@ def test_drain_is_idle_once_nothing_runs_and_every_router_knows(redis_server: Re
         status = (await bench.admin.get("/status")).json()
         assert (status["idle"], status["leases_untold"], status["attempts"]) == (False, 0, bench.logic.attempts)
         bench.logic.attempts = []
-        assert (await bench.admin.get("/status")).json()["idle"]
+        status = (await bench.admin.get("/status")).json()
+        assert (status["idle"], status["leases"][0]["knows_of_drain"]) == (True, True)
 
         status = (await bench.admin.post("/undrain")).json()
         assert (status["draining"], status["idle"]) == (False, False)
