@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from common.protocol import AttemptStats, NodeLoad
+from router.breaker import Breakers
 from router.generation import Generation
 from router.nodes import Node
 
@@ -43,20 +44,30 @@ _NODE_COUNTERS: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
 }
 
 
+_BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
+
+
 class _NodeCollector(Collector):
     """Turns the last pongs into metrics; a node that is gone leaves no stale series."""
 
-    def __init__(self, nodes: Callable[[], Iterable[Node]]) -> None:
+    def __init__(self, nodes: Callable[[], Iterable[Node]], breakers: Breakers) -> None:
         self._nodes = nodes
+        self._breakers = breakers
 
     def collect(self) -> Iterable[Metric]:
         nodes = list(self._nodes())
         labels = ["model_name", "node", "role"]
         usable = GaugeMetricFamily("kvrelay_node_usable", "1 if the node may get new work.", labels=labels)
-        families: list[Metric] = [usable]
+        breaker = GaugeMetricFamily(
+            "kvrelay_node_breaker", "The node's circuit breaker: 0 closed, 1 half-open, 2 open.", labels=labels
+        )
+        opened = CounterMetricFamily("kvrelay_breakers_opened", "Circuit breakers of nodes that opened.")
+        opened.add_metric([], self._breakers.times_opened)
+        families: list[Metric] = [usable, breaker, opened]
         names = [[node.record.model.name, node.node_id, node.record.role] for node in nodes]
         for node, values in zip(nodes, names, strict=True):
             usable.add_metric(values, 1.0 if node.usable else 0.0)
+            breaker.add_metric(values, _BREAKER_STATES[self._breakers.view(node.incarnation).state])
         relayed = CounterMetricFamily(
             "kvrelay_relay_bytes", "KV bytes relayed, by transport.", labels=[*labels, "transport"]
         )
@@ -126,9 +137,9 @@ class Metrics:
         self._e2e = self._e2e_all.labels(name)
         self._queue, self._prefill = self._queue_all.labels(name), self._prefill_all.labels(name)
 
-    def watch_nodes(self, nodes: Callable[[], Iterable[Node]]) -> None:
+    def watch_nodes(self, nodes: Callable[[], Iterable[Node]], breakers: Breakers) -> None:
         """Export what `nodes` gives at each scrape."""
-        self.registry.register(_NodeCollector(nodes))
+        self.registry.register(_NodeCollector(nodes, breakers))
 
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Export the router's own queue lengths."""

@@ -67,7 +67,7 @@ class Router:
         )
         self.index = PrefixIndex(config.index_blocks)
         self.dispatcher = Dispatcher(settings, self.metrics, index=self.index)
-        self.metrics.watch_nodes(self.dispatcher.nodes.known)
+        self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers)
         self.follower: Follower | None = None
         self.metrics.watch_queue(lambda: self.dispatcher.running, lambda: self.dispatcher.waiting)
 
