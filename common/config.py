@@ -153,12 +153,31 @@ def _max_waiting() -> Any:
 
 
 def _local_prefill_tokens() -> Any:
-    text = "Prompts with at most so many uncached tokens are prefilled by the decode node itself."
+    text = (
+        "Prompts with at most so many uncached tokens are prefilled by the decode node itself; kv_aware decides by its "
+        "estimates instead."
+    )
     return _option(32, text, "Routing", low=0)
 
 
 def _policy() -> Any:
-    return _option("least_load", "How nodes are picked.", "Routing")
+    text = "How nodes are picked: kv_aware, least_load, round_robin, random, power_of_two or session."
+    return _option("kv_aware", text, "Routing")
+
+
+def _slo_ttft() -> Any:
+    text = "Answer 429 early where the first token would probably take longer than so many seconds; 0: never."
+    return _option(0.0, text, "Clients", low=0)
+
+
+def _slo_tpot() -> Any:
+    text = "Answer 429 early where each token would probably take longer than so many seconds; 0: never."
+    return _option(0.0, text, "Clients", low=0)
+
+
+def _max_queue_wait_s() -> Any:
+    text = "Seconds that the router holds a request back while no node has use for it, before it gets 429."
+    return _option(60.0, text, "Clients", low=0)
 
 
 def _max_attempts() -> Any:
@@ -207,6 +226,9 @@ class RouterConfig(ServiceConfig):
     request_timeout_s: float = _request_timeout_s()
     max_body_mb: float = _option(4.0, "Larger request bodies are refused (413), in MB.", "Clients", low=0.001)
     max_waiting: int = _max_waiting()
+    max_queue_wait_s: float = _max_queue_wait_s()
+    slo_ttft: float = _slo_ttft()
+    slo_tpot: float = _slo_tpot()
     local_prefill_tokens: int = _local_prefill_tokens()
     policy: str = _policy()
     max_attempts: int = _max_attempts()
@@ -356,6 +378,9 @@ class UpConfig(ServiceConfig):
     chat_template: str | None = _chat_template()
     request_timeout_s: float = _request_timeout_s()
     max_waiting: int = _max_waiting()
+    max_queue_wait_s: float = _max_queue_wait_s()
+    slo_ttft: float = _slo_ttft()
+    slo_tpot: float = _slo_tpot()
     local_prefill_tokens: int = _local_prefill_tokens()
     policy: str = _policy()
     max_attempts: int = _max_attempts()

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import importlib.metadata
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -45,6 +46,8 @@ _T = TypeVar("_T")
 
 _THREAD_BYTES = 16_384
 """Larger bodies are parsed, rendered and tokenized on a thread, so that other streams go on."""
+_MAX_KEY_CHARS = 256
+"""Of a session's or tenant's name."""
 _DRAIN_BYTES = 64 * 2**20
 """Of a body that is refused, so much is read and thrown away, so that the client gets to read the refusal."""
 
@@ -139,7 +142,7 @@ def build(services: Services) -> FastAPI:
         _name(request, "chatcmpl")
         body, size = await _parse(request, services, ChatRequest)
         model = services.catalog.get(body.model)
-        services.dispatcher.check_room(1)
+        services.dispatcher.check_room(1, _tenant(request, services, body))
         generation = await _maybe_on_thread(size, lambda: _chat_generation(body, model))
         options = _options(request, body, model)
         return await _serve(request, services, model, body, [generation], ChatFormat(options, model.tokenizer), options)
@@ -150,7 +153,7 @@ def build(services: Services) -> FastAPI:
         _name(request, "cmpl")
         body, size = await _parse(request, services, CompletionRequest)
         model = services.catalog.get(body.model)
-        services.dispatcher.check_room(len(body.prompt))
+        services.dispatcher.check_room(len(body.prompt), _tenant(request, services, body))
         generations = await _maybe_on_thread(
             size, lambda: [_text_generation(body, model, prompt) for prompt in body.prompt]
         )
@@ -260,6 +263,13 @@ def _generation_request(
     )
 
 
+def _tenant(request: Request, services: Services, body: CompletionRequestBase) -> str:
+    """Whose share a request takes: its API key's, or where there are no keys, its `user`'s."""
+    if services.api_keys:
+        return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()[:12]
+    return (body.user or "")[:_MAX_KEY_CHARS]
+
+
 async def _serve(
     request: Request,
     services: Services,
@@ -274,6 +284,10 @@ async def _serve(
     ids: RequestIds = request.state.ids
     handed_over = False
     services.metrics.set_model(model.name)
+    tenant, session = _tenant(request, services, body), request.headers.get("x-session-id") or body.user or ""
+    wanted = [
+        replace(each, priority=body.priority or 0, tenant=tenant, session=session[:_MAX_KEY_CHARS]) for each in wanted
+    ]
     try:
         answer.generations = services.dispatcher.submit(
             ids.own, wanted, model.tokenizer.pieces, answer.on_news, ids.client

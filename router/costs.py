@@ -56,6 +56,8 @@ class Costs:
     """Length of the usual answer."""
     prefills: int = 0
     """Prefills measured."""
+    steps: int = 0
+    """Reports of steps measured."""
 
 
 class Line:
@@ -172,7 +174,7 @@ class CostModel:
         if running > 0 and seconds > 0:
             self._learn(self._step, self._node(incarnation).step, (1.0, float(running)), seconds)
             base, seq = self._step.values.tolist()
-            self.costs = replace(self.costs, step_base_s=base, step_seq_s=seq)
+            self.costs = replace(self.costs, step_base_s=base, step_seq_s=seq, steps=self._step.count)
 
     def computed(self, tokens: int, busy_s: float) -> None:
         """A node computed `tokens` of prompts while it was busy with prompts for `busy_s`."""

@@ -24,6 +24,7 @@ from common.protocol import (
     TokenBatch,
 )
 from router import flow_events as f
+from router.admission import FairQueue, Held, Objectives, crowded
 from router.breaker import Breakers
 from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
@@ -49,8 +50,10 @@ class DispatchSettings:
     request_timeout_s: float = 600.0
     max_waiting: int = 256
     local_prefill_tokens: int = 32
-    policy: str = "least_load"
+    policy: str = "kv_aware"
     max_attempts: int = 3
+    objectives: Objectives = field(default_factory=Objectives)
+    max_queue_wait_s: float = 60.0
 
 
 @dataclass
@@ -61,6 +64,10 @@ class _Live:
     chain: Chain
     waiting: bool = True
     """No token yet."""
+    admitted: bool = False
+    """It may go to the nodes."""
+    wanted: f.Place | None = None
+    """While it is held back: what it waits for."""
     placement: Placement | None = None
     """Of the latest attempt."""
     unproven: set[str] = field(default_factory=set[str])
@@ -89,6 +96,8 @@ class Dispatcher:
         self.breakers = Breakers(clock=clock)
         self.stories = Stories()
         self._waiting = 0
+        self.held = FairQueue()
+        self._draining_held = False
         self.nodes = NodeTable(
             f"router-{secrets.token_hex(6)}",
             lease_s=settings.lease_s,
@@ -129,7 +138,8 @@ class Dispatcher:
 
         Raises: Overloaded when the queue bound is reached.
         """
-        self.check_room(len(requests))
+        self.check_room(len(requests), requests[0].tenant)
+        self._make_room(len(requests), requests[0].tenant)
         timeout_s = self._settings.request_timeout_s
         generations: list[Generation] = []
         try:
@@ -156,13 +166,24 @@ class Dispatcher:
             raise
         return generations
 
-    def check_room(self, count: int) -> None:
+    def check_room(self, count: int, tenant: str = "") -> None:
         """Refuse early what `submit` would refuse.
 
-        Raises: Overloaded when the queue has no room for `count` more.
+        Raises: Overloaded when the queue has no room for `count` more, and nobody has taken more of it than `tenant`.
         """
-        if self._waiting + count > self._settings.max_waiting:
+        if self._waiting + count > self._settings.max_waiting and (count > 1 or self.held.victim(tenant) is None):
             raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
+
+    def _make_room(self, count: int, tenant: str) -> None:
+        """In a full queue, a newcomer takes the place of the tenant's that has taken the most."""
+        victim = self.held.victim(tenant) if self._waiting + count > self._settings.max_waiting else None
+        if victim is not None:
+            self._refuse(victim, "the queue is full, and others have fewer requests in it")
+
+    def _refuse(self, request_id: str, reason: str, retry_after_s: float = 1.0) -> None:
+        """End a request that no node has seen."""
+        self.held.remove(request_id)
+        self._feed(request_id, f.Unplaceable(Overloaded(f"{reason}; try again shortly", retry_after_s=retry_after_s)))
 
     async def run(self) -> None:
         """Keep the nodes' leases, for ever."""
@@ -170,6 +191,7 @@ class Dispatcher:
             await asyncio.sleep(self.nodes.tick_s)
             try:
                 self.nodes.tick()
+                self._expire_held()
             except Exception:
                 log.exception("a tick failed")
 
@@ -212,6 +234,8 @@ class Dispatcher:
                 self._park(generation, wanted, why)
             return
         decision = placement.decision
+        if wanted.attempt == 1 and not live.admitted and not self._admit(live, wanted, decision):
+            return
         if wanted.backoff_s and wanted.avoid & _incarnations(decision):
             self._pause(generation, wanted, "only nodes that just failed it are left")
             return
@@ -226,6 +250,53 @@ class Dispatcher:
             log.debug("%s#%d goes to %s", generation.request_id, wanted.attempt, decision.explain())
         timeout_s = max(0.001, live.deadline_s - self._clock())
         generation.feed(f.Placed(None if prefill is None else prefill.record.peer, decode.record.peer, timeout_s))
+
+    # -- held back
+
+    def _admit(self, live: _Live, wanted: f.Place, decision: Decision) -> bool:
+        """Whether a new request may go at once; if not, it was refused or waits."""
+        generation, request = live.generation, live.generation.request
+        prefill, decode = self.nodes.fleets["prefill"], self.nodes.fleets["decode"]
+        token_s = prefill.costs.queued_token_s / max(1, len(prefill) or len(decode))
+        try:
+            ahead_s = self.held.tokens_ahead(request.priority) * token_s
+            self._settings.objectives.check(decision, prefill, decode, ahead_s)
+        except Overloaded as error:
+            generation.story.add("refused", error.message, decision)
+            generation.feed(f.Unplaceable(error))
+            return False
+        why = crowded(prefill, decode) or ("others wait before it" if len(self.held) else "")
+        if not why:
+            live.admitted = True
+            return True
+        tokens = wanted.num_tokens + min(request.sampling.max_tokens, int(decode.costs.output_tokens))
+        until_s = self._clock() + self._settings.max_queue_wait_s
+        generation.story.add("queued", why, {"ahead": len(self.held), "ahead_s": round(ahead_s, 3)})
+        self.held.push(Held(generation.request_id, tokens, until_s, request.priority, request.tenant))
+        live.wanted = wanted
+        self._soon_release_held()
+        return False
+
+    def _soon_release_held(self) -> None:
+        """Look once this event is dealt with: whoever ends may be in the middle of its own instructions."""
+        if len(self.held) and not self._draining_held:
+            self._draining_held = True
+            asyncio.get_running_loop().call_soon(self._release_held)
+
+    def _release_held(self) -> None:
+        """Let requests go to the nodes, in fair order, while these have use for more."""
+        self._draining_held = False
+        while len(self.held) and not crowded(self.nodes.fleets["prefill"], self.nodes.fleets["decode"]):
+            live = self._live.get(self.held.pop() or "")
+            if live is not None and live.wanted is not None:
+                live.admitted = True
+                self.place(live.generation, live.wanted)
+
+    def _expire_held(self) -> None:
+        for request_id in self.held.expired(self._clock()):
+            waited_s = self._settings.max_queue_wait_s
+            self._refuse(request_id, f"no node had room for {waited_s:g} s", retry_after_s=waited_s / 4)
+        self._soon_release_held()
 
     def _order(self, live: _Live, wanted: f.Place) -> Order:
         flow, request = live.generation.flow, live.generation.request
@@ -271,6 +342,7 @@ class Dispatcher:
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """As `NodeTable.release`."""
         self.nodes.release(incarnation, key)
+        self._soon_release_held()
 
     def on_tokens(self, generation: Generation, count: int, *, first: bool) -> None:
         """Account for tokens that go to the client."""
@@ -296,6 +368,7 @@ class Dispatcher:
         live = self._live.pop(generation.request_id)
         live.deadline.cancel()
         self._parking.forget(generation.request_id)
+        self.held.remove(generation.request_id)
         if generation.outcome is not None and generation.outcome.finish_reason is not None:
             self.placer.answered(len(generation.flow.token_ids))
         self.stories.end(generation.story)
@@ -332,9 +405,11 @@ class Dispatcher:
 
     def _on_load(self, node: Node) -> None:
         self.placer.load_changed(node)
+        self._soon_release_held()
 
     def _on_usable(self) -> None:
         self._parking.wake_all()
+        self._soon_release_held()
 
 
 def _incarnations(decision: Decision) -> set[str]:

@@ -148,6 +148,8 @@ class CompletionRequestBase(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    priority: Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)] | None = None
+    """Lower is served earlier."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
     """The client's own name for the request; it is repeated, never used as a key."""

@@ -19,6 +19,7 @@ from common.errors import ConfigError, Unavailable
 from common.membership import LEASE_IN_REDIS, Directory
 from common.protocol import NodeRecord
 from router.admin import RouterAdmin
+from router.admission import Objectives
 from router.api import Services, build
 from router.dispatch import Dispatcher, DispatchSettings
 from router.follower import Follower
@@ -64,6 +65,8 @@ class Router:
             local_prefill_tokens=config.local_prefill_tokens,
             policy=config.policy,
             max_attempts=config.max_attempts,
+            objectives=Objectives(config.slo_ttft, config.slo_tpot),
+            max_queue_wait_s=config.max_queue_wait_s,
         )
         self.index = PrefixIndex(config.index_blocks)
         self.dispatcher = Dispatcher(settings, self.metrics, index=self.index)

@@ -3,6 +3,7 @@
 Writing is one append; whatever costs more waits until somebody reads. What the events mean:
 
     arrived      the request was accepted: its sizes and the client's own id
+    refused      it would come too late: 429
     queued       it waits for admission
     decision     an attempt was placed: the whole decision
     parked       nobody can serve it now; it waits for a node to come back

@@ -1,6 +1,6 @@
 """`kv_aware`: score = estimated seconds, with coefficients that are learned online (`router.costs`).
 
-    prefill:  queue + prefill(uncached tokens) + 9 * prefill(uncached tokens)
+    prefill:  queue + prefill(uncached tokens) + 9 * prefill(uncached tokens) / slowness
               queue   = slowness * queued_token_s * backlog
               prefill = slowness * (base + token * uncached + context * uncached * mean tokens before them)
               (the transfer to the decode node is the same for all)
@@ -13,6 +13,8 @@ The first sum is this request's time to first token; the second is what its work
 wait for it, and its blocks evict theirs. On the Mooncake conversation trace the hit rate goes from 85 % of what one
 pooled cache would give to 96 % with it, and the mean time to first token does not change. Ties go to the node that was
 given the least work of late, so that nodes' caches live equally long.
+
+It is counted at the fleet's usual speed: a slow node that is idle must not look expensive beside a queue.
 
 A hot prefix spills to a second holder as soon as queueing at the first costs more than computing it once again;
 from then on both hold it. The formulas take whole columns and single nodes' numbers alike.
@@ -41,8 +43,8 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     if fleet.role == "decode":
         return _decode_s(fleet, query, held)
     tokens = np.maximum(query.num_tokens - held * query.block_size, 1.0)
-    work = _prefill_s(fleet.costs, tokens, query, fleet.slowness)
-    return work * (1.0 + _OTHERS) + _queue_s(fleet.costs, fleet.backlog, fleet.slowness)
+    work = _prefill_s(fleet.costs, tokens, query)
+    return work * (fleet.slowness + _OTHERS) + _queue_s(fleet.costs, fleet.backlog, fleet.slowness)
 
 
 def queue_at(fleet: Fleet, row: int, costs: Costs) -> float:
@@ -52,7 +54,7 @@ def queue_at(fleet: Fleet, row: int, costs: Costs) -> float:
 
 def prefill_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
     """Prefill at one node without the wait, in seconds."""
-    return _prefill_s(costs, _uncached(fleet, row, query), query, float(fleet.slowness[row]))
+    return float(fleet.slowness[row]) * _prefill_s(costs, _uncached(fleet, row, query), query)
 
 
 def transfer_at(fleet: Fleet, row: int, query: Query) -> float:
@@ -82,9 +84,10 @@ def _queue_s(costs: Costs, backlog: _Number, slowness: _Number) -> _Number:
     return slowness * backlog * costs.queued_token_s
 
 
-def _prefill_s(costs: Costs, tokens: _Number, query: Query, slowness: _Number) -> _Number:
+def _prefill_s(costs: Costs, tokens: _Number, query: Query) -> _Number:
+    """On a node of the fleet's usual speed."""
     per_token = costs.prefill_token_s + costs.prefill_context_s * (query.num_tokens - tokens / 2)
-    return slowness * (tokens * per_token + costs.prefill_base_s)
+    return tokens * per_token + costs.prefill_base_s
 
 
 def _transfer_s(costs: Costs, size_bytes: _Number, slowness: _Number) -> _Number:
