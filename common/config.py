@@ -154,10 +154,10 @@ def _max_waiting() -> Any:
 
 def _local_prefill_tokens() -> Any:
     text = (
-        "Prompts with at most so many uncached tokens are prefilled by the decode node itself; kv_aware decides by its "
-        "estimates instead."
+        "Prompts with at most so many uncached tokens are prefilled by the decode node itself; by default kv_aware "
+        "decides by its estimates, and 32 under the other policies."
     )
-    return _option(32, text, "Routing", low=0)
+    return _option(None, text, "Routing", low=0)
 
 
 def _policy() -> Any:
@@ -229,7 +229,7 @@ class RouterConfig(ServiceConfig):
     max_queue_wait_s: float = _max_queue_wait_s()
     slo_ttft: float = _slo_ttft()
     slo_tpot: float = _slo_tpot()
-    local_prefill_tokens: int = _local_prefill_tokens()
+    local_prefill_tokens: int | None = _local_prefill_tokens()
     policy: str = _policy()
     max_attempts: int = _max_attempts()
     admin_port: int = _admin_port()
@@ -381,7 +381,7 @@ class UpConfig(ServiceConfig):
     max_queue_wait_s: float = _max_queue_wait_s()
     slo_ttft: float = _slo_ttft()
     slo_tpot: float = _slo_tpot()
-    local_prefill_tokens: int = _local_prefill_tokens()
+    local_prefill_tokens: int | None = _local_prefill_tokens()
     policy: str = _policy()
     max_attempts: int = _max_attempts()
     admin_port: int = _option(

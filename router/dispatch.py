@@ -49,7 +49,7 @@ class DispatchSettings:
     lease_s: float = 3.0
     request_timeout_s: float = 600.0
     max_waiting: int = 256
-    local_prefill_tokens: int = 32
+    local_prefill_tokens: int | None = None
     policy: str = "kv_aware"
     max_attempts: int = 3
     objectives: Objectives = field(default_factory=Objectives)

@@ -13,7 +13,7 @@ from router.policy import POLICIES, Choice, Decision, Fleet, Memory, Query, plac
 
 
 def dry_run(
-    query: Query, prefill: Fleet, decode: Fleet, *, policy: str, local_prefill_tokens: int, memory: Memory
+    query: Query, prefill: Fleet, decode: Fleet, *, policy: str, local_prefill_tokens: int | None, memory: Memory
 ) -> dict[str, Any]:
     """The decision and the candidates of both roles, best first (lower scores are better).
 

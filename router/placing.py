@@ -83,7 +83,7 @@ class Placer:
         index: PrefixIndex,
         *,
         policy: str,
-        local_prefill_tokens: int,
+        local_prefill_tokens: int | None,
         memory: Memory | None = None,
     ) -> None:
         self.policy = check_policy(policy)

@@ -1,7 +1,7 @@
 """`kv_aware`: score = estimated seconds, with coefficients that are learned online (`router.costs`).
 
     prefill:  queue + prefill(uncached tokens) + 9 * prefill(uncached tokens) / slowness
-              queue   = slowness * queued_token_s * backlog
+              queue   = slowness * (queued_token_s * backlog + base * requests)
               prefill = slowness * (base + token * uncached + context * uncached * mean tokens before them)
               (the transfer to the decode node is the same for all)
     decode:   transfer(bytes that it lacks) + answer * step(its requests and this one)
@@ -31,6 +31,9 @@ from router.policy.base import Fleet, FloatArray, Memory, Policy, Query
 
 _OTHERS = 9.0
 """So many times more than in its own time to first token a request's work counts for those after it."""
+_CROWD, _CROWD_SPARE = 1.1, 4.0
+"""A node with more than so many times the mean requests (weighed by its slowness), and so many more, is passed over."""
+_OVERLOADED_S = 100.0
 _NO_ROOM_S = 1000.0
 """A decode node without blocks for the prompt itself: the relay would wait for somebody's end."""
 
@@ -44,12 +47,13 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
         return _decode_s(fleet, query, held)
     tokens = np.maximum(query.num_tokens - held * query.block_size, 1.0)
     work = _prefill_s(fleet.costs, tokens, query)
-    return work * (fleet.slowness + _OTHERS) + _queue_s(fleet.costs, fleet.backlog, fleet.slowness)
+    scores = work * (fleet.slowness + _OTHERS) + _queue_s(fleet.costs, fleet.backlog, fleet.requests, fleet.slowness)
+    return scores + _overload_s(fleet.requests * fleet.slowness)
 
 
 def queue_at(fleet: Fleet, row: int, costs: Costs) -> float:
     """The wait for one node's backlog, in seconds."""
-    return _queue_s(costs, float(fleet.backlog[row]), float(fleet.slowness[row]))
+    return _queue_s(costs, float(fleet.backlog[row]), float(fleet.requests[row]), float(fleet.slowness[row]))
 
 
 def prefill_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
@@ -80,8 +84,14 @@ def _uncached(fleet: Fleet, row: int, query: Query) -> float:
     return max(query.num_tokens - query.hits.get(fleet.incarnations[row], 0) * query.block_size, 1.0)
 
 
-def _queue_s(costs: Costs, backlog: _Number, slowness: _Number) -> _Number:
-    return slowness * backlog * costs.queued_token_s
+def _overload_s(load: FloatArray) -> FloatArray | float:
+    """What keeps a crowd with one prefix from gathering on one node, however good its estimates look."""
+    limit = load.sum() * (_CROWD / len(load)) + _CROWD_SPARE
+    return 0.0 if load.max() < limit else _OVERLOADED_S * (load >= limit)
+
+
+def _queue_s(costs: Costs, backlog: _Number, requests: _Number, slowness: _Number) -> _Number:
+    return slowness * (backlog * costs.queued_token_s + requests * costs.prefill_base_s)
 
 
 def _prefill_s(costs: Costs, tokens: _Number, query: Query) -> _Number:
@@ -107,6 +117,7 @@ def _decode_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
     requests = fleet.requests + 1
     answer = length * _step_s(costs, np.minimum(requests, fleet.capacity), fleet.step_slowness)
     scores = transfer + answer
+    scores += _overload_s(fleet.requests * fleet.step_slowness)
     crowd = requests - fleet.capacity
     if crowd.max() > 0:
         scores += answer * np.maximum(crowd, 0.0) / fleet.capacity

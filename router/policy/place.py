@@ -23,6 +23,9 @@ from router.policy.base import (
     stable_hash,
 )
 
+_SHORT_TOKENS = 32
+"""Prompts up to so long need no relay, where no estimate says better."""
+
 POLICIES: dict[str, Policy] = {
     module.POLICY.name: module.POLICY
     for module in (kv_aware, least_load, round_robin, at_random, power_of_two, session)
@@ -81,11 +84,14 @@ def place(
     decode: Fleet,
     *,
     policy: str,
-    local_prefill_tokens: int,
+    local_prefill_tokens: int | None,
     memory: Memory,
     shown_count: int | None = SHOWN_CANDIDATES,
 ) -> Decision:
-    """Pick nodes for one attempt. `shown_count`: candidates that the decision names per leg; None: all.
+    """Pick nodes for one attempt.
+
+    `local_prefill_tokens`: up to so many uncached tokens the decode node computes itself; None: the policy decides.
+    `shown_count`: candidates that the decision names per leg; None: all.
 
     Invariant: a relay is only ever planned between nodes whose KV means the same. Raises: Unavailable
     when there is no decode node.
@@ -105,7 +111,9 @@ def place(
     def local(reason: str) -> Decision:
         return Decision(policy, "local", reason, target, None, local_s, step_s)
 
-    if not how.estimates and uncached <= local_prefill_tokens:
+    by_estimate = how.estimates and local_prefill_tokens is None
+    short = _SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens
+    if not by_estimate and uncached <= short:
         return local(f"{uncached} uncached tokens are cheaper without a relay")
     if not len(prefill):
         return local("no prefill node is available")
@@ -122,7 +130,7 @@ def place(
     relay_s = kv_aware.queue_at(pool, source_row, pool.costs) + source.picked.work_s
     relay_s += kv_aware.transfer_at(targets, row, query)
     reason = f"{uncached} uncached tokens"
-    if how.estimates:
+    if by_estimate:
         price_s = local_s + kv_aware.lost_at(targets, row, query, costs)
         if price_s < relay_s:
             return local(f"{uncached} uncached tokens: {price_s:.4f} s here, {relay_s:.4f} s with a relay")

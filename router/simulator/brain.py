@@ -28,7 +28,7 @@ class BrainSettings:
     """How the router is configured."""
 
     policy: str = "kv_aware"
-    local_prefill_tokens: int = 0
+    local_prefill_tokens: int | None = None
     index_blocks: int = 20_000_000
     block_tokens: int = 512
     seed: int = 0

@@ -46,7 +46,9 @@ def simulate_command(
     decode_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a decode node.")] = 5000,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block, as the trace has it.")] = 512,
     index_delay: Annotated[float, typer.Option(min=0, help="Seconds until the index knows of a block.")] = 0.1,
-    local_prefill_tokens: Annotated[int, typer.Option(min=0, help="As the router's option of this name.")] = 0,
+    local_prefill_tokens: Annotated[
+        int | None, typer.Option(min=0, help="As the router's option of this name.")
+    ] = None,
     slo_ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="Objective: seconds per further token.")] = 0.1,
     goodput: Annotated[float | None, typer.Option(help="Find the highest rate with this share inside both.")] = None,

@@ -28,7 +28,7 @@ class Simulation:
     rate: float = 4.0
     """Of synthetic requests, per second, before `rate_scale`."""
     seed: int = 0
-    local_prefill_tokens: int = 0
+    local_prefill_tokens: int | None = None
     slo_ttft_s: float = 2.0
     slo_tpot_s: float = 0.1
 
