@@ -168,9 +168,10 @@ def test_peers_12_hits_that_the_request_itself_left_behind_are_not_billed_as_cac
 
 def test_peers_13_load_is_counted_when_it_is_sent_and_is_zero_again_when_clients_leave(model_folder: str) -> None:
     async def scene() -> None:
-        async with stack_of(
-            model_folder, prefill=2, decode=2, automatic=False, config={"policy": "least_load"}
-        ) as (stack, client):
+        async with stack_of(model_folder, prefill=2, decode=2, automatic=False, config={"policy": "least_load"}) as (
+            stack,
+            client,
+        ):
             asked = [asyncio.create_task(client.post("/v1/completions", json=ask())) for _ in range(16)]
             for each in stack.nodes:
                 # Nobody has reported yet: what was sent decides.
