@@ -97,7 +97,10 @@ def requests(
 
 @app.command("request")
 def request(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="As in the answer's x-request-id.")],
+    request_id: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="As in the answer's x-kvrelay-request-id, or the client's own x-request-id."),
+    ],
     url: Url = None,
     as_json: Json = False,
 ) -> None:

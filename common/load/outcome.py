@@ -35,6 +35,7 @@ class Outcome:
     prefill_node: str = ""
     decode_node: str = ""
     attempts: int = 1
+    relayed_bytes: int = 0
 
     @property
     def e2e_s(self) -> float:
@@ -77,6 +78,8 @@ def _read_events(stream: Stream, outcome: Outcome) -> None:
     times: list[float] = []
     for arrived_s, data in stream.events:
         event = json.loads(data)
+        if isinstance(event.get("kvrelay"), Mapping):
+            _read_served(event["kvrelay"], outcome)
         error = event.get("error")
         if error is not None:
             code = error.get("code") if isinstance(error, Mapping) else None
@@ -92,6 +95,15 @@ def _read_events(stream: Stream, outcome: Outcome) -> None:
         outcome.ttft_s = times[0] - stream.sent_s
         outcome.itl_s = [b - a for a, b in itertools.pairwise(times)]
         outcome.output_tokens = outcome.output_tokens or len(times)
+
+
+def _read_served(served: Mapping[str, Any], outcome: Outcome) -> None:
+    """How it was served in the end; the headers could only say how it began."""
+    outcome.prefill = str(served.get("prefill_mode", outcome.prefill))
+    outcome.prefill_node = str(served.get("prefill_node", ""))
+    outcome.decode_node = str(served.get("decode_node", outcome.decode_node))
+    outcome.attempts = int(served.get("attempt", outcome.attempts))
+    outcome.relayed_bytes = int(served.get("relayed_bytes", 0))
 
 
 def _has_text(choice: Mapping[str, Any]) -> bool:

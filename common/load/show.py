@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from common.admin.show import percent, table
+from common.admin.show import percent, size, table
 from common.load.summary import PERCENTILES
 
 _LATE_S = 0.01
@@ -60,6 +60,7 @@ def _facts(summary: Mapping[str, Any], left_out: int) -> list[list[Any]]:
         ["tokens/s", f"{summary['output_tokens_per_s']:.1f} out, {summary['prompt_tokens_per_s']:.1f} in"],
         ["prefix hits", percent(summary["cached_tokens"], summary["prompt_tokens"])],
         ["prefill", _counts(summary["prefill"])],
+        ["KV relayed", size(summary["relayed_bytes"]) if summary["relayed_bytes"] else None],
         ["by prefill node", _counts(summary["prefill_nodes"])],
         ["by decode node", _counts(summary["decode_nodes"])],
         ["goodput", f"{summary['goodput_per_s']:.2f}/s, {100 * summary['within_slo']:.1f} % within {objectives}"]

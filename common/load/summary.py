@@ -57,6 +57,7 @@ def summarise(outcomes: Sequence[Outcome], slo_ttft_s: float | None, slo_tpot_s:
         "cached_tokens": sum(outcome.cached_tokens for outcome in good),
         "hit_rate": round(sum(o.cached_tokens for o in good) / prompt_tokens, 6) if prompt_tokens else None,
         "prefill": dict(Counter(outcome.prefill for outcome in good if outcome.prefill)),
+        "relayed_bytes": sum(outcome.relayed_bytes for outcome in good),
         "prefill_nodes": dict(sorted(Counter(o.prefill_node for o in good if o.prefill_node).items())),
         "decode_nodes": dict(sorted(Counter(o.decode_node for o in good if o.decode_node).items())),
         "retried": sum(outcome.attempts > 1 for outcome in outcomes),

@@ -58,6 +58,19 @@ def test_latencies_are_of_events_with_tokens_only() -> None:
     assert (outcome.prefill, outcome.decode_node, outcome.attempts) == ("relayed", "d0", 2)
 
 
+def test_the_end_of_a_stream_says_how_it_was_served_in_the_end() -> None:
+    served = {"prefill_mode": "local", "decode_node": "d1", "attempt": 2, "relayed_bytes": 7}
+    stream = stream_of((10.2, text_event("a")), (10.9, event(choices=[], usage=USAGE, kvrelay=served)))
+    stream.headers = {
+        "x-kvrelay-prefill-mode": "relayed",
+        "x-kvrelay-prefill-node": "p0",
+        "x-kvrelay-decode-node": "d0",
+    }
+    outcome = read_outcome(0, stream, 0.0)
+    assert (outcome.prefill, outcome.prefill_node, outcome.decode_node) == ("local", "", "d1")
+    assert (outcome.attempts, outcome.relayed_bytes) == (2, 7)
+
+
 def test_a_stream_that_breaks_off_or_carries_an_error_is_an_error() -> None:
     broken = stream_of((10.2, text_event("a")), done=False)
     assert read_outcome(0, broken, 0.0).error == "incomplete"
