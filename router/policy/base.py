@@ -188,8 +188,8 @@ class Fleet:
     def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
         """This router sends a request there, with so many prompt tokens to compute and KV blocks to hold."""
         self.bump(incarnation, in_flight=1, in_flight_tokens=tokens, in_flight_blocks=blocks, recent_s=work_s)
-        if work_s:
-            self.recent_s *= 1 - 1 / (_RECENT * len(self))
+        if work_s and len(self):
+            self.recent_s[:] *= 1 - 1 / (_RECENT * len(self))
 
     def over(self, incarnation: str, *, tokens: float, blocks: float, reported: bool) -> None:
         """Such a request is over there; `reported`: the node's last report includes it."""

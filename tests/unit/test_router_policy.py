@@ -113,3 +113,105 @@ def test_the_only_decode_node_computes_the_prompt_itself_after_a_relay_to_it_fai
     """A prefill node that cannot reach it would lose the next attempt in the same way."""
     decision = decide([node("p0")], [node("d0")], avoid=frozenset({"inc-d0"}))
     assert (decision.mode, decision.decode.picked.node_id) == ("local", "d0")
+
+
+def lead(name: str, blocks: int) -> dict[str, int]:
+    return {f"inc-{name}": blocks}
+
+
+def source_of(decision: Decision) -> str:
+    assert decision.prefill is not None, decision.reason
+    return decision.prefill.picked.node_id
+
+
+def test_kv_aware_goes_where_the_prefix_is_until_queueing_costs_more_than_computing() -> None:
+    busy = [node("a", queued_tokens=2000, waiting=2), node("b")]
+    decode = [node("d", running=50)]
+    hit = lead("a", 62)
+    assert source_of(decide(busy, decode, policy="kv_aware", hits=hit)) == "a"
+    assert source_of(decide(busy, decode, policy="kv_aware")) == "b"
+    hot = [node("a", queued_tokens=20_000, waiting=3), node("b")]
+    assert source_of(decide(hot, decode, policy="kv_aware", hits=hit)) == "b", "a second holder rather than a queue"
+
+
+def test_kv_aware_spreads_a_crowd_with_one_prefix() -> None:
+    """A burst of 200 that all have the same long prefix, over 4 + 4 nodes; only the first ones find it on one node."""
+    prefill = fleet("prefill", [node(f"p{n}") for n in range(4)])
+    decode = fleet("decode", [node(f"d{n}", total_blocks=1e5, free_blocks=1e5) for n in range(4)])
+    hits, memory, counts = dict[str, int](), Memory(random.Random(0)), Counter[str]()
+    for _ in range(200):
+        query = Query(1000, hits=dict(hits), max_new_tokens=16)
+        decision = place(query, prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=memory)
+        for made, leg in ((prefill, decision.prefill), (decode, decision.decode)):
+            assert leg is not None
+            counts[leg.picked.node_id] += 1
+            hits[leg.picked.incarnation] = 62
+            made.sent(leg.picked.incarnation, tokens=1000 - leg.picked.hit_tokens, blocks=64, work_s=leg.picked.work_s)
+    for role in "pd":
+        assert max(counts[f"{role}{n}"] for n in range(4)) <= 1.3 * 50, counts
+
+
+def test_kv_aware_computes_on_the_decode_node_what_is_cheaper_there() -> None:
+    fleets = fleet("prefill", [node("p")]), fleet("decode", [node("d")])
+
+    def mode(num_tokens: int, hits: dict[str, int] | None = None, **load: float) -> str:
+        fleets[1].update("inc-d", running=load.get("running", 0.0))
+        fleets[0].update("inc-p", queued_tokens=load.get("queued", 0.0))
+        query = Query(num_tokens, hits=hits or {})
+        return place(query, *fleets, policy="kv_aware", local_prefill_tokens=None, memory=Memory()).mode
+
+    assert mode(20) == "local"
+    assert mode(1000) == "relayed"
+    assert mode(1000, lead("d", 62)) == "local"
+    assert mode(1000, queued=90_000) == "local", "the prefill node has a long queue"
+    assert mode(20, running=60) == "relayed", "sixty streams would wait for it"
+
+
+def test_decode_node_has_room_for_the_whole_sequence() -> None:
+    full = node("full", running=1, total_blocks=1000, free_blocks=10)
+    roomy = node("roomy", running=20, total_blocks=1000, free_blocks=500)
+    tight = node("tight", running=1, total_blocks=1000, free_blocks=70)
+    assert decide([], [full, roomy], policy="kv_aware").decode.picked.node_id == "roomy"
+    assert decide([], [full, tight], policy="kv_aware").decode.picked.node_id == "tight"
+    assert decide([], [tight, node("x", running=1, total_blocks=1000, free_blocks=500)], policy="kv_aware",
+                  max_new_tokens=900).decode.picked.node_id == "x"  # fmt: skip
+
+
+def test_decode_node_that_holds_the_prefix_is_preferred_among_equals() -> None:
+    decode = [node("a", token_bytes=1e5), node("b", token_bytes=1e5)]
+    assert decide([node("p")], decode, policy="kv_aware", hits=lead("b", 60)).decode.picked.node_id == "b"
+
+
+def test_power_of_two_takes_the_less_loaded_of_two() -> None:
+    nodes = [node(f"n{index}", running=index) for index in range(8)]
+    made, memory, counts = fleet("decode", nodes), Memory(random.Random(0)), Counter[str]()
+    for _ in range(400):
+        decision = place(
+            Query(10), fleet("prefill", []), made, policy="power_of_two", local_prefill_tokens=0, memory=memory
+        )
+        assert len(decision.decode.scores) == 2
+        counts[decision.decode.picked.node_id] += 1
+    assert counts["n7"] == 0
+    assert counts["n0"] > 60
+
+
+def session_node(made: Fleet, session: str) -> str:
+    query = Query(10, session=session)
+    decision = place(query, fleet("prefill", []), made, policy="session", local_prefill_tokens=0, memory=Memory())
+    return decision.decode.picked.node_id
+
+
+def test_sessions_stay_when_nodes_come_and_go_and_spill_when_theirs_is_full() -> None:
+    made = fleet("decode", [node(f"n{index}") for index in range(10)])
+    names = [f"session-{index}" for index in range(500)]
+    before = {name: session_node(made, name) for name in names}
+    share = Counter(before.values())
+    assert max(share.values()) < 2 * 50
+    made.drop("inc-n3")
+    without = {name: session_node(made, name) for name in names}
+    assert all(without[name] == node_id for name, node_id in before.items() if node_id != "n3"), "only its own move"
+    made.add("n3", "inc-n3b")
+    assert {name: session_node(made, name) for name in names} == before, "a restart keeps the node's sessions"
+    made.update("inc-n5", running=40)
+    moved = {name for name in names if session_node(made, name) != before[name]}
+    assert moved == {name for name in names if before[name] == "n5"}

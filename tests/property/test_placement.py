@@ -1,0 +1,152 @@
+"""Placing over random fleets: what must hold whatever the policy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import Unavailable
+from common.protocol import Role
+from router.policy import POLICIES, Fleet, Memory, Query, place
+
+KINDS = ("one", "two", "three")
+node = st.fixed_dictionaries(
+    {
+        "kv_kind": st.sampled_from(KINDS),
+        "waiting": st.integers(0, 100),
+        "running": st.integers(0, 100),
+        "queued_tokens": st.integers(0, 100_000),
+        "free_blocks": st.integers(0, 1000),
+        "total_blocks": st.just(1000),
+        "capacity": st.integers(1, 64),
+        "in_flight": st.integers(0, 50),
+        "in_flight_blocks": st.integers(0, 2000),
+        "ended": st.integers(0, 50),
+        "slowness": st.floats(0.01, 100),
+        "token_bytes": st.integers(1, 10**6),
+    }
+)
+nodes = st.lists(node, max_size=8)
+
+
+def fleet(role: Role, specs: list[dict[str, Any]], order: list[int]) -> Fleet:
+    made = Fleet(role)
+    for number in sorted(range(len(specs)), key=lambda number: order[number % len(order)]):
+        values = dict(specs[number])
+        made.add(f"{role}-{number}", f"inc-{role}-{number}", kv_kind=values.pop("kv_kind"), **values)
+    return made
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prefill=nodes,
+    decode=nodes,
+    policy=st.sampled_from(sorted(POLICIES)),
+    data=st.data(),
+    num_tokens=st.integers(1, 20_000),
+    last=st.booleans(),
+    seed=st.integers(0, 2**32),
+    threshold=st.sampled_from([None, 0, 500]),
+)
+def test_placement_rules(
+    prefill: list[dict[str, Any]],
+    decode: list[dict[str, Any]],
+    policy: str,
+    data: st.DataObject,
+    num_tokens: int,
+    last: bool,
+    seed: int,
+    threshold: int | None,
+) -> None:
+    orders = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    fleets = [fleet("prefill", prefill, orders), fleet("decode", decode, orders)]
+    everyone = [incarnation for each in fleets for incarnation in each.incarnations]
+    some = st.lists(st.sampled_from(everyone), unique=True) if everyone else st.just(list[str]())
+    avoid = frozenset(data.draw(some))
+    hits = {name: data.draw(st.integers(1, num_tokens // 16 + 1)) for name in data.draw(some)}
+    query = Query(num_tokens, avoid, last, hits, max_new_tokens=100, session=data.draw(st.sampled_from(["", "s"])))
+
+    def decide(prefill: Fleet, decode: Fleet) -> Any:
+        return place(
+            query,
+            prefill,
+            decode,
+            policy=policy,
+            local_prefill_tokens=threshold,
+            memory=Memory(random.Random(seed)),
+            shown_count=None,
+        )
+
+    if not decode:
+        with pytest.raises(Unavailable):
+            decide(*fleets)
+        return
+    before = [each.table.copy() for each in fleets]
+    decision = decide(*fleets)
+    assert all((each.table == copy).all() for each, copy in zip(fleets, before, strict=True)), (
+        "a decision changes nothing"
+    )
+    assert decision == decide(*fleets), "the same snapshot and seed give the same decision"
+    assert decision == decide(fleet("prefill", prefill, [0]), fleet("decode", decode, [0])), (
+        "in whatever order they came"
+    )
+    assert decision.reason
+    assert decision.ttft_s >= 0
+
+    target = decision.decode.picked
+    kinds = {f"inc-decode-{n}": spec["kv_kind"] for n, spec in enumerate(decode)}
+    kinds |= {f"inc-prefill-{n}": spec["kv_kind"] for n, spec in enumerate(prefill)}
+    assert target.incarnation not in avoid or all(name in avoid for name in fleets[1].incarnations)
+    considered = [name for name in fleets[1].incarnations if name not in avoid] or fleets[1].incarnations
+    assert target.node_id in decision.decode.scores
+    if policy != "power_of_two":
+        assert len(decision.decode.scores) == len(considered), "every candidate is explained"
+    if decision.prefill is None:
+        assert decision.mode == "local"
+        return
+    assert decision.mode == "relayed"
+    source = decision.prefill.picked
+    assert kinds[source.incarnation] == kinds[target.incarnation]
+    fitting = [name for name in fleets[0].incarnations if kinds[name] == kinds[target.incarnation]]
+    assert source.incarnation not in avoid or all(name in avoid for name in fitting)
+    assert not (last and source.incarnation in avoid)
+    for leg in (decision.prefill, decision.decode):
+        assert 0 <= leg.picked.hit_tokens <= num_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(1, 500)), max_size=80))
+def test_columns_follow_from_what_happened(steps: list[tuple[int, int, int]]) -> None:
+    """Adding, dropping and counting in any order: rows stay with their nodes, derived columns with their sources."""
+    made, model = Fleet("decode"), dict[str, dict[str, float]]()
+    for action, number, amount in steps:
+        name = f"i{number}"
+        if action == 0 and name not in made:
+            made.add(f"n{number % 3}", name, kv_kind="k", free_blocks=100.0)
+            model[name] = {"tokens": 0.0, "reported": 0.0, "count": 0.0}
+        elif action == 1:
+            made.drop(name)
+            model.pop(name, None)
+        elif action == 2:
+            made.sent(name, tokens=amount, blocks=1, work_s=0.1)
+            if name in model:
+                model[name]["tokens"] += amount
+                model[name]["count"] += 1
+        elif action == 3:
+            made.update(name, queued_tokens=amount, waiting=2, running=1)
+            if name in model:
+                model[name]["reported"] = amount
+        assert len(made) == len(model) == made.table.shape[1] == len(made.recent_s)
+        assert made.incarnations == [name for _, name in sorted(zip(made.node_ids, made.incarnations, strict=True))]
+        for incarnation, expected in model.items():
+            row = made.row(incarnation)
+            assert row is not None
+            assert made.incarnations[row] == incarnation
+            assert made.backlog[row] == expected["tokens"] + expected["reported"]
+            assert made.in_flight[row] == expected["count"]
+            assert made.room[row] == 100 - expected["count"]
+            assert made.requests[row] == made.waiting[row] + made.running[row] + expected["count"]
