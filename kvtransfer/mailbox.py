@@ -43,8 +43,6 @@ class Mailbox:
 
     def take(self) -> list[Command]:
         """Everything put so far. Only for the I/O thread."""
-        if not self._woken:
-            return []
         with suppress(BlockingIOError):
             self._reader.recv(4096)
         # Cleared before the commands are read: whoever puts one after that wakes us again.
