@@ -1,13 +1,13 @@
 """`kv_aware`: score = estimated seconds, with coefficients that are learned online (`router.costs`).
 
-    prefill:  queue + prefill(uncached tokens) + 9 * prefill(uncached tokens) / slowness
+    prefill:  queue + prefill(uncached tokens) + 12 * prefill(uncached tokens) / slowness
               queue   = slowness * (queued_token_s * backlog + base * requests)
               prefill = slowness * (base + token * uncached + context * uncached * mean tokens before them)
               (the transfer to the decode node is the same for all)
     decode:   transfer(bytes that it lacks) + answer * step(its requests and this one)
               + what is missing of the blocks for the whole sequence, and of a seat, in such answers
-    relay:    queue + prefill + transfer; local: the decode node's queue + prefill, and what that takes from its
-              running streams (from one at least). The cheaper one is taken
+    relay:    queue + prefill + transfer + 12 * prefill; local: the decode node's queue + prefill + 12 * prefill, and what
+              that takes from its running streams (from one at least). The cheaper one is taken
 
 The first sum is this request's time to first token; the second is what its work costs those that come after it: they
 wait for it, and its blocks evict theirs. On the Mooncake conversation trace the hit rate goes from 85 % of what one
@@ -29,7 +29,7 @@ import numpy as np
 from router.costs import Costs
 from router.policy.base import Fleet, FloatArray, Memory, Policy, Query
 
-_OTHERS = 9.0
+_OTHERS = 12.0
 """So many times more than in its own time to first token a request's work counts for those after it."""
 _CROWD, _CROWD_SPARE = 1.1, 4.0
 """A node with more than so many times the mean requests (weighed by its slowness), and so many more, is passed over."""
@@ -49,6 +49,11 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     work = _prefill_s(fleet.costs, tokens, query)
     scores = work * (fleet.slowness + _OTHERS) + _queue_s(fleet.costs, fleet.backlog, fleet.requests, fleet.slowness)
     return scores + _overload_s(fleet.requests * fleet.slowness)
+
+
+def burden_s(work_s: float) -> float:
+    """What a prefill costs those that come after it, wherever it is computed."""
+    return _OTHERS * work_s
 
 
 def queue_at(fleet: Fleet, row: int, costs: Costs) -> float:

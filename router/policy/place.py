@@ -131,10 +131,13 @@ def place(
     relay_s += kv_aware.transfer_at(targets, row, query)
     reason = f"{uncached} uncached tokens"
     if by_estimate:
-        price_s = local_s + kv_aware.lost_at(targets, row, query, costs)
-        if price_s < relay_s:
-            return local(f"{uncached} uncached tokens: {price_s:.4f} s here, {relay_s:.4f} s with a relay")
-        reason += f": {relay_s:.4f} s with a relay, {price_s:.4f} s on the decode node"
+        here_s = kv_aware.prefill_at(targets, row, query, costs)
+        price_s = local_s + kv_aware.lost_at(targets, row, query, costs) + kv_aware.burden_s(here_s)
+        relay_price_s = relay_s + kv_aware.burden_s(source.picked.work_s)
+        prices = f"{price_s:.4f} s on the decode node, {relay_price_s:.4f} s with a relay"
+        if price_s < relay_price_s:
+            return local(f"{uncached} uncached tokens: {prices}")
+        reason += f": {prices}"
     if not len(sources):
         reason += "; the prefill nodes failed this request before, there is no other"
     return Decision(policy, "relayed", reason, target, source, relay_s, step_s)
