@@ -41,6 +41,8 @@ from common.torch_setup import configure_torch
 log = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 5.0
+_LAST_STEP_S = 1.0
+"""A rank that loses its leader may take so long to end by itself: a sum with a leader that stands still never comes."""
 
 
 class TransferEnd:
@@ -158,6 +160,9 @@ class RankProcess:
                     end.obey(order)
         except Exception as error:  # the rank ends, on its main thread
             steps.put(error)
+            if not self._ending.wait(_LAST_STEP_S):
+                log.error("rank %d ends in the middle of a step that waits for other ranks: %s", self._rank, error)
+                os._exit(1)
 
     def _wait_for(self, kind: type, what: str) -> Any:
         """The leader's next order of `kind`. Raises: PeerLost when the start takes too long."""
