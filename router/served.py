@@ -35,7 +35,10 @@ class RequestIds:
 
 def printable(text: str, limit: int = _MAX_HEADER_CHARS) -> str:
     """`text` as a header may carry it: ASCII without control characters, bounded."""
-    return "".join(char if " " <= char <= "~" else "?" for char in text[:limit])
+    text = text[:limit]
+    if text.isascii() and text.isprintable():
+        return text  # nearly always, on the way of every request
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
 
 
 def how_served(generation: Generation) -> dict[str, str | int]:
