@@ -68,6 +68,5 @@ def headers(ids: RequestIds, generation: Generation | None) -> dict[str, str]:
     out = {f"x-kvrelay-{name.replace('_', '-')}": printable(str(value)) for name, value in about.items()}
     decision = generation.decision
     if decision is not None:
-        out["x-kvrelay-prefill"] = decision.mode
         out["x-kvrelay-decision"] = printable(decision.to_json(), _MAX_DECISION_CHARS)
     return out | ids.headers()
