@@ -51,11 +51,6 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     return scores + _overload_s(fleet.requests * fleet.slowness)
 
 
-def burden_s(work_s: float) -> float:
-    """What a prefill costs those that come after it, wherever it is computed."""
-    return _OTHERS * work_s
-
-
 def queue_at(fleet: Fleet, row: int, costs: Costs) -> float:
     """The wait for one node's backlog, in seconds."""
     return _queue_s(costs, float(fleet.backlog[row]), float(fleet.requests[row]), float(fleet.slowness[row]))
@@ -82,6 +77,11 @@ def lost_at(decode: Fleet, row: int, query: Query, costs: Costs) -> float:
     """What a decode node's streams lose together while it computes the prompt, in seconds; one stream at least."""
     per_stream = float(decode.slowness[row]) * costs.prefill_token_s * _uncached(decode, row, query)
     return per_stream * max(float(decode.running[row]), 1.0)
+
+
+def burden_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
+    """What the prefill at one node costs those that come after it, in seconds; the node's own speed does not matter."""
+    return _OTHERS * _prefill_s(costs, _uncached(fleet, row, query), query)
 
 
 def _uncached(fleet: Fleet, row: int, query: Query) -> float:

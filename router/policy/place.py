@@ -131,9 +131,10 @@ def place(
     relay_s += kv_aware.transfer_at(targets, row, query)
     reason = f"{uncached} uncached tokens"
     if by_estimate:
-        here_s = kv_aware.prefill_at(targets, row, query, costs)
-        price_s = local_s + kv_aware.lost_at(targets, row, query, costs) + kv_aware.burden_s(here_s)
-        relay_price_s = relay_s + kv_aware.burden_s(source.picked.work_s)
+        price_s = (
+            local_s + kv_aware.lost_at(targets, row, query, costs) + kv_aware.burden_at(targets, row, query, costs)
+        )
+        relay_price_s = relay_s + kv_aware.burden_at(pool, source_row, query, costs)
         prices = f"{price_s:.4f} s on the decode node, {relay_price_s:.4f} s with a relay"
         if price_s < relay_price_s:
             return local(f"{uncached} uncached tokens: {prices}")
