@@ -23,6 +23,7 @@ from common.engine.step import StepInput
 from common.errors import EngineError, KvRelayError, PeerLost
 from common.node.address import advertised, rank_host
 from common.node.rank_messages import (
+    MAX_ORDER_BYTES,
     LeaderBeat,
     RankBeat,
     RankBusy,
@@ -35,7 +36,7 @@ from common.node.rank_messages import (
 )
 from common.node.startup import Blueprint, LoadedRank, load_rank, peak_memory_bytes
 from common.parallel.connect import connect_mesh
-from common.protocol import MAX_MESSAGE_BYTES, Codec
+from common.protocol import Codec
 from common.torch_setup import configure_torch
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class RankProcess:
         self._codec = codec
         self._context = zmq.Context()
         self._orders = self._context.socket(zmq.PULL)
-        self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
         self._orders.bind(f"tcp://{rank_host(config)}:*")
         self._reports = self._connect()
         self._lock = threading.Lock()
