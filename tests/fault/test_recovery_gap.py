@@ -34,7 +34,7 @@ _SHOWN = 40
 def serving(folder: Path) -> Iterator[System]:
     """Two nodes of each role, with a model whose prefill of the prompt takes seconds."""
     config = LlamaConfig(
-        hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12, num_key_value_heads=4,
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=10, num_attention_heads=16, num_key_value_heads=2,
         vocab_size=512, max_position_embeddings=4096, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(folder / "model")
