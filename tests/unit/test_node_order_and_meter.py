@@ -1,0 +1,66 @@
+"""The node's side of routing: its queue's order, what it says of cached prompts, how it times its steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.sequence import Sequence
+from common.hashing import BLOCK_SIZE, root_hash
+from common.kv.pool import BlockPool
+from common.node.meter import StepMeter
+from common.protocol import AttemptKey, SamplingParams
+
+
+def sequence(name: str, priority: int = 0, tokens: int = 40, first: int = 1) -> Sequence:
+    ids = [first] * tokens
+    sampling = SamplingParams(seed=0, max_tokens=4)
+    return Sequence(AttemptKey(name, 1), ids, tokens, sampling, root_hash("m"), 0.0, priority)
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(SchedulerConfig(500, 2, 512, 512), BlockPool(64))
+
+
+def test_waiting_requests_are_ordered_by_priority_then_arrival() -> None:
+    made = scheduler()
+    for name, priority in (("a", 0), ("b", 2), ("c", -1), ("d", 0), ("e", 2), ("f", -1)):
+        made.add(sequence(name, priority))
+    assert [seq.key.request_id for seq in made.waiting] == ["c", "f", "a", "d", "b", "e"]
+    plan = made.schedule()
+    assert plan is not None
+    assert [seq.key.request_id for seq in plan.seqs] == ["c", "f"]
+
+
+def test_a_waiting_prompt_is_known_to_be_cached() -> None:
+    made = scheduler()
+    first = sequence("first")
+    made.add(first)
+    assert first.likely_cached == 0
+    plan = made.schedule()
+    assert plan is not None
+    first.num_computed = first.num_tokens
+    made._publish(first)  # pyright: ignore[reportPrivateUsage]
+    second, third = sequence("second"), sequence("third", first=9)
+    made.add(second)
+    made.add(third)
+    assert second.likely_cached == 2 * BLOCK_SIZE
+    assert third.likely_cached == 0
+
+
+def test_steps_in_flight_together_are_busy_time_once() -> None:
+    meter = StepMeter()
+    meter.begin(1, 10.0)
+    meter.begin(2, 10.5)
+    meter.end(1, 11.0, [64, 1])
+    assert (meter.prompt_busy_s, meter.step_s) == (1.0, 1.0)
+    meter.end(2, 11.5, [64])
+    assert meter.prompt_busy_s == 1.5
+    meter.begin(3, 12.0)
+    meter.end(3, 14.0, [1, 1])
+    assert meter.prompt_busy_s == 1.5, "nothing but decode rows"
+    assert meter.step_s == pytest.approx(1.1)
+    meter.begin(4, 15.0)
+    meter.drop(4)
+    meter.end(4, 16.0, [5])
+    assert meter.prompt_busy_s == 1.5
