@@ -43,9 +43,9 @@ def make_copier(storage: KVStorage) -> Copier:
 class SliceCopier:
     """Copies slices of one rank's storage.
 
-    The storage is seen as a flat array of rows, each the longest run that is contiguous both in it and in the
-    slice: a whole block of one layer where the slice has all heads of the rank, else neighbouring heads of one
-    token slot. One `take` or one indexed store then moves any number of layers and blocks.
+    Each plane of the storage (K or V of a layer) is seen as rows, each the longest run that is contiguous both in it
+    and in the slice: a whole block where the slice has all heads of the rank, else neighbouring heads of one token
+    slot. One `take` or one indexed store then moves any number of blocks of a plane.
 
     Raises: ConfigError if the storage is not in CPU memory.
     """
@@ -53,23 +53,25 @@ class SliceCopier:
     def __init__(self, storage: KVStorage) -> None:
         if storage.words is None:
             raise ConfigError("this transport needs a KV storage in CPU memory")
-        self._bytes = storage.words.reshape(-1).view(np.uint8)
+        planes = 2 * len(storage.words)
+        self._planes = storage.words.reshape(planes, -1).view(np.uint8)
         self._layout = storage.layout
         self._shard = storage.shard
-        self._num_blocks = storage.num_blocks
         self._head_bytes = _head_bytes(storage.layout)
         self._runs: list[_Runs] = []
 
     def gather(self, piece: KVSlice, blocks: np.ndarray, out: np.ndarray) -> None:
         """Copy `piece` of the sequence whose block ids are `blocks` into `out` ([piece's bytes], uint8)."""
-        rows, index = self._rows(piece, blocks)
-        # mode="raise" would buffer the whole output; the index is in range by construction.
-        np.take(rows, index, out=out.view(rows.dtype), mode="clip")
+        planes, index = self._rows(piece, blocks)
+        for rows, part in zip(planes, out.view(planes.dtype).reshape(len(planes), -1), strict=True):
+            # mode="raise" would buffer the whole output; the index is in range by construction.
+            np.take(rows, index, out=part, mode="clip")
 
     def scatter(self, piece: KVSlice, blocks: np.ndarray, payload: np.ndarray) -> None:
         """Copy `payload` ([piece's bytes], uint8) into `piece` of the sequence whose block ids are `blocks`."""
-        rows, index = self._rows(piece, blocks)
-        rows[index] = payload.view(rows.dtype)
+        planes, index = self._rows(piece, blocks)
+        for rows, part in zip(planes, payload.view(planes.dtype).reshape(len(planes), -1), strict=True):
+            rows[index] = part
 
     def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: np.ndarray) -> None:
         """Gather `pieces` one after the other into `out` (uint8, at least their bytes)."""
@@ -88,24 +90,21 @@ class SliceCopier:
             at += size_bytes
 
     def _rows(self, piece: KVSlice, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The storage as rows, and the index of the piece's rows in payload order."""
+        """The piece's planes (K or V of a layer) as rows, and the index of the piece's rows, the same in each plane."""
         heads = self._shard.head_hi - self._shard.head_lo
         head_lo, wanted = piece.head_lo - self._shard.head_lo, piece.head_hi - piece.head_lo
         lo, hi = piece.layer_lo - self._shard.layer_lo, piece.layer_hi - self._shard.layer_lo
-        planes = np.arange(2 * lo, 2 * hi, dtype=np.int64)[:, None] * self._num_blocks
         if wanted == heads:
             row_bytes = self._layout.block_size * heads * self._head_bytes
-            index = planes + blocks[piece.block_lo : piece.block_hi]
+            index = blocks[piece.block_lo : piece.block_hi]
         else:
             run = gcd(head_lo, wanted, heads)
             row_bytes = run * self._head_bytes
-            rows_per_block = self._layout.block_size * heads // run
-            first_plane = self._runs_of(blocks, head_lo, wanted, heads, run)
-            index = planes * rows_per_block + first_plane[piece.block_lo : piece.block_hi].reshape(-1)
-        return self._bytes.view(np.dtype((np.void, row_bytes))), index.reshape(-1)
+            index = self._runs_of(blocks, head_lo, wanted, heads, run)[piece.block_lo : piece.block_hi].reshape(-1)
+        return self._planes[2 * lo : 2 * hi].view(np.dtype((np.void, row_bytes))), index
 
     def _runs_of(self, blocks: np.ndarray, head_lo: int, wanted: int, heads: int, run: int) -> np.ndarray:
-        """[blocks, slots * runs]: the rows in plane 0. Remembered, because every message of an attempt needs them."""
+        """[blocks, slots * runs]: the rows in a plane. Remembered, because every message of an attempt needs them."""
         for known in self._runs:
             if known.blocks is blocks and known.heads == (head_lo, wanted):
                 return known.rows

@@ -33,6 +33,8 @@ from kvtransfer.sender import Sender
 
 log = logging.getLogger(__name__)
 
+PAGE_BYTES, NUM_PAGES = 4 * 2**20, 4
+"""Large, because what happens between two copies costs as much as copying a few hundred KiB."""
 _MESSAGE = struct.Struct("<IIQ")
 """Page, bytes of its header, bytes of its payload."""
 _CREDENTIALS = struct.Struct("iii")
@@ -117,7 +119,7 @@ class ShmConnector:
     Raises: ConfigError where memory cannot be shared this way.
     """
 
-    def __init__(self, *, page_bytes: int = 4 * 2**20, num_pages: int = 4) -> None:
+    def __init__(self, *, page_bytes: int = PAGE_BYTES, num_pages: int = NUM_PAGES) -> None:
         self._page_bytes = page_bytes
         self._num_pages = num_pages
         self.offer = TransportOffer(SHM, host_id=_required_host_id())
@@ -293,8 +295,8 @@ class ShmSender(Sender):
         rank: int,
         on_event: OnSenderEvent,
         *,
-        page_bytes: int = 512 * 2**10,
-        num_pages: int = 8,
+        page_bytes: int = PAGE_BYTES,
+        num_pages: int = NUM_PAGES,
         **options: Any,
     ) -> None:
         connector = ShmConnector(page_bytes=page_bytes, num_pages=num_pages)

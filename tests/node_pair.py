@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fake_engine import VOCAB, FakeRunner, FakeWire
 
 from common.clock import MockClock
@@ -76,7 +74,7 @@ class Pair:
         max_tokens: int = 5,
         *,
         router: bytes = ROUTER,
-        **sampling: Any,
+        **sampling: int,
     ) -> None:
         params = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, **sampling)
         self.d.handle(FromClient(router, DecodeRequest(key, prompt, len(prompt), params, P_REF, 600.0)))

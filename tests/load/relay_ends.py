@@ -6,6 +6,7 @@ import importlib
 import random
 import threading
 import time
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,18 @@ from kvtransfer.base import (
 )
 
 _TIMEOUT_S = 60.0
+_COPIES = 4
 
-SENDERS = {"zmq": ("kvtransfer.zmq:ZmqSender", ()), "shm": ("kvtransfer.shm:ShmSender", ())}
-RECEIVERS = {"zmq": ("kvtransfer.zmq:ZmqReceiver", ("127.0.0.1", 0)), "shm": ("kvtransfer.shm:ShmReceiver", ())}
+SENDERS = {
+    "zmq": ("kvtransfer.zmq:ZmqSender", ()),
+    "collective": ("kvtransfer.collective:CollectiveSender", ("127.0.0.1",)),
+    "shm": ("kvtransfer.shm:ShmSender", ()),
+}
+RECEIVERS = {
+    "zmq": ("kvtransfer.zmq:ZmqReceiver", ("127.0.0.1", 0)),
+    "collective": ("kvtransfer.collective:CollectiveReceiver", ("127.0.0.1", 0)),
+    "shm": ("kvtransfer.shm:ShmReceiver", ()),
+}
 """Class, and what it takes between the rank and the callback."""
 
 
@@ -75,6 +85,7 @@ class _End:
         """Of that round's transfers."""
         return [AttemptKey(f"bench-{i}", number) for i in range(len(self.blocks))]
 
+    @cached_property
     def truth(self) -> np.ndarray:
         """This rank's share of what every rank of every layout must hold, blocks in the order of the sequences."""
         layers, kv_heads, head_dim = self._model
@@ -106,16 +117,18 @@ class _End:
         if self.errors:
             raise RuntimeError(self.errors[0])
 
+    def cpu_s(self) -> float:
+        """Processor time of this process so far."""
+        return time.process_time()
+
     def copy_rate(self, size_bytes: int) -> float:
-        """Bytes/s that this process copies from one array to another, the best of several times."""
+        """Bytes/s that this process copies from one array to another, on average over a few times."""
         source = np.ones(size_bytes, dtype=np.uint8)
-        target = np.empty_like(source)
-        best_s = float("inf")
-        for _ in range(10):
-            started = time.perf_counter()
+        target = np.ones_like(source)
+        started = time.perf_counter()
+        for _ in range(_COPIES):
             target[:] = source
-            best_s = min(best_s, time.perf_counter() - started)
-        return size_bytes / best_s
+        return _COPIES * size_bytes / (time.perf_counter() - started)
 
 
 class RelaySource(_End):
@@ -125,7 +138,13 @@ class RelaySource(_End):
         super().__init__(**sizes, seed=1)
         words = self.storage.words
         assert words is not None
-        words[:, :, self.order()] = self.truth()
+        words[:, :, self.order()] = self.truth
+        self.sender: Any = None
+        self.use(transport)
+
+    def use(self, transport: str) -> None:
+        """Send over `transport` from now on."""
+        self.close()
         make, between = _named(SENDERS[transport])
         self.sender = make(self.storage, self.layout, self.rank, *between, self._on_event)
 
@@ -154,7 +173,8 @@ class RelaySource(_End):
 
     def close(self) -> None:
         """Stop the transport."""
-        self.sender.close()
+        if self.sender is not None:
+            self.sender.close()
 
 
 class RelayDestination(_End):
@@ -163,6 +183,12 @@ class RelayDestination(_End):
     def __init__(self, transport: str = "zmq", **sizes: Any) -> None:
         super().__init__(**sizes, seed=2)
         self.received = 0
+        self.receiver: Any = None
+        self.use(transport)
+
+    def use(self, transport: str) -> None:
+        """Receive over `transport` from now on."""
+        self.close()
         make, between = _named(RECEIVERS[transport])
         self.receiver = make(self.storage, self.layout, self.rank, *between, self._on_event)
 
@@ -195,13 +221,14 @@ class RelayDestination(_End):
         """Whether all KV is as the sources had it. Forgets it, so that the next relay has to bring it again."""
         words = self.storage.words
         assert words is not None
-        same = bool((words[:, :, self.order()] == self.truth()).all())
+        same = bool((words[:, :, self.order()] == self.truth).all())
         words[...] = 0
         return same
 
     def close(self) -> None:
         """Stop the transport."""
-        self.receiver.close()
+        if self.receiver is not None:
+            self.receiver.close()
 
 
 def _named(place: tuple[str, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
