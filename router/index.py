@@ -2,131 +2,97 @@
 
 Runs on the router's event loop. Fed by `router.follower` with what nodes publish, and by the router's own decisions.
 
-Every incarnation has a *slot*, a bit. A block's hash maps to a mask of slots; equal masks are one object, so that a
-run of blocks with the same holders costs a walk nothing but the look-up. A dropped incarnation loses its bit in the
-mask of the living at once; its entries are cleaned up little by little by `tidy`, and only then its slot is used again.
-The map is split into shards, so that no growth and no clean-up ever takes long.
+Every incarnation has a *slot*, a bit; a set of holders is a mask of slots, and every mask in use has a number. Tables
+from the first 64 bits of a block's hash to such numbers hold all that is known (two blocks that share those bits are
+taken for one: a wrong estimate once in many years, which the node itself corrects). A dropped incarnation loses its bit
+in the mask of the living at once; `tidy` cleans the tables one by one, and only then its slot is used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from common.clock import Clock, monotonic
 from common.hashing import HASH_BYTES, BlockHash
+from router.block_table import BlockTable, Keys, Values
 
 Hashes = Sequence[BlockHash] | bytes
 """Block hashes, as a sequence or joined into one blob."""
 
 EXPECTATION_S = 4.0
 """A block that this router only expects a node to hold is believed for so long, at most twice."""
-_FAN_OUT = 256
-_SMALL_SHARD = 1024
-"""Below so many blocks a shard is not split further."""
-_TIDY_BLOCKS = 5000
+_MAX_TABLES = 32
+_SMALL_TABLE = 16384
+"""With fewer blocks a table is not split further."""
 _FEW_BITS = 32
 """Above so many, NumPy finds them faster."""
-_MAX_KNOWN_MASKS = 100_000
-
-
-def split_blob(blob: bytes) -> list[BlockHash]:
-    """The hashes in a blob. Raises: ValueError if its length is not a multiple of `HASH_BYTES`."""
-    return np.frombuffer(blob, dtype=f"V{HASH_BYTES}").tolist()
 
 
 class PrefixIndex:
     """Block hash -> the incarnations that hold it.
 
-    Invariants: at most `max_blocks` blocks, the least recently stored or (once the room gets tight) matched are
-    given up first; what `match` says of an incarnation follows from what was said of that incarnation only.
+    Invariants: at most `max_blocks` blocks, those that were not stored or matched for longest are given up first; what
+    `match` says of an incarnation follows from what was said of that incarnation only.
     """
 
-    def __init__(self, max_blocks: int = 10_000_000, *, clock: Clock = monotonic) -> None:
+    def __init__(self, max_blocks: int = 10_000_000, *, clock: Clock = monotonic, few: int = 1024) -> None:
         self.max_blocks = max_blocks
+        self._few = few
+        """So many blocks are handled one by one, which is quicker then."""
         self.evicted = 0
         """Blocks given up for lack of room, ever."""
-        count = 1
-        while count < _FAN_OUT and max_blocks // (count * 2) >= _SMALL_SHARD:
-            count *= 2
-        self._shards: list[dict[BlockHash, int]] = [{} for _ in range(count)]
-        self._shard_limit = max_blocks // count
-        self._tight = self._shard_limit - self._shard_limit // 8
-        self._by_first_byte = [self._shards[byte % count] for byte in range(_FAN_OUT)]
+        bits = 0
+        while 1 << bits < _MAX_TABLES and max_blocks >> (bits + 1) >= _SMALL_TABLE:
+            bits += 1
+        self._tables = [BlockTable(max(1, max_blocks >> bits)) for _ in range(1 << bits)]
+        self._shift = 64 - bits
         self._clock = clock
-        self._fresh: dict[BlockHash, int] = {}
-        """What is expected since `_turned_s`."""
-        self._fading: dict[BlockHash, int] = {}
+        self._use = 0
+        """Counts calls; the stamp of what they use."""
+        self._masks = [0]
+        self._numbers = {0: 0}
+        self._free_numbers: list[int] = []
+        self._fresh: dict[int, int] = {}
+        """What is expected since `_turned_s`: masks by key."""
+        self._fading: dict[int, int] = {}
         """What was expected before that."""
         self._turned_s = clock()
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
         self._held: list[int] = []
         """Blocks of each slot."""
-        self._free: list[int] = []
+        self._free_slots: list[int] = []
         self._living = 0
         """The mask of the slots in `_slots`."""
         self._dead = 0
         """The mask of slots that blocks may still name, though they are nobody's any more."""
         self._sweeping = 0
         """Of these, the ones that the present round of cleaning removes."""
-        self._unswept: list[int] = []
-        """Shards that the present round has not been through."""
-        self._stale: list[BlockHash] = []
-        """Blocks of the last one that are to be cleaned."""
-        self._matched: set[BlockHash] = set()
-        """What was matched lately; kept only while room is tight."""
-        self._masks: dict[int, int] = {}
+        self._unswept: list[BlockTable] = []
 
     # -- what nodes say
 
     def stored(self, incarnation: str, hashes: Hashes) -> None:
-        """`incarnation` holds these blocks now. O(1) each."""
-        slot = self._slot(incarnation)
-        bit, new = self._one(1 << slot), 0
-        by_first_byte, limit = self._by_first_byte, self._shard_limit
-        for block in _as_list(hashes):
-            shard = by_first_byte[block[0]]
-            mask = shard.get(block)
-            if mask is None:
-                shard[block] = bit
-                new += 1
-                if len(shard) > limit:
-                    self._evict(shard)
-            elif mask is not bit and not mask & bit:
-                shard[block] = self._one(mask | bit)
-                new += 1
-        self._held[slot] += new
+        """`incarnation` holds these blocks now."""
+        slot, keys = self._slot(incarnation), _keys(hashes)
+        news = self._change(keys, 1 << slot, stored=True)  # it may evict, and count that
+        self._held[slot] += news
 
     def removed(self, incarnation: str, hashes: Hashes) -> None:
         """`incarnation` holds these blocks no more. Unknown ones are ignored."""
         slot = self._slots.get(incarnation)
         if slot is None:
             return
-        bit, gone = self._one(1 << slot), 0
-        by_first_byte = self._by_first_byte
-        blocks = _as_list(hashes)
-        for block in blocks:
-            shard = by_first_byte[block[0]]
-            mask = shard.get(block)
-            if mask is bit:
-                del shard[block]
-                gone += 1
-            elif mask is not None and mask & bit:
-                if mask == bit:
-                    del shard[block]
-                else:
-                    shard[block] = self._one(mask ^ bit)
-                gone += 1
-        self._held[slot] -= gone
+        bit, keys = 1 << slot, _keys(hashes)
+        self._held[slot] -= self._change(keys, bit, stored=False)
         for expected in (self._fresh, self._fading):
             if expected:
-                for block in blocks:
-                    mask = expected.get(block, 0)
-                    if mask & bit:
-                        expected[block] = mask ^ bit
+                for key in keys.tolist():
+                    if expected.get(key, 0) & bit:
+                        expected[key] ^= bit
 
     def replace(self, incarnation: str, hashes: Hashes) -> None:
         """`incarnation` holds these blocks and no others; `stored` may go on with the rest of a long list."""
@@ -146,59 +112,48 @@ class PrefixIndex:
     def expect(self, incarnation: str, hashes: Hashes) -> None:
         """`incarnation` was just given work that will leave it with these blocks: believe so for some seconds."""
         self._turn()
-        bit = self._one(1 << self._slot(incarnation))
-        fresh = self._fresh
-        blocks = _as_list(hashes)
-        if len(fresh) + len(blocks) > self.max_blocks:
-            return
-        for block in blocks:
-            mask = fresh.setdefault(block, bit)
-            if mask is not bit and not mask & bit:
-                fresh[block] = self._one(mask | bit)
+        bit, fresh = 1 << self._slot(incarnation), self._fresh
+        keys: list[int] = _keys(hashes).tolist()
+        if len(fresh) + len(keys) <= self.max_blocks:
+            for key in keys:
+                fresh[key] = fresh.get(key, 0) | bit
 
     def match(self, hashes: Hashes) -> dict[str, int]:
         """How many leading blocks each incarnation holds, of those that hold the first."""
         self._turn()
-        by_first_byte = self._by_first_byte
-        names, fresh, fading = self._names, self._fresh, self._fading
-        expecting = bool(fresh or fading)
-        blocks = _as_list(hashes)
-        found: dict[str, int] = {}
-        alive, covering, depth = self._living, None, 0
-        for block in blocks:
-            mask = by_first_byte[block[0]].get(block, 0)
-            if mask is not covering:
-                if mask & alive == alive:
-                    covering = mask
-                else:  # what is expected can only matter here
-                    if expecting:
-                        mask |= fresh.get(block, 0) | fading.get(block, 0)
-                    still = alive & mask
-                    if depth and still != alive:
-                        found.update(dict.fromkeys(map(names.__getitem__, _bits(alive ^ still)), depth))
-                    alive = still
-                    if not alive:
-                        break
-            depth += 1
-        if depth:
-            found.update(dict.fromkeys(map(names.__getitem__, _bits(alive)), depth))
-        if len(self._shards[0]) >= self._tight:  # as full as all the others
-            self._remember(blocks[:depth])
+        self._use += 1
+        keys = _keys(hashes)
+        numbers = self._look_up(keys)
+        expected = [kind for kind in (self._fresh, self._fading) if kind]
+        names, found, alive = self._names, dict[str, int](), self._living
+        # Blocks in a row with the same holders are one step.
+        starts: list[int] = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+        for start, end in pairwise(starts):
+            mask = self._masks[int(numbers[start])] if start < end else 0
+            if mask & alive == alive:
+                continue
+            # What is expected can only matter here.
+            block_keys: list[int] = keys[start:end].tolist() if expected else [0]
+            for depth, key in enumerate(block_keys, start):
+                more = mask
+                for kind in expected:
+                    more |= kind.get(key, 0)
+                if alive & ~more:
+                    if depth:
+                        found.update(dict.fromkeys([names[slot] for slot in _bits(alive & ~more)], depth))
+                    alive &= more
+            if not alive:
+                return found
+        if len(keys):
+            found.update(dict.fromkeys([names[slot] for slot in _bits(alive)], len(keys)))
         return found
 
     def tidy(self) -> bool:
         """Clean up after drops, for some milliseconds at most. Returns whether more is to be done."""
         if not self._sweeping:
-            self._sweeping, self._unswept = self._dead, list(range(len(self._shards)))
-            if len(self._masks) > _MAX_KNOWN_MASKS:
-                self._masks = {}
-        if self._stale:
-            self._clean(self._stale[-_TIDY_BLOCKS:])
-            del self._stale[-_TIDY_BLOCKS:]
-        elif self._sweeping and self._unswept:
-            dying, shard = self._sweeping, self._shards[self._unswept.pop()]
-            # Nothing that is stored from here on carries a dying bit that is not in this list.
-            self._stale = [block for block, mask in shard.items() if mask & dying]
+            self._sweeping, self._unswept = self._dead, list(self._tables)
+        if self._sweeping and self._unswept:
+            self._clean(self._unswept.pop())
         elif self._sweeping:
             self._release_swept()
         return bool(self._dead)
@@ -207,7 +162,7 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Blocks known, those of dropped incarnations included until `tidy` has come by."""
-        return sum(map(len, self._shards))
+        return sum(table.live for table in self._tables)
 
     def held(self, incarnation: str) -> int:
         """Blocks that `incarnation` is known to hold."""
@@ -219,17 +174,120 @@ class PrefixIndex:
         """All that something was said of and that were not dropped."""
         return list(self._slots)
 
-    # -- inside
+    # -- the tables
 
-    def _one(self, mask: int) -> int:
-        """The one object for this mask."""
-        return self._masks.setdefault(mask, mask)
+    def _look_up(self, keys: Keys) -> Values:
+        """The number of each block's holders; marks them as used."""
+        numbers: Values = np.zeros(len(keys), np.uint32)
+        if len(keys) <= self._few:
+            few: list[int] = keys.tolist()
+            for index, key in enumerate(few):
+                table = self._tables[key >> self._shift]
+                at = table.place(key)
+                if not (number := table.value_at[at]):
+                    break
+                numbers[index] = number
+                table.stamp_at[at] = self._use
+            return numbers
+        order = np.argsort(keys)
+        for table, start, end in self._parts(ordered := keys[order]):
+            wanted = ordered[start:end]
+            at = table.places(wanted)
+            numbers[order[start:end]] = table.values[at]
+            table.stamps[at] = self._use
+        return numbers
+
+    def _parts(self, ordered: Keys) -> list[tuple[BlockTable, int, int]]:
+        """Which table has which part of sorted keys."""
+        if len(self._tables) == 1:
+            return [(self._tables[0], 0, len(ordered))]
+        bounds = np.searchsorted(ordered >> np.uint64(self._shift), np.arange(len(self._tables) + 1)).tolist()
+        return [(t, a, b) for t, a, b in zip(self._tables, bounds, bounds[1:], strict=False) if a < b]
+
+    def _change(self, keys: Keys, bit: int, *, stored: bool) -> int:
+        """Set or clear `bit` in the holders of these blocks; returns for how many that was news."""
+        self._use += 1
+        if len(keys) <= self._few:
+            return self._change_few(keys.tolist(), bit, stored)
+        news = 0
+        for table, start, end in self._parts(ordered := np.unique(keys)):
+            part = ordered[start:end]
+            if stored:
+                self.evicted += max(0, len(part) - table.limit)
+                part = part[: table.limit]
+                self._make_room(table, len(part))
+                at = table.claim_all(part)
+                table.stamps[at] = self._use
+            else:
+                at = table.places(part)
+                at = at[table.keys[at] == part]
+            old, inverse = np.unique(table.values[at], return_inverse=True)
+            new = np.array([self._changed(number, bit, stored) for number in old.tolist()], np.uint32)
+            table.values[at] = new[inverse]
+            news += int(np.count_nonzero((old != new)[inverse]))
+            table.live += int(np.count_nonzero(new[inverse])) - int(np.count_nonzero(old[inverse]))
+            table.measure()
+        return news
+
+    def _change_few(self, keys: list[int], bit: int, stored: bool) -> int:
+        """`_change` in one loop without calls: most batches are small, and this is where they spend their time."""
+        tables, shift, use, news = self._tables, self._shift, self._use, 0
+        changed: dict[int, int] = {}
+        for key in keys:
+            table = tables[key >> shift]
+            at = table.place(key)
+            old = table.value_at[at]
+            new = changed.get(old)
+            if new is None:
+                new = changed[old] = self._changed(old, bit, stored)
+            if stored:
+                if not old:
+                    if table.room <= 0:
+                        self._make_room(table, 1)
+                        at = table.place(key)
+                    table.claim(at, key)
+                table.stamp_at[at] = use
+            if new != old:
+                table.value_at[at] = new
+                news += 1
+                if not new:
+                    table.live -= 1
+        return news
+
+    def _changed(self, number: int, bit: int, stored: bool) -> int:
+        """The number of these holders with or without one."""
+        mask = self._masks[number]
+        return self._number(mask | bit if stored else mask & ~bit)
+
+    def _number(self, mask: int) -> int:
+        number = self._numbers.get(mask)
+        if number is None:
+            if self._free_numbers:
+                number = self._free_numbers.pop()
+                self._masks[number] = mask
+            else:
+                number = len(self._masks)
+                self._masks.append(mask)
+            self._numbers[mask] = number
+        return number
+
+    def _make_room(self, table: BlockTable, count: int) -> None:
+        evicted = table.make_room(count)
+        if evicted is not None:
+            self.evicted += len(evicted)
+            distinct, often = np.unique(evicted, return_counts=True)
+            counts: list[tuple[int, int]] = list(zip(distinct.tolist(), often.tolist(), strict=True))
+            for number, times in counts:
+                for slot in _bits(self._masks[number] & self._living):
+                    self._held[slot] -= times
+
+    # -- slots
 
     def _slot(self, incarnation: str) -> int:
         slot = self._slots.get(incarnation)
         if slot is None:
-            if self._free:
-                slot = self._free.pop()
+            if self._free_slots:
+                slot = self._free_slots.pop()
                 self._names[slot] = incarnation
             else:
                 slot = len(self._names)
@@ -246,39 +304,30 @@ class PrefixIndex:
             self._fresh = {}
             self._turned_s = now
 
-    def _remember(self, blocks: Sequence[BlockHash]) -> None:
-        """Spare these once when the oldest are given up."""
-        if len(self._matched) > self.max_blocks // 64:
-            self._matched.clear()
-        self._matched.update(blocks)
-
-    def _evict(self, shard: dict[BlockHash, int]) -> None:
-        for block in list(islice(shard, max(1, self._shard_limit // 32))):
-            mask = shard.pop(block)
-            if block in self._matched and len(shard) < self._shard_limit:
-                self._matched.discard(block)
-                shard[block] = mask
-                continue
-            self.evicted += 1
-            for slot in _bits(mask & self._living):
-                self._held[slot] -= 1
-
-    def _clean(self, blocks: Iterable[BlockHash]) -> None:
-        for block in blocks:
-            shard = self._by_first_byte[block[0]]
-            mask = shard.get(block, 0)
-            left = mask & ~self._sweeping
-            if left:
-                shard[block] = self._one(left)
-            elif mask:
-                del shard[block]
+    def _clean(self, table: BlockTable) -> None:
+        dying = self._sweeping
+        masks = enumerate(list(self._masks))
+        table.renumber(np.array([self._number(m & ~dying) if m & dying else i for i, m in masks], np.uint32))
 
     def _release_swept(self) -> None:
+        for number, mask in enumerate(self._masks):
+            if mask & self._sweeping:
+                del self._numbers[mask]
+                self._masks[number] = 0
+                self._free_numbers.append(number)
         for expected in (self._fresh, self._fading):
-            _clear(expected, self._sweeping)
+            for key, mask in expected.items():
+                if mask & self._sweeping:
+                    expected[key] = mask & ~self._sweeping
         self._dead &= ~self._sweeping
-        self._free += _bits(self._sweeping)
+        self._free_slots += _bits(self._sweeping)
         self._sweeping = 0
+
+
+def _keys(hashes: Hashes) -> Keys:
+    """The first 64 bits of each hash, never 0. Raises: ValueError for hashes of another length."""
+    blob = hashes if isinstance(hashes, bytes) else b"".join(hashes)
+    return np.maximum(np.frombuffer(blob, dtype="<u8").reshape(-1, HASH_BYTES // 8)[:, 0], np.uint64(1))
 
 
 def _bits(mask: int) -> list[int]:
@@ -292,18 +341,3 @@ def _bits(mask: int) -> list[int]:
         found.append(lowest.bit_length() - 1)
         mask ^= lowest
     return found
-
-
-def _as_list(hashes: Hashes) -> Sequence[BlockHash]:
-    return split_blob(hashes) if isinstance(hashes, bytes) else hashes
-
-
-def _clear(expected: dict[BlockHash, int], dying: int) -> None:
-    for block, mask in expected.items():
-        if mask & dying:
-            expected[block] = mask & ~dying
-
-
-def joined(hashes: Iterable[BlockHash]) -> bytes:
-    """The blob of these hashes."""
-    return b"".join(hashes)

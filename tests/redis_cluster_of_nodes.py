@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,7 +28,7 @@ def make_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
 
 def names(count: int, first: int = 0) -> list[bytes]:
     """Block hashes that nobody else uses."""
-    return [i.to_bytes(16, "little") for i in range(first, first + count)]
+    return [hashlib.blake2b(str(i).encode(), digest_size=16).digest() for i in range(first, first + count)]
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:

@@ -12,17 +12,20 @@ from common.clock import MockClock
 from router.index import EXPECTATION_S, PrefixIndex
 
 BLOCKS = [hashlib.sha256(bytes([i])).digest()[:16] for i in range(14)]
+OPTIONS = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 nodes = st.sampled_from([f"n{i}" for i in range(6)])
 some = st.lists(st.sampled_from(BLOCKS), max_size=8)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """`held` is what nodes said, `expected` what this router expects and until when at least and at most."""
+    """`held` is what nodes said, `expected` what this router expects and since when."""
+
+    few = 1024
 
     @initialize()
     def start(self) -> None:
         self.clock = MockClock()
-        self.index = PrefixIndex(100_000, clock=self.clock)
+        self.index = PrefixIndex(100_000, clock=self.clock, few=self.few)
         self.held: dict[str, set[bytes]] = {}
         self.expected: dict[tuple[str, bytes], float] = {}
 
@@ -98,7 +101,13 @@ class IndexMachine(RuleBasedStateMachine):
         return depths
 
 
+class IndexInBulkMachine(IndexMachine):
+    """The same where every list counts as long."""
+
+    few = 0
+
+
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestIndexMachine.settings = OPTIONS
+TestIndexInBulkMachine = IndexInBulkMachine.TestCase
+TestIndexInBulkMachine.settings = OPTIONS

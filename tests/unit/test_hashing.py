@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from common.hashing import hash_blocks, root_hash
 
@@ -28,6 +31,31 @@ def test_hashes_are_equal_in_processes_with_other_hash_seeds() -> None:
 def test_known_vector_so_that_versions_cannot_drift_apart_unnoticed() -> None:
     [first] = hash_blocks(root_hash("model"), list(range(16)))
     assert first.hex() == "2a619142404bb73738c675b50c042837"
+
+
+VECTORS = Path(__file__).parents[1] / "data" / "block_hashes.json"
+REPLAY = """
+import json, sys
+from common.hashing import hash_blocks, root_hash
+for v in json.load(open(sys.argv[1], encoding="utf-8")):
+    root = root_hash(v["fingerprint"], cache_salt=v["cache_salt"], lora_id=v["lora_id"])
+    options = {"block_size": v["block_size"], "include_partial": v["include_partial"]}
+    whole = hash_blocks(root, v["token_ids"], **options)
+    assert [h.hex() for h in whole] == v["hashes"], v["fingerprint"]
+    half = hash_blocks(root, v["token_ids"][: len(v["token_ids"]) // 2], block_size=v["block_size"])
+    assert hash_blocks(root, v["token_ids"], parents=half, **options) == whole
+    print(len(whole))
+"""
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_every_process_computes_the_hashes_in_the_file(seed: str) -> None:
+    """The file is part of the protocol: nodes and routers of different versions meet in one cluster."""
+    env = {**os.environ, "PYTHONHASHSEED": seed}
+    command = [sys.executable, "-c", REPLAY, str(VECTORS)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sum(map(int, done.stdout.split())) > 70
 
 
 def test_only_full_blocks_are_hashed_unless_asked() -> None:

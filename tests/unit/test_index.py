@@ -1,0 +1,99 @@
+"""The prefix index: bounds, eviction, expectations, and that nothing takes long."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import time
+
+import pytest
+
+from common.clock import MockClock
+from router.index import EXPECTATION_S, PrefixIndex
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    return [hashlib.sha256(str(i).encode()).digest()[:16] for i in range(first, first + count)]
+
+
+@pytest.mark.parametrize("few", [0, 1024])
+def test_room_is_bounded_and_what_is_matched_stays(few: int) -> None:
+    index = PrefixIndex(400, few=few)
+    hot = names(20)
+    index.stored("a", hot)
+    for turn in range(100):
+        index.stored("b", names(37, 100 + 37 * turn))
+        assert index.match(hot) == {"a": 20}
+        assert len(index) <= 400
+    assert index.evicted > 3000
+    newest = names(37, 100 + 37 * 99)
+    assert index.match(newest) == {"b": 37}
+    assert index.held("a") + index.held("b") == len(index)
+
+
+@pytest.mark.parametrize("few", [0, 2, 1024])
+def test_with_eviction_it_never_claims_what_a_node_does_not_hold(few: int) -> None:
+    rng = random.Random(few)
+    for limit in (3, 50, 150):
+        index, model = PrefixIndex(limit, few=few), {f"n{i}": set[bytes]() for i in range(4)}
+        for _ in range(60):
+            node, some = f"n{rng.randrange(4)}", rng.choices(names(200), k=rng.randrange(1, 80))
+            if rng.random() < 0.6:
+                index.stored(node, some)
+                model[node].update(some)
+            else:
+                index.removed(node, b"".join(some))
+                model[node].difference_update(some)
+            index.tidy()
+            assert len(index) <= limit
+            query = rng.sample(names(200), 60)
+            for holder, depth in index.match(query).items():
+                assert set(query[:depth]) <= model[holder]
+            assert all(index.held(holder) <= len(held) for holder, held in model.items())
+
+
+def test_siblings_of_a_burst_find_what_is_only_expected_and_it_fades() -> None:
+    clock = MockClock()
+    index = PrefixIndex(clock=clock)
+    prompt = names(50)
+    index.stored("a", prompt[:10])
+    index.expect("a", prompt)
+    index.expect("b", prompt[:5])
+    assert index.match(prompt) == {"a": 50, "b": 5}
+    index.stored("b", prompt[:5])
+    clock.advance(2 * EXPECTATION_S)
+    assert index.match(prompt) == {"a": 10, "b": 5}
+
+
+def test_hashes_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError):
+        PrefixIndex().stored("a", b"seventeen bytes!!")
+
+
+def test_a_thousand_restarts_leave_no_trace() -> None:
+    index = PrefixIndex(100_000)
+    for turn in range(1000):
+        index.replace("node", names(5, turn))
+        index.drop("other")
+        index.stored("other", names(3, turn))
+        while index.tidy():
+            pass
+    assert len(index) <= 8
+    assert len(index._names) <= 4
+    assert len(index._masks) <= 16
+
+
+def test_a_quarter_of_a_million_blocks_leave_without_holding_up_the_loop() -> None:
+    index = PrefixIndex()
+    for _ in range(64):
+        index.stored("a", os.urandom(16 * 4096))
+    index.stored("b", names(100))
+    longest_s, more = 0.0, True
+    index.drop("a")
+    while more:
+        started_s = time.thread_time()
+        more = index.tidy()
+        longest_s = max(longest_s, time.thread_time() - started_s)
+    assert len(index) == 100
+    assert longest_s < 0.05
