@@ -185,7 +185,7 @@ def _max_attempts() -> Any:
 
 
 def _index_blocks() -> Any:
-    text = "Blocks that the router's prefix index knows at most, at about 100 bytes each; the oldest go first."
+    text = "Blocks that the router's prefix index knows at most, at about 60 bytes each; the longest unused go first."
     return _option(10_000_000, text, "Routing", low=1)
 
 

@@ -3,8 +3,8 @@
 Runs on the router's event loop. Fed by `router.follower` with what nodes publish, and by the router's own decisions.
 
 Every incarnation has a *slot*, a bit; a set of holders is a mask of slots, and every mask in use has a number. Tables
-from the first 64 bits of a block's hash to such numbers hold all that is known (two blocks that share those bits are
-taken for one: a wrong estimate once in many years, which the node itself corrects). A dropped incarnation loses its bit
+from 64 bits of a block's hash to such numbers hold all that is known (two blocks that share those bits are taken for
+one: a wrong estimate once in many years, which the node itself corrects). A dropped incarnation loses its bit
 in the mask of the living at once; `tidy` cleans the tables one by one, and only then its slot is used again.
 """
 
@@ -27,6 +27,8 @@ EXPECTATION_S = 4.0
 _MAX_TABLES = 32
 _SMALL_TABLE = 16384
 """With fewer blocks a table is not split further."""
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio, odd: the table is picked by the upper bits of a product with it."""
 _FEW_BITS = 32
 """Above so many, NumPy finds them faster."""
 
@@ -325,9 +327,10 @@ class PrefixIndex:
 
 
 def _keys(hashes: Hashes) -> Keys:
-    """The first 64 bits of each hash, never 0. Raises: ValueError for hashes of another length."""
+    """64 bits of each hash, well spread, never 0. Raises: ValueError for hashes of another length."""
     blob = hashes if isinstance(hashes, bytes) else b"".join(hashes)
-    return np.maximum(np.frombuffer(blob, dtype="<u8").reshape(-1, HASH_BYTES // 8)[:, 0], np.uint64(1))
+    words = np.frombuffer(blob, dtype="<u8").reshape(-1, HASH_BYTES // 8)
+    return np.maximum((words[:, 0] ^ words[:, 1]) * _SPREAD, np.uint64(1))
 
 
 def _bits(mask: int) -> list[int]:
