@@ -14,6 +14,7 @@ from common.clock import monotonic
 from common.config import RouterConfig
 from common.errors import BadRequest, NotFound
 from common.membership import Directory
+from router.admission import Objectives
 from router.follower import Follower
 from router.model import ServedModel
 from router.nodes import Node
@@ -60,6 +61,9 @@ class RouterAdmin:
             "policy": self._config.policy,
             "requests_running": dispatcher.running,
             "requests_waiting": dispatcher.waiting,
+            "requests_held_back": len(dispatcher.held),
+            "objectives": {"ttft_s": self._config.slo_ttft or None, "tpot_s": self._config.slo_tpot or None},
+            "breakers_opened": dispatcher.breakers.times_opened,
             "redis": "away: serving with the nodes known" if away else "ok",
             "index": {
                 "blocks": len(placer.index),
@@ -121,7 +125,9 @@ class RouterAdmin:
             raise BadRequest(f"the prompt has {len(prompt_ids)} tokens, the model takes {model.max_model_len}")
         dispatcher = self._router.dispatcher
         avoid = dispatcher.breakers.not_admitted()
-        return dispatcher.placer.explain(Order(prompt_ids, Chain(salt), max_tokens, session, avoid))
+        order = Order(prompt_ids, Chain(salt), max_tokens, session, avoid)
+        objectives = Objectives(self._config.slo_ttft, self._config.slo_tpot)
+        return dispatcher.placer.explain(order, objectives, len(dispatcher.held))
 
 
 def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:

@@ -8,16 +8,26 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from common.errors import Unavailable
+from common.errors import Overloaded, Unavailable
+from router.admission import Objectives, crowded
 from router.policy import POLICIES, Choice, Decision, Fleet, Memory, Query, place
 
 
 def dry_run(
-    query: Query, prefill: Fleet, decode: Fleet, *, policy: str, local_prefill_tokens: int | None, memory: Memory
+    query: Query,
+    prefill: Fleet,
+    decode: Fleet,
+    *,
+    policy: str,
+    local_prefill_tokens: int | None,
+    memory: Memory,
+    objectives: Objectives | None = None,
+    held: int = 0,
 ) -> dict[str, Any]:
     """The decision and the candidates of both roles, best first (lower scores are better).
 
-    A node that `query` avoids is used only if there is no other: it is named with its score all the same.
+    `held`: requests that are held back in this router. A node that `query` avoids is used only if there is no other;
+    it is named with its score all the same.
     """
     memory = copy.deepcopy(memory)
     decision: Decision | None = None
@@ -42,11 +52,23 @@ def dry_run(
         "policy": policy,
         "mode": None if decision is None else decision.mode,
         "reason": complaint if decision is None else decision.reason,
+        "admission": None if decision is None else _admission(decision, prefill, decode, objectives, held),
         "ttft_s": None if decision is None else decision.ttft_s,
         "tpot_s": None if decision is None else decision.tpot_s,
         "prefill": _candidates(prefill, query, policy, memory, source),
         "decode": _candidates(decode, query, policy, memory, target),
     }
+
+
+def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Objectives | None, held: int) -> str:
+    """What a new request would meet; the wait of those before it is not counted."""
+    try:
+        if objectives is not None:
+            objectives.check(decision, prefill, decode, ahead_s=0.0)
+    except Overloaded as error:
+        return f"refused: {error.message}"
+    why = crowded(prefill, decode) or ("others wait before it" if held else "")
+    return f"waits: {why}" if why else "at once"
 
 
 def _candidates(fleet: Fleet, query: Query, policy: str, memory: Memory, leg: Choice | None) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from common.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.protocol import AttemptStats, NodeLoad, Role
+from router.admission import Objectives
 from router.costs import CostModel
 from router.dry_run import dry_run
 from router.index import PrefixIndex
@@ -113,8 +114,10 @@ class Placer:
         usual = int(fleets["decode"].costs.output_tokens)
         return Placement(decision, hashes, query.num_tokens, min(order.max_new_tokens, usual))
 
-    def explain(self, order: Order) -> dict[str, Any]:
-        """What `decide` would decide now, with every candidate; the policy's memory stays as it is."""
+    def explain(self, order: Order, objectives: Objectives, held: int) -> dict[str, Any]:
+        """What `decide` would decide now, with every candidate, and what a new request would meet with so many held
+        back; the policy's memory stays as it is.
+        """
         fleets = self._nodes.fleets
         return dry_run(
             self._query(order)[0],
@@ -123,6 +126,8 @@ class Placer:
             policy=self.policy,
             local_prefill_tokens=self._local_prefill_tokens,
             memory=self._memory,
+            objectives=objectives,
+            held=held,
         )
 
     def _query(self, order: Order) -> tuple[Query, list[BlockHash]]:

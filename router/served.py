@@ -35,7 +35,10 @@ class RequestIds:
 
 def printable(text: str, limit: int = _MAX_HEADER_CHARS) -> str:
     """`text` as a header may carry it: ASCII without control characters, bounded."""
-    return "".join(char if " " <= char <= "~" else "?" for char in text[:limit])
+    text = text[:limit]
+    if text.isascii() and text.isprintable():
+        return text  # nearly always, on the way of every request
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
 
 
 def how_served(generation: Generation) -> dict[str, str | int]:
@@ -65,6 +68,5 @@ def headers(ids: RequestIds, generation: Generation | None) -> dict[str, str]:
     out = {f"x-kvrelay-{name.replace('_', '-')}": printable(str(value)) for name, value in about.items()}
     decision = generation.decision
     if decision is not None:
-        out["x-kvrelay-prefill"] = decision.mode
         out["x-kvrelay-decision"] = printable(decision.to_json(), _MAX_DECISION_CHARS)
     return out | ids.headers()

@@ -4,7 +4,8 @@ Writing is one append; whatever costs more waits until somebody reads. What the 
 
     arrived      the request was accepted: its sizes and the client's own id
     refused      it would come too late: 429
-    queued       it waits for admission
+    queued       it waits in the router until nodes have use for more
+    refused      an objective could not be met
     decision     an attempt was placed: the whole decision
     parked       nobody can serve it now; it waits for a node to come back
     backoff      the next attempt waits a moment first

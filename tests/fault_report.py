@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fault_cells import CUT_S, STOP_S, Fault, Moment, Target, read_results
+from fault_cells import CUT_S, STOP_S, Fault, Moment, Target
+from fault_run import read_results
 from fault_streams import STREAMS
 
 _HEAD = f"""# The fault matrix

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,54 +22,14 @@ import httpx
 import psutil
 import redis
 import zmq
+from fault_services import NODES, RANK_HOSTS, ROUTERS, Service, lay_out
 from network_hosts import Host, Network
-from system import free_port, wait_until
+from system import wait_until
 
 from common.errors import ProtocolError
 from common.protocol import NodeLoad, NodeRecord, Ping, Pong, decode, encode
-from common.redis_server import find_redis_binary
 
-LEASE_S = 3.0
 START_S = 90.0
-CLUSTER = "faults"
-
-HOSTS = ("redis", "router-0", "router-1", "prefill-0", "prefill-1", "pre-1b", "decode-0", "decode-1", "dec-1b")
-"""The last letters of `pre-1b` and `dec-1b` say whose second rank lives there."""
-RANK_HOSTS = {"prefill-1": "pre-1b", "decode-1": "dec-1b"}
-NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-ROUTERS = ("router-0", "router-1")
-
-
-@dataclass
-class Service:
-    """One process that the test started, over all its restarts."""
-
-    name: str
-    command: list[str]
-    host: Host | None
-    log_file: Path
-    process: subprocess.Popen[bytes] | None = None
-
-    def start(self, env: dict[str, str]) -> None:
-        assert not self.alive
-        with self.log_file.open("ab") as log:
-            if self.host is not None:
-                self.process = self.host.start(self.command, log, env)
-            else:
-                self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
-
-    @property
-    def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
-
-    def signal(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
 
 
 @dataclass
@@ -314,45 +273,6 @@ _ZERO = ("kvrelay_requests_pending", "kvrelay_requests_waiting")
 _ZERO_BY_NODE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
-def _commands(system: FaultSystem, model: Path) -> dict[str, list[str]]:
-    """What each service runs; fills in the addresses."""
-
-    def at(name: str) -> str:
-        return "127.0.0.1" if system.network is None else system.host(name).address
-
-    def port(own: int) -> int:
-        return free_port() if system.network is None else own
-
-    kvrelay = [sys.executable, "-m", "common.cli"]
-    redis_port = port(6379)
-    system.redis_url = f"redis://{at('redis')}:{redis_port}/0"
-    redis_args = ["--bind", at("redis"), "--port", str(redis_port), "--protected-mode", "no", "--save", ""]
-    commands = {"redis": [find_redis_binary(), *redis_args, "--dir", str(system.folder)]}
-    everybody = ["--redis-url", system.redis_url, "--cluster", CLUSTER, "--lease-s", str(LEASE_S)]
-    node = [*everybody, "--model", str(model), "--dtype", "float32", "--kv-blocks", "1400", "--threads", "1"]
-    sizes = {
-        "prefill": ["--max-num-seqs", "5", "--max-num-batched-tokens", "96"],
-        "decode": ["--max-num-seqs", "16"],
-    }
-    for name in NODES:
-        role, index = name.split("-")
-        own = [*kvrelay, role, *node, *sizes[role], "--node-id", name]
-        control = port(5000)
-        system.addresses[name] = f"tcp://{at(name)}:{control}"
-        ranked = [] if index == "0" else ["--tp" if role == "prefill" else "--pp", "2"]
-        commands[name] = [*own, *ranked, "--host", at(name), "--port", str(control)]
-        if ranked and system.network is not None:
-            spread = ["--nnodes", "2", "--master-addr", at(name), "--master-port", "5900"]
-            commands[name] += [*spread, "--node-rank", "0"]
-            commands[RANK_HOSTS[name]] = [*own, *ranked, "--host", at(RANK_HOSTS[name]), *spread, "--node-rank", "1"]
-    for name in ROUTERS:
-        http = port(8000)
-        system.urls[name] = f"http://{at(name)}:{http}"
-        commands[name] = [*kvrelay, "router", "--host", at(name), "--port", str(http), *everybody]
-        commands[name] += ["--local-prefill-tokens", "0"]
-    return commands
-
-
 @contextlib.contextmanager
 def fault_system(folder: Path, model: Path, network: Network | None) -> Iterator[FaultSystem]:
     """Everything up and complete; ended in order afterwards, with nothing left.
@@ -360,7 +280,9 @@ def fault_system(folder: Path, model: Path, network: Network | None) -> Iterator
     `network`: a `Network(*HOSTS)`, or None for the loopback.
     """
     system = FaultSystem(folder, network)
-    for name, command in _commands(system, model).items():
+    layout = lay_out(folder, model, network)
+    system.addresses, system.urls, system.redis_url = layout.addresses, layout.urls, layout.redis_url
+    for name, command in layout.commands.items():
         host = None if network is None else network.hosts[name]
         system.services[name] = Service(name, command, host, folder / f"{name}.log")
     try:

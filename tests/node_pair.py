@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fake_engine import VOCAB, FakeRunner, FakeWire
 
 from common.clock import MockClock
@@ -74,7 +76,7 @@ class Pair:
         max_tokens: int = 5,
         *,
         router: bytes = ROUTER,
-        **sampling: int,
+        **sampling: Any,
     ) -> None:
         params = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, **sampling)
         self.d.handle(FromClient(router, DecodeRequest(key, prompt, len(prompt), params, P_REF, 600.0)))

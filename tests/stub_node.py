@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvicorn
@@ -122,6 +122,9 @@ class StubNode:
     fingerprint: str = "stub"
     vocab_size: int = 400
     cached_tokens: int = 0
+    max_num_seqs: int = 64
+    prefill_s: float | None = None
+    """What it reports of every prompt that it computes; None: nothing that a router could learn from."""
     fail_with: tuple[str, str] | None = None
     """(code, message): refuse every request so."""
     running: dict[AttemptKey, Sequence] = field(default_factory=dict)
@@ -145,7 +148,7 @@ class StubNode:
     def record(self) -> NodeRecord:
         layout = KVLayout(self.fingerprint, 2, 2, 16, "float32")
         model = ModelInfo("stub-model", self.model_path, self.vocab_size, self.max_len)
-        return NodeRecord(self.role, self.peer, model, layout, 1000, time.time())
+        return NodeRecord(self.role, self.peer, model, layout, 1000, time.time(), self.max_num_seqs)
 
     def requests(self) -> list[PrefillRequest | DecodeRequest]:
         """The requests received, in order."""
@@ -200,10 +203,16 @@ class StubNode:
             others = [token + 1 + i for i in range(sampling.logprobs)]
             logprobs = [TokenLogprobs(-0.5, others, [-1.0 - i for i in range(sampling.logprobs)])]
         last = finish is not None or self.role == "prefill"
-        stats = AttemptStats(cached_tokens=self.cached_tokens, relayed_bytes=4096, prefill_s=0.01) if last else None
+        stats = self._stats(sequence) if last else None
         if last:
             self.running.pop(sequence.key, None)
         return TokenChunk(sequence.key, index, [token], logprobs, finish, stats)
+
+    def _stats(self, sequence: Sequence) -> AttemptStats:
+        stats = AttemptStats(cached_tokens=self.cached_tokens, relayed_bytes=4096, prefill_s=0.01)
+        if self.prefill_s is None:
+            return stats
+        return replace(stats, prefill_s=self.prefill_s, computed_tokens=len(sequence.request.token_ids))
 
     def _on_message(self, identity: Identity, message: Message) -> None:
         match message:

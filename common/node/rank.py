@@ -23,6 +23,7 @@ from common.engine.step import StepInput
 from common.errors import EngineError, KvRelayError, PeerLost
 from common.node.address import advertised, rank_host
 from common.node.rank_messages import (
+    MAX_ORDER_BYTES,
     LeaderBeat,
     RankBeat,
     RankBusy,
@@ -35,12 +36,14 @@ from common.node.rank_messages import (
 )
 from common.node.startup import Blueprint, LoadedRank, load_rank, peak_memory_bytes
 from common.parallel.connect import connect_mesh
-from common.protocol import MAX_MESSAGE_BYTES, Codec
+from common.protocol import Codec
 from common.torch_setup import configure_torch
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 5.0
+_LAST_STEP_S = 1.0
+"""A rank that loses its leader may take so long to end by itself: a sum with a leader that stands still never comes."""
 
 
 class TransferEnd:
@@ -73,7 +76,7 @@ class RankProcess:
         self._codec = codec
         self._context = zmq.Context()
         self._orders = self._context.socket(zmq.PULL)
-        self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
         self._orders.bind(f"tcp://{rank_host(config)}:*")
         self._reports = self._connect()
         self._lock = threading.Lock()
@@ -158,6 +161,9 @@ class RankProcess:
                     end.obey(order)
         except Exception as error:  # the rank ends, on its main thread
             steps.put(error)
+            if not self._ending.wait(_LAST_STEP_S):
+                log.error("rank %d ends in the middle of a step that waits for other ranks: %s", self._rank, error)
+                os._exit(1)
 
     def _wait_for(self, kind: type, what: str) -> Any:
         """The leader's next order of `kind`. Raises: PeerLost when the start takes too long."""

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from common.engine.step import StepInput, StepOutput
 from common.protocol import Codec
 
+MAX_ORDER_BYTES = 512 * 2**20
+"""A message of the leader to a rank above this is refused by the socket itself. A step carries, for every sequence with
+penalties, up to eight bytes for each token of the vocabulary: 300 MB for 256 sequences that have seen 150,000 of them."""
+
 
 @dataclass(frozen=True)
 class RankHello:

@@ -19,7 +19,7 @@ from common.admin.server import AdminServer
 from common.clock import monotonic
 from common.config import NodeConfig
 from common.engine.loop import EngineLoop, NodeLogic
-from common.errors import EngineError, Unavailable
+from common.errors import EngineError, RankLost, Unavailable
 from common.kv.journal import BlockJournal
 from common.membership import Registrar
 from common.node.address import advertised
@@ -163,7 +163,8 @@ class NodeShell:
                 link.close()
             await self._server.close()
         if self._crash is not None:
-            raise EngineError(f"the engine loop crashed: {self._crash}") from self._crash
+            what = "a rank was lost" if isinstance(self._crash, RankLost) else "the engine loop crashed"
+            raise EngineError(f"{what}: {self._crash}") from self._crash
 
     # ------------------------------------------------------------ in
 
@@ -196,8 +197,10 @@ class NodeShell:
         self.post(ClientLost(identity))
 
     def on_crash(self, error: BaseException) -> None:
-        """The node cannot go on: `run` ends with this error. Any thread."""
-        self._crash = error
+        """The node cannot go on: `run` ends with the first such error. Any thread."""
+        if self._crash is None:
+            log.error("the node ends: %s", error)
+            self._crash = error
         self._loop.call_soon_threadsafe(self._crashed.set)
 
     # ------------------------------------------------------------ out

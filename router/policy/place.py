@@ -131,10 +131,14 @@ def place(
     relay_s += kv_aware.transfer_at(targets, row, query)
     reason = f"{uncached} uncached tokens"
     if by_estimate:
-        price_s = local_s + kv_aware.lost_at(targets, row, query, costs)
-        if price_s < relay_s:
-            return local(f"{uncached} uncached tokens: {price_s:.4f} s here, {relay_s:.4f} s with a relay")
-        reason += f": {relay_s:.4f} s with a relay, {price_s:.4f} s on the decode node"
+        here = local_s + kv_aware.others_at(targets, row, query, costs)
+        there = relay_s + kv_aware.others_at(pool, source_row, query, costs)
+        compared = (
+            f": a relay costs {there:.4f} s, the decode node's own prefill {here:.4f} s, what others lose included"
+        )
+        if here < there:
+            return local(f"{uncached} uncached tokens{compared}")
+        reason += compared
     if not len(sources):
         reason += "; the prefill nodes failed this request before, there is no other"
     return Decision(policy, "relayed", reason, target, source, relay_s, step_s)

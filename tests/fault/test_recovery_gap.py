@@ -40,7 +40,7 @@ def serving(folder: Path) -> Iterator[System]:
     config.save_pretrained(folder / "model")
     save_word_tokenizer(folder / "model", config.vocab_size)
     args = ("--model", str(folder / "model"), "--load-format", "dummy", "--dtype", "float32", "--kv-blocks", "400")
-    args += ("--local-prefill-tokens", "0")
+    args += ("--local-prefill-tokens", "0", "--policy", "kv_aware")
     with running_system(folder, *args, "--prefill", "2", "--decode", "2") as system:
         system.wait_usable(2, 2)
         yield system

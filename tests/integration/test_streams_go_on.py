@@ -224,7 +224,7 @@ def test_waiting_stream_ends_with_503_if_no_node_comes_back(
         story = bench.stack.router.dispatcher.stories.recent(1)[0]
         assert story["outcome"] == "failed"
 
-    play(model_folder, scene)
+    play(model_folder, scene, config={"local_prefill_tokens": 32})
 
 
 def test_client_that_leaves_while_its_request_waits_for_a_node_leaves_nothing(model_folder: Path) -> None:
@@ -245,4 +245,4 @@ def test_client_that_leaves_while_its_request_waits_for_a_node_leaves_nothing(mo
         await bench.stack.usable(1, 1)
         assert not [message for message in reborn.received if isinstance(message, DecodeRequest)]
 
-    play(model_folder, scene)
+    play(model_folder, scene, config={"local_prefill_tokens": 32})

@@ -15,7 +15,7 @@ from common.engine.sampler import sample
 from common.engine.sequence import Sequence
 from common.engine.step import SampleSpec, StepInput
 from common.hashing import root_hash
-from common.node.rank_messages import rank_codec
+from common.node.rank_messages import MAX_ORDER_BYTES, rank_codec
 from common.protocol import AttemptKey, SamplingParams
 
 VOCAB = 300
@@ -98,6 +98,7 @@ def test_what_is_sent_to_other_ranks_is_bounded_by_the_distinct_tokens() -> None
     only_generated = sequence([5, 6] * 50_000, [7] * 10_000, presence_penalty=1.0).seen_tokens()
     assert only_generated is not None
     assert len(only_generated.ids) == 4, "the prompt matters to repetition_penalty only"
+    assert MAX_ORDER_BYTES > 256 * 151_936 * 8, "256 sequences that have seen all of a large vocabulary"
     codec = rank_codec()
     step = StepInput(1, [1], [0], [0], [1], [1], [[0]], [SampleSpec(0, seq.sampling, 1, 1, seen)])
     assert codec.decode(codec.encode(step)) == step

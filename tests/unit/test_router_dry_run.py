@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from router.admission import Objectives
 from router.dry_run import dry_run
 from router.policy import POLICIES, Fleet, Memory, Query, place
 
@@ -47,3 +50,28 @@ def test_avoided_nodes_and_empty_fleets_are_shown_as_such() -> None:
     assert (nobody["mode"], nobody["decode"]) == (None, [])
     assert "no decode node" in nobody["reason"]
     assert len(nobody["prefill"]) == 2
+
+
+def test_it_says_whether_the_request_would_wait_or_be_refused() -> None:
+    prefill, decode = fleets(2)
+
+    def admission(**more: object) -> str:
+        told = dry_run(
+            Query(400),
+            prefill,
+            decode,
+            policy="kv_aware",
+            local_prefill_tokens=32,
+            memory=Memory(),
+            **more,  # type: ignore[arg-type]
+        )
+        return told["admission"]
+
+    assert admission() == "at once"
+    assert admission(held=3) == "waits: others wait before it"
+    for fleet in (prefill, decode):
+        fleet.costs = replace(fleet.costs, prefills=50)
+    assert admission(objectives=Objectives(ttft_s=1e-4)).startswith("refused: the first token would take about")
+    for incarnation in decode.incarnations:
+        decode.update(incarnation, waiting=500)
+    assert "every decode node has more requests than it can run" in admission()
