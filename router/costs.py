@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-_FORGETTING = 0.998
-"""Weight of an observation after the next one: about the last 500 count."""
+_FORGETTING = 0.995
+"""Weight of an observation after the next one: about the last 200 that are entered count."""
 _PRIOR_WEIGHT = 0.1
 """Of the prior, in observations."""
 _BAND = 4.0
@@ -28,6 +28,8 @@ _SETTLED = 20
 """Observations after which the band holds; a prior may be wrong by orders of magnitude."""
 _FIT_EVERY = 8
 """After the first observations, a fit for every so many."""
+_WELL_KNOWN, _ENTER_EVERY = 100, 4
+"""After so many observations only one in four is entered: a router makes thousands a second."""
 _NODE_GAIN = 0.1
 """Share of a node's factor that one observation replaces; the first ones replace more."""
 _OUTPUT_GAIN = 0.02
@@ -80,18 +82,22 @@ class Line:
         """The expected value, above zero."""
         return max(float(np.dot(self.values, inputs)), 1e-9)
 
-    def learn(self, inputs: Sequence[float], value: float) -> None:
-        """Enter one observation."""
-        expected = self.at(inputs)
-        if self.count >= _SETTLED:
-            value = min(max(value, expected / _BAND), expected * _BAND)
+    def learn(self, inputs: Sequence[float], value: float) -> bool:
+        """Enter one observation. Returns whether `values` changed."""
         self.count += 1
+        if self.count > _WELL_KNOWN and self.count % _ENTER_EVERY:
+            return False
+        expected = self.at(inputs)
+        if self.count > _SETTLED:
+            value = min(max(value, expected / _BAND), expected * _BAND)
         x = np.array(inputs, np.float64)
         weight = 1 / max(expected, value) ** 2
         self._gram = self._gram * _FORGETTING + weight * np.outer(x, x)
         self._pull = self._pull * _FORGETTING + weight * value * x
-        if self.count < _SETTLED or self.count % _FIT_EVERY == 0:
+        due = self.count < _SETTLED or self.count % _FIT_EVERY == 0
+        if due:
             self._fit()
+        return due
 
     def _fit(self) -> None:
         """Solve; an input whose coefficient would be negative is left out."""
@@ -148,31 +154,32 @@ class CostModel:
 
     def prefilled(self, incarnation: str, tokens: int, context: int, seconds: float) -> None:
         """A node computed `tokens` of a prompt after `context` tokens that it held, in `seconds`."""
-        if tokens > 0 and seconds > 0:
-            inputs = _prefill_inputs(tokens, context)
-            self._learn(self._prefill, self._node(incarnation).prefill, inputs, seconds)
+        if tokens <= 0 or seconds <= 0:
+            return
+        inputs = _prefill_inputs(tokens, context)
+        if self._learn(self._prefill, self._node(incarnation).prefill, inputs, seconds):
             base, token, attention = self._prefill.values.tolist()
+            count = self._prefill.count
             self.costs = replace(
-                self.costs,
-                prefill_base_s=base,
-                prefill_token_s=token,
-                prefill_context_s=attention,
-                prefills=self._prefill.count,
+                self.costs, prefill_base_s=base, prefill_token_s=token, prefill_context_s=attention, prefills=count
             )
             if self._busy_tokens == 0:
                 self.costs = replace(self.costs, queued_token_s=self._prefill.at(inputs) / tokens)
 
     def relayed(self, incarnation: str, size_bytes: int, seconds: float) -> None:
         """A relay of `size_bytes` kept a decode node waiting for `seconds` after the prompt was computed."""
-        if size_bytes > 0:
-            self._learn(self._transfer, self._node(incarnation).link, (1.0, float(size_bytes)), max(seconds, 1e-6))
+        if size_bytes <= 0:
+            return
+        inputs = (1.0, float(size_bytes))
+        if self._learn(self._transfer, self._node(incarnation).link, inputs, max(seconds, 1e-6)):
             base, byte = self._transfer.values.tolist()
             self.costs = replace(self.costs, transfer_base_s=base, transfer_byte_s=byte)
 
     def stepped(self, incarnation: str, running: int, seconds: float) -> None:
         """A decode node's steps over `running` sequences take `seconds`."""
-        if running > 0 and seconds > 0:
-            self._learn(self._step, self._node(incarnation).step, (1.0, float(running)), seconds)
+        if running <= 0 or seconds <= 0:
+            return
+        if self._learn(self._step, self._node(incarnation).step, (1.0, float(running)), seconds):
             base, seq = self._step.values.tolist()
             self.costs = replace(self.costs, step_base_s=base, step_seq_s=seq, steps=self._step.count)
 
@@ -232,9 +239,9 @@ class CostModel:
         return self._nodes.setdefault(incarnation, _NodeFactors(Factor(), Factor(), Factor()))
 
     @staticmethod
-    def _learn(line: Line, factor: Factor, inputs: Sequence[float], seconds: float) -> None:
+    def _learn(line: Line, factor: Factor, inputs: Sequence[float], seconds: float) -> bool:
         factor.learn(seconds / line.at(inputs))
-        line.learn(inputs, seconds)
+        return line.learn(inputs, seconds)
 
 
 def _prefill_inputs(tokens: int, context: int) -> tuple[float, float, float]:
