@@ -22,6 +22,9 @@ from router.simulator.hardware import Hardware
 from router.simulator.prefill import PrefillNode
 from router.simulator.request import SimRequest
 
+_LEARNED = 20_000
+"""Requests after which costs count as known."""
+
 
 @dataclass(frozen=True)
 class BrainSettings:
@@ -156,22 +159,28 @@ class Brain:
         node = request.prefill_node or request.decode_node
         context = request.hit_tokens(self._settings.block_tokens, request.hit_blocks)
         took_s = request.first_token_s - request.prefill_began_s
-        self.models[role].prefilled(node.node_id, request.input_tokens - context, context, took_s)
-        self._tell(role, node.node_id)
+        if self._learns(request):
+            self.models[role].prefilled(node.node_id, request.input_tokens - context, context, took_s)
+            self._tell(role, node.node_id)
         if request.prefill_node is not None:
             self._release(self._known[node.node_id], request.ticket.prefill)
 
     def relayed(self, request: SimRequest) -> None:
         """The decode node has the whole KV, so long after the prompt was computed."""
         name, waited_s = request.decode_node.node_id, self._events.now_s - request.first_token_s
-        self.models["decode"].relayed(name, int(request.sent_bytes), waited_s)
-        self._tell("decode", name)
+        if self._learns(request):
+            self.models["decode"].relayed(name, int(request.sent_bytes), waited_s)
+            self._tell("decode", name)
 
     def finished(self, request: SimRequest) -> None:
         """The last token arrived."""
         self._release(self._known[request.decode_node.node_id], request.ticket.decode)
         self.models["decode"].answered(request.output_tokens)
         request.ticket = None
+
+    def _learns(self, request: SimRequest) -> bool:
+        """Costs do not change here: once they are known, every eighth request is enough."""
+        return request.number < _LEARNED or request.number % 8 == 0
 
     def _tell(self, role: Role, name: str) -> None:
         """Bring what was learned into the fleet's columns."""
