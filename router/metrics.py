@@ -118,6 +118,9 @@ class Metrics:
         self._pending_first = Gauge(
             "kvrelay_requests_waiting", "Of these, the ones without a token.", registry=registry
         )
+        self._held = Gauge(
+            "kvrelay_requests_held", "Of these, the ones that no node has use for yet.", registry=registry
+        )
         for mode in ("relayed", "local"):
             self._attempts.labels(mode)
         self._model_name = ""
@@ -141,10 +144,11 @@ class Metrics:
         """Export what `nodes` gives at each scrape."""
         self.registry.register(_NodeCollector(nodes, breakers))
 
-    def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+    def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int], held: Callable[[], int]) -> None:
         """Export the router's own queue lengths."""
         self._pending.set_function(running)
         self._pending_first.set_function(waiting)
+        self._held.set_function(held)
 
     def attempt(self, mode: str, number: int) -> None:
         """An attempt was placed."""

@@ -72,7 +72,9 @@ class Router:
         self.dispatcher = Dispatcher(settings, self.metrics, index=self.index)
         self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers)
         self.follower: Follower | None = None
-        self.metrics.watch_queue(lambda: self.dispatcher.running, lambda: self.dispatcher.waiting)
+        self.metrics.watch_queue(
+            lambda: self.dispatcher.running, lambda: self.dispatcher.waiting, lambda: len(self.dispatcher.held)
+        )
 
     def set_nodes(self, records: list[NodeRecord]) -> None:
         """Take over what membership lists now."""

@@ -87,6 +87,7 @@ def test_what_no_node_can_use_yet_waits_and_leaves_by_priority(folder: Path) -> 
             await asker.ask(mark, priority=priority)
         assert marks(node) == [0, 1, 2, 3, 4], "a quarter more than it can run"
         assert len(stack.router.dispatcher.held) == 5
+        assert "kvrelay_requests_held 5.0" in (await client.get("/metrics")).text
         node.gate.set()
         answers = await asyncio.gather(*asker.tasks)
         assert [answer.status_code for answer in answers] == [200] * 10
