@@ -1,0 +1,47 @@
+"""docs/redis.md lists every key that a live system has in Redis, and every one that it lists is there."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import httpx
+import redis
+from system import running_system, wait_until
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
+
+
+def documented() -> list[re.Pattern[str]]:
+    """The keys of the table's first column."""
+    rows = re.findall(r"^\| `([^`]+)` \| (?:string|hash|set|stream|sorted set) \|", DOCUMENT.read_text(), re.M)
+    return [re.compile(r"kvrelay:\{default\}:" + re.sub(r"<[^>]+>", ".+", row)) for row in rows]
+
+
+def test_every_key_of_a_live_system_is_documented_and_the_other_way_round(tmp_path: Path) -> None:
+    patterns = documented()
+    assert len(patterns) == 7
+    with running_system(tmp_path) as system:
+        system.wait_usable()
+        port = int(system.process("redis")["address"].rpartition(":")[2].partition("/")[0])
+        prompt = "the quick brown fox jumps over the lazy dog. " * 8
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 4}
+        assert httpx.post(f"{system.url}/v1/completions", json=body, timeout=60).status_code == 200
+        wait_until(lambda: system.metric("kvrelay_index_blocks") > 0, 5, "the router learns what the nodes hold")
+        with redis.Redis(port=port, decode_responses=True) as client:
+            wait_until(lambda: len(list(client.scan_iter(match="*:blocks:*"))) == 2, 5, "both nodes publish")
+            keys = list(client.scan_iter())
+            for key in keys:
+                assert any(pattern.fullmatch(key) for pattern in patterns), f"{key} is not in {DOCUMENT.name}"
+            for pattern in patterns:
+                assert any(pattern.fullmatch(key) for key in keys), f"no key is like {pattern.pattern}"
+            role = system.process("decode")["name"]
+            died_s = time.monotonic()
+            system.kill("decode")
+            fence = f"kvrelay:{{default}}:fence:{role}"
+            old = client.hget(fence, "incarnation")
+            wait_until(
+                lambda: not client.exists(f"kvrelay:{{default}}:blocks:{old}"), 4, "the dead one's blocks are gone"
+            )
+            assert time.monotonic() - died_s < 3.5, "within the lease"
