@@ -163,6 +163,18 @@ def test_drained_prefill_node_leaves_prompts_to_the_decode_nodes(system: System)
     assert answer.headers["x-kvrelay-prefill-mode"] == "relayed"
 
 
+def test_a_new_router_finds_the_drained_node_drained_and_answers_at_the_same_place(system: System) -> None:
+    system.admin("drain", "decode-0")
+    old_pid = system.kill("router")
+    wait_until(lambda: system.is_restarted("router", old_pid), 30, "the router comes back")
+    wait_until(lambda: (system.health().get("prefill"), system.health().get("decode")) == (1, 1), 30, "one of each")
+    states = {node["node_id"]: node["state"] for node in system.admin("nodes")["nodes"]}
+    assert states == {"decode-0": "draining", "decode-1": "usable", "prefill-0": "usable"}
+    assert complete(system, LONG, 2).headers["x-kvrelay-decode-node"] == "decode-1"
+    system.admin("undrain", "decode-0")
+    wait_until(lambda: system.health()["decode"] == 2, 10, "both nodes usable again")
+
+
 def test_tables_are_for_people_and_the_token_is_needed(system: System) -> None:
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(system.pid_file.parent)}
 
