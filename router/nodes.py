@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from common.clock import Clock, monotonic
-from common.errors import Unavailable
-from common.kv.layout import DTYPE_BYTES, KVLayout
+from common.errors import HandshakeRefused, Unavailable
+from common.kv.layout import DTYPE_BYTES, KVLayout, check_compatible
 from common.protocol import (
     Abort,
     AttemptKey,
@@ -379,7 +379,19 @@ class NodeTable:
             self._report_loss(node, f"its engine has not come round for {pong.load.step_age_s:.0f} s")
         if node.usable and not was_usable:
             log.info("%s node %s is usable", node.record.role, node.node_id)
+            self._tell_strangers(node)
             self._on_usable()
+
+    def _tell_strangers(self, node: Node) -> None:
+        """Say which nodes of the same model cannot exchange KV with `node`, and why: nothing is relayed between them."""
+        prefills = node.record.role == "prefill"
+        for other in self.usable("decode" if prefills else "prefill"):
+            src, dst = (node, other) if prefills else (other, node)
+            if node.record.model.name == other.record.model.name:
+                try:
+                    check_compatible(src.record.layout, dst.record.layout)
+                except HandshakeRefused as error:
+                    log.warning("no KV can be relayed from %s to %s: %s", src.node_id, dst.node_id, error)
 
     def _lost(self, incarnation: str, reason: str) -> None:
         node = self._nodes.get(incarnation)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
+import pytest
 from stub_node import StubNode
 
 from common.clock import MockClock
@@ -185,3 +187,23 @@ def test_node_whose_engine_stands_still_is_lost_until_it_turns_again() -> None:
         assert len(view.table.usable("decode")) == 1
 
     play(scene)
+
+
+def test_nodes_that_cannot_exchange_kv_are_told_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        alike, other = (StubNode("prefill", name, automatic=False) for name in ("p0", "p1"))
+        layout = replace(other.record.layout, dtype="bfloat16")
+        try:
+            view.table.update([node.record, alike.record, replace(other.record, layout=layout)])
+            async with asyncio.timeout(5):
+                while len(view.table.usable("prefill")) < 2:
+                    await asyncio.sleep(0.001)
+        finally:
+            await alike.close()
+            await other.close()
+
+    play(scene)
+    told = [record.message for record in caplog.records if "no KV can be relayed" in record.message]
+    assert told == [
+        "no KV can be relayed from p1 to d0: dtype differs: prefill node has 'bfloat16', decode node has 'float32'"
+    ]
