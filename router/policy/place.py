@@ -118,7 +118,7 @@ def place(
     if not len(prefill):
         return local("no prefill node is available")
     if target.picked.incarnation in query.avoid:
-        return local(f"a relay to {target.picked.node_id} failed, there is no other")
+        return local(f"{target.picked.node_id} failed lately and there is no other: no relay to it")
     fitting = with_kind(prefill, targets.kind_of(target.picked.incarnation))
     if not len(fitting):
         return local(f"no prefill node has the KV of {target.picked.node_id}")

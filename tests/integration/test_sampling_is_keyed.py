@@ -1,4 +1,4 @@
-"""A seeded request has the same tokens alone, in a crowd, and on whichever nodes serve it."""
+"""A seeded request with penalties has the same tokens alone, in a crowd, and on whichever nodes serve it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ def test_same_seed_same_tokens_alone_in_a_crowd_and_on_other_nodes(tmp_path: Pat
             "temperature": 0.9,
             "top_p": 0.95,
             "top_k": 50,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.2,
+            "repetition_penalty": 1.1,
+            "logit_bias": {"20": 3},
             "seed": seed,
             "ignore_eos": True,
             "return_token_ids": True,
