@@ -210,6 +210,7 @@ class Dispatcher:
         """End everything and close all links."""
         for live in list(self._live.values()):
             live.generation.cancel()
+        self._parking.close()
         self.nodes.close()
 
     # -- generation.Shell
@@ -408,7 +409,7 @@ class Dispatcher:
         self._soon_release_held()
 
     def _on_usable(self) -> None:
-        self._parking.wake_all()
+        self._parking.wake_soon()
         self._soon_release_held()
 
 
