@@ -124,6 +124,10 @@ class BlockTable:
         at = self.claim_all(keys)
         self.values[at], self.stamps[at] = values, stamps
 
+    def halve_stamps(self) -> None:
+        """Make room for later ones; what was used before stays before."""
+        self.stamps >>= 1
+
     def renumber(self, numbers: Values) -> None:
         """Replace every value v by numbers[v]."""
         self.values[:] = numbers[self.values]

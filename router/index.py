@@ -29,6 +29,8 @@ _SMALL_TABLE = 16384
 """With fewer blocks a table is not split further."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """2^64 over the golden ratio, odd: the table is picked by the upper bits of a product with it."""
+_LAST_USE = 2**32 - 1
+"""Stamps have 32 bits; a router that runs for months gets there."""
 _FEW_BITS = 32
 """Above so many, NumPy finds them faster."""
 
@@ -123,7 +125,7 @@ class PrefixIndex:
     def match(self, hashes: Hashes) -> dict[str, int]:
         """How many leading blocks each incarnation holds, of those that hold the first."""
         self._turn()
-        self._use += 1
+        self._count_use()
         keys = _keys(hashes)
         numbers = self._look_up(keys)
         expected = [kind for kind in (self._fresh, self._fading) if kind]
@@ -199,6 +201,13 @@ class PrefixIndex:
             table.stamps[at] = self._use
         return numbers
 
+    def _count_use(self) -> None:
+        if self._use >= _LAST_USE:
+            self._use //= 2
+            for table in self._tables:
+                table.halve_stamps()
+        self._use += 1
+
     def _parts(self, ordered: Keys) -> list[tuple[BlockTable, int, int]]:
         """Which table has which part of sorted keys."""
         if len(self._tables) == 1:
@@ -208,7 +217,7 @@ class PrefixIndex:
 
     def _change(self, keys: Keys, bit: int, *, stored: bool) -> int:
         """Set or clear `bit` in the holders of these blocks; returns for how many that was news."""
-        self._use += 1
+        self._count_use()
         if len(keys) <= self._few:
             return self._change_few(keys.tolist(), bit, stored)
         news = 0

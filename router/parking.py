@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-
 WAKE_AFTER_S = 0.075
 """Nodes that come back together answer within so long; whoever waited for them then has the choice of all."""
 

@@ -32,6 +32,19 @@ def test_room_is_bounded_and_what_is_matched_stays(few: int) -> None:
     assert index.held("a") + index.held("b") == len(index)
 
 
+@pytest.mark.parametrize("few", [0, 1024])
+def test_it_goes_on_past_the_last_use_that_a_stamp_can_count(few: int) -> None:
+    index = PrefixIndex(400, few=few)
+    index._use = 2**32 - 50
+    hot = names(20)
+    index.stored("a", hot)
+    for turn in range(100):
+        index.stored("b", names(37, 100 + 37 * turn))
+        assert index.match(hot) == {"a": 20}  # used more lately than what is evicted
+    assert index._use < 2**32 - 50
+    assert index.evicted > 3000
+
+
 @pytest.mark.parametrize("few", [0, 2, 1024])
 def test_with_eviction_it_never_claims_what_a_node_does_not_hold(few: int) -> None:
     rng = random.Random(few)
