@@ -188,10 +188,12 @@ class PrefixIndex:
             for index, key in enumerate(few):
                 table = self._tables[key >> self._shift]
                 at = table.place(key)
-                if not (number := table.value_at[at]):
-                    break
-                numbers[index] = number
-                table.stamp_at[at] = self._use
+                number = table.value_at[at]
+                if number:
+                    numbers[index] = number
+                    table.stamp_at[at] = self._use
+                elif key not in self._fresh and key not in self._fading:
+                    break  # nobody's prefix goes on
             return numbers
         order = np.argsort(keys)
         for table, start, end in self._parts(ordered := keys[order]):

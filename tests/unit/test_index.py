@@ -79,6 +79,14 @@ def test_siblings_of_a_burst_find_what_is_only_expected_and_it_fades() -> None:
     assert index.match(prompt) == {"a": 10, "b": 5}
 
 
+@pytest.mark.parametrize("few", [0, 1024])
+def test_a_prefix_goes_on_with_held_blocks_after_expected_ones(few: int) -> None:
+    index, prompt = PrefixIndex(few=few), names(9)
+    index.expect("a", prompt[:3])
+    index.stored("a", prompt[3:7])
+    assert index.match(prompt) == {"a": 7}
+
+
 def test_hashes_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError):
         PrefixIndex().stored("a", b"seventeen bytes!!")
