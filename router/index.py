@@ -5,7 +5,8 @@ Runs on the router's event loop. Fed by `router.follower` with what nodes publis
 Every incarnation has a *slot*, a bit; a set of holders is a mask of slots, and every mask in use has a number. Tables
 from 64 bits of a block's hash to such numbers hold all that is known (two blocks that share those bits are taken for
 one: a wrong estimate once in many years, which the node itself corrects). A dropped incarnation loses its bit
-in the mask of the living at once; `tidy` cleans the tables one by one, and only then its slot is used again.
+in the mask of the living at once; `tidy` cleans the tables one by one, and only then its slot is used again. The same round
+frees the numbers of masks that no block has any more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _SMALL_TABLE = 16384
 """With fewer blocks a table is not split further."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """2^64 over the golden ratio, odd: the table is picked by the upper bits of a product with it."""
+_FEW_MASKS = 16_384
+"""Up to so many masks no round is made for their numbers alone, nor before there are twice as many as the last one left."""
 _LAST_USE = 2**32 - 1
 """Stamps have 32 bits; a router that runs for months gets there."""
 _FEW_BITS = 32
@@ -76,6 +79,9 @@ class PrefixIndex:
         self._sweeping = 0
         """Of these, the ones that the present round of cleaning removes."""
         self._unswept: list[BlockTable] = []
+        self._seen: set[int] | None = None
+        """In such a round: numbers that blocks have, as far as it has come, or that were given out since it began."""
+        self._many_masks = _FEW_MASKS
 
     # -- what nodes say
 
@@ -153,14 +159,16 @@ class PrefixIndex:
         return found
 
     def tidy(self) -> bool:
-        """Clean up after drops, for some milliseconds at most. Returns whether more is to be done."""
-        if not self._sweeping:
-            self._sweeping, self._unswept = self._dead, list(self._tables)
-        if self._sweeping and self._unswept:
+        """Clean up after drops, and when masks have become many, for some milliseconds at most. Returns whether more is
+        to be done.
+        """
+        if self._seen is None and (self._dead or len(self._numbers) > self._many_masks):
+            self._sweeping, self._unswept, self._seen = self._dead, list(self._tables), set()
+        if self._seen is not None and self._unswept:
             self._clean(self._unswept.pop())
-        elif self._sweeping:
-            self._release_swept()
-        return bool(self._dead)
+        elif self._seen is not None:
+            self._release_swept(self._seen)
+        return bool(self._dead) or self._seen is not None
 
     # -- figures
 
@@ -282,6 +290,8 @@ class PrefixIndex:
                 number = len(self._masks)
                 self._masks.append(mask)
             self._numbers[mask] = number
+        if self._seen is not None:
+            self._seen.add(number)
         return number
 
     def _make_room(self, table: BlockTable, count: int) -> None:
@@ -318,13 +328,17 @@ class PrefixIndex:
             self._turned_s = now
 
     def _clean(self, table: BlockTable) -> None:
-        dying = self._sweeping
-        masks = enumerate(list(self._masks))
-        table.renumber(np.array([self._number(m & ~dying) if m & dying else i for i, m in masks], np.uint32))
+        used = np.zeros(len(self._masks), np.bool_)
+        used[table.values] = True
+        numbers = np.arange(len(self._masks), dtype=np.uint32)
+        for number in np.flatnonzero(used).tolist():
+            numbers[number] = self._number(self._masks[number] & ~self._sweeping)
+        if self._sweeping:
+            table.renumber(numbers)
 
-    def _release_swept(self) -> None:
+    def _release_swept(self, seen: set[int]) -> None:
         for number, mask in enumerate(self._masks):
-            if mask & self._sweeping:
+            if mask and number not in seen:
                 del self._numbers[mask]
                 self._masks[number] = 0
                 self._free_numbers.append(number)
@@ -334,7 +348,8 @@ class PrefixIndex:
                     expected[key] = mask & ~self._sweeping
         self._dead &= ~self._sweeping
         self._free_slots += _bits(self._sweeping)
-        self._sweeping = 0
+        self._sweeping, self._seen = 0, None
+        self._many_masks = max(_FEW_MASKS, 2 * len(self._numbers))
 
 
 def _keys(hashes: Hashes) -> Keys:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import router.index
 from common.clock import MockClock
 from router.index import EXPECTATION_S, PrefixIndex
 
@@ -103,6 +104,31 @@ def test_a_thousand_restarts_leave_no_trace() -> None:
     assert len(index) <= 8
     assert len(index._names) <= 4
     assert len(index._masks) <= 16
+
+
+@pytest.mark.parametrize("few", [0, 1024])
+def test_holders_that_come_and_go_leave_no_trace(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.index, "_FEW_MASKS", 64)
+    rng, index = random.Random(few), PrefixIndex(100_000, few=few)
+    held = {f"n{i}": set[bytes]() for i in range(30)}
+    blocks, most = names(12), 0
+    for turn in range(3000):
+        node, some = rng.choice(list(held)), rng.sample(blocks, rng.randrange(1, 5))
+        if turn % 500 == 499:
+            index.drop(node)
+            held[node] = set()
+        elif rng.random() < 0.5:
+            index.stored(node, some)
+            held[node].update(some)
+        else:
+            index.removed(node, some)
+            held[node].difference_update(some)
+        index.tidy()
+        most = max(most, len(index._masks))
+        (block,) = rng.sample(blocks, 1)
+        assert set(index.match([block])) == {name for name, its in held.items() if block in its}
+    assert most < 500  # thousands of sets of holders were seen
+    assert {name: index.held(name) for name in held} == {name: len(its) for name, its in held.items()}
 
 
 def test_a_quarter_of_a_million_blocks_leave_without_holding_up_the_loop() -> None:
