@@ -34,6 +34,9 @@ SILENCE_S = 5.0
 _HEARTBEAT_MS = 1000
 
 
+_MAX_SOCKETS = 65_535
+"""ZMQ's own bound is 1,023, which a router has used up at 341 nodes: three for every link."""
+
 _MESSAGES_PER_TURN = 32
 """So many messages are taken before everything else on the loop has its turn."""
 
@@ -83,6 +86,7 @@ class _Inbox:
 
 def _open(kind: int) -> _Socket:
     context = cast("zmq.Context[_Socket]", zmq.Context.instance())
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # has its effect with the first socket
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -142,7 +146,7 @@ class Link:
     Not called any more after `close`. A connection that does not stand after `connect_timeout_s` is lost, too;
     with None it is tried for ever.
 
-    Raises: Unavailable for an address that no socket takes.
+    Raises: Unavailable for an address that no socket takes, and where no socket is to be had.
     """
 
     def __init__(
@@ -156,20 +160,26 @@ class Link:
         self.address = address
         self._on_message = on_message
         self._on_lost = on_lost
-        self._socket = _open(zmq.DEALER)
+        try:
+            self._socket = _open(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise Unavailable(f"cannot open a socket for {address}: {error}") from error
         self._socket.setsockopt(zmq.IMMEDIATE, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * SILENCE_S))  # for the other end to judge us by
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._monitor = self._socket.get_monitor_socket(events)
+        monitor: _Socket | None = None
         try:
+            monitor = self._socket.get_monitor_socket(events)
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+            if monitor is not None:
+                self._socket.disable_monitor()
+                monitor.close(linger=0)
             self._socket.close()
             raise Unavailable(f"cannot connect to {address}: {error}") from error
+        self._monitor = monitor
         self.closed = False
         self._stands = False
         self._deadline: asyncio.TimerHandle | None = None

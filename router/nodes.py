@@ -71,6 +71,8 @@ class Node:
     linked_s: float = 0.0
     stuck: bool = False
     """It answers, but its engine stands still."""
+    unreachable: bool = False
+    """Its address is none, or this process has no socket left."""
     unreported: dict[AttemptKey, Leg] = field(default_factory=dict[AttemptKey, Leg])
     """Open legs that the last pong cannot include."""
     reported: dict[AttemptKey, Leg] = field(default_factory=dict[AttemptKey, Leg])
@@ -317,12 +319,20 @@ class NodeTable:
     # -- links
 
     def _connect(self, node: Node) -> None:
+        """Open a link; where that fails, the next tick tries again: one node's address must not cost the others."""
         incarnation = node.incarnation
-        node.link = Link(
-            node.record.peer.control_address,
-            lambda message: self._receive(incarnation, message),
-            lambda reason: self._lost(incarnation, reason),
-        )
+        try:
+            node.link = Link(
+                node.record.peer.control_address,
+                lambda message: self._receive(incarnation, message),
+                lambda reason: self._lost(incarnation, reason),
+            )
+        except Unavailable as error:
+            if not node.unreachable:
+                log.warning("no link to %s node %s: %s", node.record.role, node.node_id, error)
+            node.unreachable = True
+            return
+        node.unreachable = False
         node.linked_s, node.last_pong_s = self._clock(), None
         node.pings.clear()
         owed, node.owed_aborts = node.owed_aborts, []

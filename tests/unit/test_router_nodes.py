@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+import zmq
 from stub_node import StubNode
 
 from common.clock import MockClock
 from common.protocol import AttemptKey, DecodeRequest, Message, SamplingParams
+from common.rpc import _open
 from router.nodes import NodeTable
 
 
@@ -86,6 +88,33 @@ def test_new_incarnation_under_the_same_name_loses_the_old_one_at_once() -> None
             await reborn.close()
 
     play(scene)
+
+
+def test_a_node_without_a_usable_address_costs_the_others_nothing() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        late = StubNode("decode", "d2", automatic=False)
+        try:
+            broken = replace(node.record, peer=replace(node.record.peer, node_id="d1", incarnation="x"))
+            broken = replace(broken, peer=replace(broken.peer, control_address="tcp://nowhere"))
+            view.table.update([broken, node.record, late.record])
+            while len(view.table.usable("decode")) < 2:
+                await view.change()
+            known = view.table.get("x")
+            assert known is not None
+            assert not known.usable
+            view.table.tick()
+            assert [len(each.pings) for each in view.table.known() if each.usable] == [1, 1]
+            view.table.update([node.record, late.record])
+            assert view.table.get("x") is None
+        finally:
+            await late.close()
+
+    play(scene)
+
+
+def test_there_are_sockets_for_a_thousand_nodes() -> None:
+    _open(zmq.DEALER).close()
+    assert zmq.Context.instance().get(zmq.MAX_SOCKETS) >= 10_000
 
 
 def test_node_that_is_no_longer_listed_finishes_its_work_but_gets_no_more() -> None:
