@@ -74,6 +74,12 @@ def version() -> str:
         return "0+unknown"
 
 
+def _given_key(headers: Headers) -> str:
+    """The API key that a request brings; empty if none. However the header is spelled, a key is one."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
 class KeyGuard:
     """ASGI middleware: with keys configured, everything but `/health` wants one."""
 
@@ -85,9 +91,9 @@ class KeyGuard:
         if scope["type"] != "http" or not self._keys or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        if scheme.lower() == "bearer" and any(matches):
+        given = _given_key(Headers(scope=scope))
+        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]
+        if any(matches):
             await self._app(scope, receive, send)
         else:
             refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
@@ -266,7 +272,7 @@ def _generation_request(
 def _tenant(request: Request, services: Services, body: CompletionRequestBase) -> str:
     """Whose share a request takes: its API key's, or where there are no keys, its `user`'s."""
     if services.api_keys:
-        return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()[:12]
+        return hashlib.sha256(_given_key(request.headers).encode()).hexdigest()[:12]
     return (body.user or "")[:_MAX_KEY_CHARS]
 
 

@@ -1,0 +1,37 @@
+"""Whose share of the cluster a request takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+from starlette.requests import Request
+
+from router.api import Services, _tenant
+from router.openai_types import CompletionRequest
+
+SERVICES = Services(
+    dispatcher=cast("Any", None),
+    catalog=cast("Any", None),
+    metrics=cast("Any", None),
+    degraded=str,
+    max_body_bytes=1,
+    body_timeout_s=1.0,
+    api_keys=("key", "other"),
+)
+
+
+def tenant(authorization: str, services: Services = SERVICES, user: str | None = None) -> str:
+    request = Request({"type": "http", "headers": [(b"authorization", authorization.encode())]})
+    return _tenant(request, services, CompletionRequest(model="m", prompt=["a"], user=user))
+
+
+def test_a_key_is_one_tenant_however_its_header_is_spelled() -> None:
+    spellings = ["Bearer key", "bearer key", "bEARER  key", "BEARER \t key "]
+    assert len({tenant(spelling) for spelling in spellings}) == 1
+    assert tenant("Bearer key") != tenant("Bearer other")
+    assert "key" not in tenant("Bearer key")
+
+
+def test_without_keys_the_user_is_the_tenant() -> None:
+    assert tenant("Bearer key", replace(SERVICES, api_keys=()), "me") == "me"
