@@ -113,6 +113,8 @@ def test_requests_of_a_trace_that_do_not_fit_are_left_out_and_counted(tmp_path: 
         ({"rate": 1.0, "concurrency": 1, "requests": 1}, "not both"),
         ({"trace": "x", "chat": True}, "--chat"),
         ({"trace": "x", "scale": 3}, "512"),
+        ({"trace": "x", "rate": 2.0}, "--rate-scale"),
+        ({"concurrency": 2, "processes": 3, "requests": 9}, "3 processes"),
         ({"rate": 1.0, "requests": 1, "prefix_tokens": 0, "suffix_tokens": 0}, "empty"),
     ],
 )
