@@ -95,6 +95,7 @@ class Runner:
                     stream = await self._target.send(self._stream(job))
                     await stream.ended.wait()
         except TimeoutError:
+            stream.sent_s = stream.sent_s or due_s  # not even a connection came about
             stream.finish(RequestFailed(f"no end after {self._plan.timeout_s:g} s", "timeout"))
             stream.close()
         except OSError as error:

@@ -218,6 +218,20 @@ def test_server_that_breaks_off_refuses_or_never_ends_is_counted_by_kind() -> No
     play(serve, scene)
 
 
+def test_a_connection_that_never_comes_about_is_a_timeout_within_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(target: Target) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Target, "_connect", never)
+
+    async def main() -> None:
+        outcomes = await run_plan("http://127.0.0.1:1", concurrency=2, requests=2, timeout_s=0.05)
+        assert [o.error for o in outcomes] == ["timeout"] * 2
+        assert 0.0 < summarise(outcomes, None, None)["wall_s"] < 5.0
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
 def test_nobody_there_is_an_error_and_no_crash() -> None:
     async def main() -> None:
         outcomes = await run_plan("http://127.0.0.1:1", rate=200.0, requests=3)
