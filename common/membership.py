@@ -26,8 +26,8 @@ _FORGET_ID_S = 3600.0
 LEASE_IN_REDIS = 5 / 6
 """Share of the lease after which a record expires; with the time between two looks of a router it makes a whole one."""
 
-# KEYS: fence, node, load, nodes, epoch. ARGV: incarnation, its start, lease in ms, record, node id, now, forget before,
-# a new epoch, then field and value of the load in turn. Answers 1, or the record of a newer holder.
+# KEYS: fence, node, load, nodes, epoch. ARGV: incarnation, its start, lease in ms, record, node id, seconds until an id
+# is forgotten, a new epoch, then field and value of the load in turn. Answers 1, or the record of a newer holder.
 _RENEW = """
 local holder = redis.call('HMGET', KEYS[1], 'incarnation', 'started_at')
 if holder[1] and holder[1] ~= ARGV[1] then
@@ -39,11 +39,13 @@ if holder[1] and holder[1] ~= ARGV[1] then
 end
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'started_at', ARGV[2])
 redis.call('SET', KEYS[2], ARGV[4])
-redis.call('HSET', KEYS[3], unpack(ARGV, 9))
+redis.call('HSET', KEYS[3], unpack(ARGV, 8))
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
-redis.call('ZADD', KEYS[4], ARGV[6], ARGV[5])
-redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', ARGV[7])
-redis.call('SET', KEYS[5], ARGV[8], 'NX')
+-- Redis' clock: by their own, a node whose clock is an hour ahead would have all others forgotten.
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZADD', KEYS[4], now, ARGV[5])
+redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now - tonumber(ARGV[6]))
+redis.call('SET', KEYS[5], ARGV[7], 'NX')
 return 1
 """
 
@@ -135,9 +137,9 @@ class Registrar:
             await self._client.aclose()
 
     async def _renew(self) -> None:
-        peer, now = self._record.peer, time.time()
+        peer = self._record.peer
         names = [*self._own_keys(), self._keys.nodes, self._keys.epoch]
-        load = load_fields(self._load(), peer.incarnation, now)
+        load = load_fields(self._load(), peer.incarnation, time.time())
         answer = await self._client.eval(
             _RENEW,
             len(names),
@@ -147,8 +149,7 @@ class Registrar:
             max(1, round(self._lease_s * LEASE_IN_REDIS * 1000)),
             self._encoded,
             peer.node_id,
-            now,
-            now - _FORGET_ID_S,
+            _FORGET_ID_S,
             secrets.token_hex(8),
             *(part for pair in load.items() for part in pair),
         )

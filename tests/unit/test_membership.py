@@ -126,6 +126,30 @@ def test_newer_incarnation_takes_the_id_over_and_the_older_one_ends(redis_server
     asyncio.run(main())
 
 
+def test_node_whose_clock_is_hours_ahead_makes_no_other_vanish(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        right, ahead = a_record("d0"), a_record("d1")
+        async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, right):
+            await view.until(lambda: view.ids == ["d0"])
+            clock = time.time
+            monkeypatch.setattr("common.membership.time.time", lambda: clock() + 7200)
+            registrar = Registrar(redis_server.url, cluster, ahead, lease_s=60.0)
+            task = asyncio.create_task(registrar.run())
+            await registrar.registered.wait()
+            monkeypatch.undo()
+            await view.until(lambda: "d1" in view.ids)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert view.ids == ["d0", "d1"]
+            await asyncio.sleep(2 * LEASE_S)
+            assert all("d0" in [record.peer.node_id for record in change] for change in view.changes)
+            await registrar.deregister()
+
+    asyncio.run(main())
+
+
 def test_older_incarnation_that_deregisters_late_does_not_take_the_newer_away(
     redis_server: RedisServer, cluster: str
 ) -> None:
