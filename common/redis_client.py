@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import ssl
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
@@ -28,6 +29,7 @@ from common.errors import ConfigError
 
 _SOCKET_TIMEOUT_S = 2.0
 _CHECK_TIMEOUT_S = 4.0
+_PASSWORD_OPTION = re.compile(r"((?:^|[?&])password=)[^&]*", re.IGNORECASE)
 UNREACHABLE = (RedisError, OSError, TimeoutError)
 
 RedisClient = Any
@@ -51,7 +53,8 @@ def connect(redis_url: str) -> RedisClient:
         client: Any = redis.asyncio.Redis.from_url(redis_url, **options)  # pyright: ignore[reportUnknownMemberType]
         return client
     except (ValueError, RedisError) as error:
-        raise ConfigError(f"the Redis URL {without_password(redis_url)} is malformed: {error}") from error
+        shown, complaint = without_password(redis_url), _complaint(redis_url, error)
+        raise ConfigError(f"the Redis URL {shown} is malformed: {complaint}") from None
 
 
 def _by_sentinel(redis_url: str, options: dict[str, Any]) -> RedisClient:
@@ -84,11 +87,20 @@ async def forget_connections(client: RedisClient) -> None:
 
 
 def without_password(redis_url: str) -> str:
-    """The URL as it may be shown."""
-    parts = urlsplit(redis_url)
-    if "@" not in parts.netloc:
-        return redis_url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+    """The URL as it may be shown, also where it is so malformed that nobody could say what in it is the password."""
+    scheme, separator, rest = redis_url.partition("://")
+    if not separator:
+        scheme, rest = "", redis_url
+    login, _, place = rest.rpartition("@")
+    return scheme + separator + ("***@" if login else "") + _PASSWORD_OPTION.sub(r"\1***", place)
+
+
+def _complaint(redis_url: str, error: Exception) -> str:
+    """What the parser says, unless it may quote a password that it took for something else."""
+    login, at, _ = redis_url.partition("://")[2].rpartition("@")
+    if at and re.search(r"[][/?#@]", login):
+        return "in user name and password these must be percent-encoded: / ? # @ [ ]"
+    return str(error)
 
 
 async def check_redis(redis_url: str) -> None:

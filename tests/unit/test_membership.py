@@ -276,10 +276,24 @@ def test_redis_that_accepts_and_says_nothing_is_told_soon() -> None:
         asyncio.run(asyncio.wait_for(check_redis(f"redis://127.0.0.1:{silent.getsockname()[1]}/0"), 6))
 
 
-def test_password_is_never_shown() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:secret@127.0.0.1:1/0",
+        "redis://:sec/secret@127.0.0.1:1/0",
+        "redis://:secret/x@127.0.0.1:1/0",
+        "redis://:secret#x@127.0.0.1:1/0",
+        "redis://:[secret@127.0.0.1:1/0",
+        "redis://127.0.0.1:1/0?password=secret&protocol=3",
+        "redis+sentinel://:secret/x@127.0.0.1:1/kv",
+        "user:secret@127.0.0.1:1",
+    ],
+)
+def test_password_is_never_shown(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        asyncio.run(check_redis("redis://user:secret@127.0.0.1:1/0"))
+        asyncio.run(check_redis(url))
     assert "secret" not in str(caught.value)
+    assert "127.0.0.1:1" in str(caught.value)
 
 
 def test_cancellation_that_the_client_swallows_still_ends_the_loops(
