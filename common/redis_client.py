@@ -65,8 +65,9 @@ def _by_sentinel(redis_url: str, options: dict[str, Any]) -> RedisClient:
     if not service:
         raise ValueError("it names no service, as in redis+sentinel://host:26379/mymaster")
     sentinels = [(host, int(port or 26379)) for host, _, port in (a.partition(":") for a in addresses.split(","))]
-    tls = {"ssl": True} if parts.scheme.startswith("rediss") else {}
-    more = dict(parse_qsl(parts.query))
+    more: dict[str, Any] = dict(parse_qsl(parts.query))
+    tls: dict[str, Any] = {"ssl": True} if parts.scheme.startswith("rediss") else {}
+    tls |= {name: more.pop(name) for name in list(more) if name.startswith("ssl_")}  # the Sentinels have the same CA
     if password:
         more["password"] = unquote(password)
     if user:

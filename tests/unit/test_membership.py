@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.membership import Directory, Registrar
 from common.protocol import ModelInfo, NodeRecord, PeerRef
-from common.redis_client import check_redis
+from common.redis_client import check_redis, connect
 from common.redis_server import RedisServer
 
 LEASE_S = 0.6
@@ -294,6 +294,14 @@ def test_password_is_never_shown(url: str) -> None:
         asyncio.run(check_redis(url))
     assert "secret" not in str(caught.value)
     assert "127.0.0.1:1" in str(caught.value)
+
+
+def test_sentinels_are_checked_against_the_same_authority_as_the_server_they_name() -> None:
+    pool = connect("rediss+sentinel://:pw@127.0.0.1:1/kv?ssl_ca_certs=/ca.pem").connection_pool
+    assert pool.connection_kwargs["ssl_ca_certs"] == "/ca.pem"
+    watcher = pool.sentinel_manager.sentinels[0].connection_pool
+    assert watcher.connection_kwargs["ssl_ca_certs"] == "/ca.pem"
+    assert watcher.connection_kwargs.get("password") is None
 
 
 def test_cancellation_that_the_client_swallows_still_ends_the_loops(
