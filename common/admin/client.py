@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.admin.found import RunningCluster, running_clusters, runtime_folder
+from common.admin.token import check_token
 from common.config_sources import ADMIN_URL_VARIABLE, ENV_PREFIX
-from common.errors import KvRelayError
+from common.errors import ConfigError, KvRelayError
 
 TOKEN_VARIABLE = ENV_PREFIX + "ADMIN_TOKEN"
 TIMEOUT_S = 10.0
@@ -137,6 +138,11 @@ def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
     """
     url = url or environ.get(ADMIN_URL_VARIABLE) or None
     token = environ.get(TOKEN_VARIABLE) or None
+    if token is not None:
+        try:
+            check_token(token)
+        except ConfigError as error:
+            raise AdminUsage(f"{TOKEN_VARIABLE}: {error.message}") from None
     if url is not None and urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise AdminUsage(f"{url!r} is no URL; it looks like http://10.0.0.5:8001")
     if url is not None and token is not None:

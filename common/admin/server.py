@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from common.admin.token import check_token
 from common.errors import BadRequest, ConfigError, KvRelayError, NotFound, PayloadTooLarge, RequestTimeout, Unauthorized
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,9 @@ class _TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Headers were decoded as Latin-1: back to the bytes that came. Compared whatever the scheme is, so that time tells nothing.
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self._token)
+        # Headers were decoded as Latin-1: back to the bytes that came, of which 0x85 and 0xA0 are spaces only to `str`.
+        # Compared whatever the scheme is, so that time tells nothing.
+        right = hmac.compare_digest(given.encode("latin-1").strip(b" \t"), self._token)
         if right and scheme.lower() == "bearer":
             await self._app(scope, receive, send)
             return
@@ -89,12 +91,13 @@ class _Server(uvicorn.Server):
 class AdminServer:
     """Listens from the start, answers between `start` and `close`.
 
-    Raises: ConfigError when `host`:`port` cannot be had, or `token` is empty.
+    Raises: ConfigError when `host`:`port` cannot be had, or `token` is empty or none that a header can carry.
     """
 
     def __init__(self, host: str, port: int, token: str) -> None:
         if not token:
             raise ConfigError("an admin port needs a token")
+        check_token(token)
         self._token = token
         self._socket = _listen(host, port)
         self._server: _Server | None = None

@@ -106,6 +106,13 @@ def test_url_without_a_token_is_a_usage_error(tmp_path: Path) -> None:
     assert connect("http://10.0.0.5:8001/", {**environ, "KVRELAY_ADMIN_TOKEN": "t"}).url == "http://10.0.0.5:8001"
 
 
+def test_token_that_no_header_can_carry_is_a_usage_error_that_does_not_show_it(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "KVRELAY_ADMIN_TOKEN": "hidden\n"}
+    with pytest.raises(AdminUsage, match="line end") as caught:
+        connect("http://10.0.0.5:8001", environ)
+    assert "hidden" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "code"),
     [

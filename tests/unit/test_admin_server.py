@@ -11,7 +11,7 @@ import pytest
 from common.admin.server import MAX_BODY_BYTES, AdminRoute, AdminServer, Call
 from common.errors import ConfigError, NotFound
 
-TOKEN = "tökén-of-this-test"
+TOKEN = "tökén-of-this-testà"  # ends with a byte that `str` takes for a space
 
 
 def _fail(call: Call) -> object:
@@ -89,6 +89,13 @@ def test_with_the_token_routes_answer_and_mistakes_have_their_status() -> None:
 def test_without_a_token_there_is_no_admin_port() -> None:
     with pytest.raises(ConfigError, match="token"):
         AdminServer("127.0.0.1", 0, "")
+
+
+@pytest.mark.parametrize("token", ["hidden\n", " hidden", "hid\x7fden"])
+def test_token_that_no_header_can_carry_is_refused_at_the_start_and_not_shown(token: str) -> None:
+    with pytest.raises(ConfigError, match="line end") as caught:
+        AdminServer("127.0.0.1", 0, token)
+    assert "hid" not in str(caught.value)
 
 
 def test_port_that_is_taken_is_said_in_one_sentence() -> None:
