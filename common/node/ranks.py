@@ -21,7 +21,7 @@ import zmq
 from common.config import NodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
-from common.errors import ConfigError, EngineError, ProtocolError, RankLost, from_code
+from common.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.node.rank_messages import LeaderBeat, RankBeat, RankBusy, RankFailed, RankHello
 from common.process import tied_command
 from common.protocol import MAX_MESSAGE_BYTES, Codec
@@ -200,7 +200,9 @@ class RankedExecutor:
         self._links.broadcast(step)
         try:
             output = self._local.submit(step)
-        except EngineError as error:
+        except RankLost:
+            raise
+        except Exception as error:  # whatever it is
             # The other ranks computed the step, or wait for this one in the middle of it: none can go on.
             raise RankLost(f"the leader's part of a step failed: {error}") from error
         return output if self._samples_here else None

@@ -8,8 +8,9 @@ import pytest
 
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
-from common.errors import EngineError
+from common.errors import EngineError, RankLost
 from common.node.rank_messages import RankBeat, RankBusy, rank_codec
+from common.node.ranks import RankedExecutor
 from common.node.startup import WARM_UP
 
 
@@ -33,6 +34,21 @@ def test_an_executor_adds_up_what_its_steps_took_and_a_failed_step_adds_nothing(
     with pytest.raises(EngineError):
         executor.submit(WARM_UP)
     assert executor.busy_s == 0.75
+
+
+@pytest.mark.parametrize("error", [EngineError("one"), TypeError("two"), MemoryError()])
+def test_whatever_ends_the_leaders_part_of_a_step_ends_the_node(error: Exception) -> None:
+    class Links:
+        def broadcast(self, order: object) -> None:
+            pass
+
+    class Broken:
+        def submit(self, step: StepInput) -> StepOutput:
+            raise error
+
+    executor = RankedExecutor(Links(), Broken(), samples_here=True)  # type: ignore[arg-type]
+    with pytest.raises(RankLost):
+        executor.submit(WARM_UP)
 
 
 def test_a_beat_carries_it_over_the_link() -> None:
