@@ -131,6 +131,8 @@ def test_interrupted_run_reports_what_there_is(model_folder: Path, processes: in
             *[*command, "--duration", "300", "--processes", str(processes), *SMALL],
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            # A test run in the background of a shell ignores the signal, and its children would as well.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         try:
             await decode.until(lambda: len(decode.requests()) > 100, timeout_s=60)
