@@ -53,7 +53,9 @@ class LoadPlan:
             raise ConfigError("a trace has its own times: --rate-scale makes them faster, --rate has no meaning")
         if self.concurrency and self.processes > self.concurrency:
             # A process without a request under way would never send its share of the jobs.
-            raise ConfigError(f"{self.processes} processes cannot share --concurrency {self.concurrency}: fewer of them")
+            raise ConfigError(
+                f"{self.processes} processes cannot share --concurrency {self.concurrency}: fewer of them"
+            )
         if not self.trace and not self.rate and not self.concurrency:
             raise ConfigError("give --rate (open loop) or --concurrency (closed loop)")
         if not self.trace and not self.requests and not self.duration_s:
