@@ -15,6 +15,10 @@ from common.load.stream import RequestFailed, Stream, Target
 _AHEAD_S = 0.001
 """The event loop wakes up by itself at least this late; what is due by then is sent now."""
 
+_IDLE_CLOSE_S = 0.1
+"""A connection that breaks sooner after it was used again was being closed as idle; a server that had the request longer
+has failed it."""
+
 OnOutcome = Callable[[Outcome], None]
 
 
@@ -107,7 +111,8 @@ class Runner:
     def _never_arrived(stream: Stream) -> bool:
         """The server closed an idle connection in the moment in which it was used again: nobody's fault."""
         reused = stream.connection is not None and stream.connection.used > 1
-        return reused and stream.error is not None and stream.status == 0
+        soon = stream.ended_s - stream.sent_s < _IDLE_CLOSE_S
+        return reused and soon and stream.error is not None and stream.status == 0
 
     def _stream(self, job: Job) -> Stream:
         plan = self._plan

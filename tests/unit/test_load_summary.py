@@ -198,6 +198,22 @@ def test_connections_are_kept_and_one_that_the_server_closed_is_replaced() -> No
     assert play(serve, scene) == 2
 
 
+def test_server_that_dies_with_a_request_on_a_kept_connection_is_an_error() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        for number in range(3):
+            await read_request(reader)
+            if (connection, number) == (1, 1):
+                await asyncio.sleep(0.3)
+                return
+            writer.write(whole_answer())
+
+    async def scene(url: str) -> None:
+        outcomes = await run_plan(url, concurrency=1, requests=3)
+        assert [o.error for o in outcomes] == ["", "connection", ""]
+
+    assert play(serve, scene) == 2
+
+
 def test_server_that_breaks_off_refuses_or_never_ends_is_counted_by_kind() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
         await read_request(reader)
