@@ -152,9 +152,12 @@ class RankProcess:
                 self.report(output)
 
     def _take_orders(self, steps: queue.SimpleQueue[StepInput | Exception], end: TransferEnd) -> None:
+        # The leader's beats begin when the last rank has its memory: of an uneven split, long after the first.
+        allowed_s = self._config.start_timeout_s
         try:
             while True:
-                order = self._receive(self._config.lease_s)
+                order = self._receive(allowed_s)
+                allowed_s = self._config.lease_s
                 if isinstance(order, StepInput):
                     steps.put(order)
                 elif not isinstance(order, LeaderBeat):

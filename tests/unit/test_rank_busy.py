@@ -1,15 +1,19 @@
-"""How busy a rank is: counted where steps are run, carried by its beats."""
+"""A node of several ranks: how busy they are, how long they wait for each other, what ends them together."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
 
 import pytest
 
+from common.config import DecodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
-from common.errors import EngineError, RankLost
-from common.node.rank_messages import RankBeat, RankBusy, rank_codec
+from common.errors import EngineError, PeerLost, RankLost
+from common.node.rank import RankProcess, TransferEnd
+from common.node.rank_messages import LeaderBeat, RankBeat, RankBusy, rank_codec
 from common.node.ranks import RankedExecutor
 from common.node.startup import WARM_UP
 
@@ -49,6 +53,28 @@ def test_whatever_ends_the_leaders_part_of_a_step_ends_the_node(error: Exception
     executor = RankedExecutor(Links(), Broken(), samples_here=True)  # type: ignore[arg-type]
     with pytest.raises(RankLost):
         executor.submit(WARM_UP)
+
+
+def test_a_rank_that_is_ready_waits_for_the_slowest_one_as_long_as_the_start_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allowed_s: list[float] = []
+
+    def receive(self: RankProcess, timeout_s: float) -> object:
+        allowed_s.append(timeout_s)
+        if len(allowed_s) == 3:
+            raise PeerLost("silent")
+        return LeaderBeat(1)
+
+    monkeypatch.setattr(RankProcess, "_receive", receive)
+    process = RankProcess.__new__(RankProcess)
+    process._config = DecodeConfig(model="m", lease_s=2.0, start_timeout_s=90.0)
+    process._ending = threading.Event()
+    process._ending.set()
+    steps: queue.SimpleQueue[StepInput | Exception] = queue.SimpleQueue()
+    process._take_orders(steps, TransferEnd())
+    assert allowed_s == [90.0, 2.0, 2.0]
+    assert isinstance(steps.get_nowait(), PeerLost)
 
 
 def test_a_beat_carries_it_over_the_link() -> None:
