@@ -259,6 +259,8 @@ class Cluster:
         record = self._records.get(child.spec.node_id or "")
         if record is None or record.peer.incarnation == child.incarnation:
             return False
+        if record.started_at < time.time() - (time.monotonic() - child.started_s):
+            return False  # of a process before ours: in a Redis of others it outlives its cluster by a lease
         child.incarnation = record.peer.incarnation
         child.address = record.peer.control_address
         return True
