@@ -291,7 +291,7 @@ class Dispatcher:
             live = self._live.get(self.held.pop() or "")
             if live is not None and live.wanted is not None:
                 live.admitted = True
-                self.place(live.generation, live.wanted)
+                self._place_again(live.generation, live.wanted)
 
     def _expire_held(self) -> None:
         for request_id in self.held.expired(self._clock()):
@@ -326,8 +326,14 @@ class Dispatcher:
         self._parking.pause(generation.request_id, wanted.backoff_s, lambda: self._place_again(generation, rested))
 
     def _place_again(self, generation: Generation, wanted: f.Place) -> None:
-        if generation.request_id in self._live:
+        """`place`, not at the flow's own wish: what goes wrong ends this request and not whoever woke it."""
+        if generation.request_id not in self._live:
+            return
+        try:
             self.place(generation, wanted)
+        except Exception:
+            log.exception("%s could not be placed", generation.request_id)
+            generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
 
     def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
         """As `NodeTable.send`."""

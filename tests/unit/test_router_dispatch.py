@@ -1,0 +1,65 @@
+"""What ends a request in the router, and only that one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from common.protocol import SamplingParams
+from router.dispatch import Dispatcher, DispatchSettings
+from router.generation import Generation, GenerationRequest
+from router.metrics import Metrics
+from router.nodes import NodeTable
+from router.placing import Order
+
+REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=4), skip_special_tokens=False)
+
+
+def play(scene: Callable[[Dispatcher], Awaitable[None]]) -> None:
+    async def main() -> None:
+        dispatcher = Dispatcher(DispatchSettings(), Metrics())
+        try:
+            await scene(dispatcher)
+            assert dispatcher.running == dispatcher.waiting == 0
+        finally:
+            dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def submit(dispatcher: Dispatcher, name: str) -> Generation:
+    return dispatcher.submit(name, [REQUEST], cast("Any", None), lambda: None)[0]
+
+
+def message(generation: Generation) -> str:
+    assert generation.outcome is not None
+    assert generation.outcome.error is not None
+    return generation.outcome.error.message
+
+
+def test_a_bug_in_the_placing_of_one_that_waited_ends_it_and_the_others_are_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NodeTable, "rejoining", True)
+    monkeypatch.setattr("router.parking.WAKE_AFTER_S", 0.0)
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        waiting = [submit(dispatcher, name) for name in "abc"]
+        asked: list[Order] = []
+
+        def decide(order: Order, **_: object) -> None:
+            asked.append(order)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(dispatcher.placer, "decide", decide)
+        dispatcher._on_usable()
+        async with asyncio.timeout(5):
+            while dispatcher.running:
+                await asyncio.sleep(0.001)
+        assert len(asked) == 3
+        assert [message(each) for each in waiting] == ["internal error in the router"] * 3
+
+    play(scene)
