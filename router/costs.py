@@ -8,7 +8,8 @@ Runs in the router process, on its event loop. All nodes of one role share three
 
 fitted by least squares with forgetting and a prior. A node has a factor on each, a running mean of observed over
 expected. So a node that nobody has measured yet costs what the fleet costs, and one outlier moves nothing far:
-once a line has settled, an observation counts as at most four times more or less than was expected.
+once a line has settled, an observation counts as at most four times more or less than was expected. What is no number
+is no observation: one would make every estimate none, for ever.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class CostModel:
 
     def prefilled(self, incarnation: str, tokens: int, context: int, seconds: float) -> None:
         """A node computed `tokens` of a prompt after `context` tokens that it held, in `seconds`."""
-        if tokens <= 0 or seconds <= 0:
+        if tokens <= 0 or not 0 < seconds < math.inf:
             return
         inputs = _prefill_inputs(tokens, context)
         if self._learn(self._prefill, self._node(incarnation).prefill, inputs, seconds):
@@ -168,7 +169,7 @@ class CostModel:
 
     def relayed(self, incarnation: str, size_bytes: int, seconds: float) -> None:
         """A relay of `size_bytes` kept a decode node waiting for `seconds` after the prompt was computed."""
-        if size_bytes <= 0:
+        if size_bytes <= 0 or not math.isfinite(seconds):
             return
         inputs = (1.0, float(size_bytes))
         if self._learn(self._transfer, self._node(incarnation).link, inputs, max(seconds, 1e-6)):
@@ -177,7 +178,7 @@ class CostModel:
 
     def stepped(self, incarnation: str, running: int, seconds: float) -> None:
         """A decode node's steps over `running` sequences take `seconds`."""
-        if running <= 0 or seconds <= 0:
+        if running <= 0 or not 0 < seconds < math.inf:
             return
         if self._learn(self._step, self._node(incarnation).step, (1.0, float(running)), seconds):
             base, seq = self._step.values.tolist()
@@ -185,7 +186,7 @@ class CostModel:
 
     def computed(self, tokens: int, busy_s: float) -> None:
         """A node computed `tokens` of prompts while it was busy with prompts for `busy_s`."""
-        if tokens > 0 and busy_s > 0:
+        if tokens > 0 and 0 < busy_s < math.inf:
             keep = 0.98
             self._busy_s = self._busy_s * keep + busy_s
             self._busy_tokens = self._busy_tokens * keep + tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -123,3 +124,15 @@ def test_two_nodes_of_different_speed_get_work_in_proportion() -> None:
         prefill.sent(picked.node_id, tokens=tokens, blocks=0, work_s=picked.work_s)
         served[picked.node_id] += 1
     assert served["fast"] / served["slow"] == pytest.approx(3, rel=0.2), served
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_teaches_nothing(seconds: float) -> None:
+    model = CostModel()
+    before = model.costs
+    model.prefilled("a", 100, 0, seconds)
+    model.relayed("a", 10**6, seconds)
+    model.stepped("a", 4, seconds)
+    model.computed(100, seconds)
+    assert model.costs == before
+    assert (model.slowness("a"), model.link_slowness("a"), model.step_slowness("a")) == (1.0, 1.0, 1.0)
