@@ -98,6 +98,8 @@ class Dispatcher:
         self._waiting = 0
         self.held = FairQueue()
         self._draining_held = False
+        self._stopping: Unavailable | None = None
+        """What every request is told since `fail_all`."""
         self.nodes = NodeTable(
             f"router-{secrets.token_hex(6)}",
             lease_s=settings.lease_s,
@@ -136,7 +138,7 @@ class Dispatcher:
     ) -> list[Generation]:
         """Start the generations of one client request: all of them or none. `client_id` is its own name for it.
 
-        Raises: Overloaded when the queue bound is reached.
+        Raises: as `check_room`.
         """
         self.check_room(len(requests), requests[0].tenant)
         self._make_room(len(requests), requests[0].tenant)
@@ -169,8 +171,11 @@ class Dispatcher:
     def check_room(self, count: int, tenant: str = "") -> None:
         """Refuse early what `submit` would refuse.
 
-        Raises: Overloaded when the queue has no room for `count` more, and nobody has taken more of it than `tenant`.
+        Raises: Overloaded when the queue has no room for `count` more, and nobody has taken more of it than `tenant`;
+        Unavailable when the router stops.
         """
+        if self._stopping is not None:
+            raise Unavailable(self._stopping.message)
         if self._waiting + count > self._settings.max_waiting and (count > 1 or self.held.victim(tenant) is None):
             raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
 
@@ -202,7 +207,8 @@ class Dispatcher:
         self.placer.keep({node.incarnation for node in self.nodes.known()})
 
     def fail_all(self, error: Unavailable) -> None:
-        """End every generation, with this error where a client still listens."""
+        """End every generation, and every one that is still to come, with this error where a client still listens."""
+        self._stopping = error
         for live in list(self._live.values()):
             live.generation.feed(f.GiveUp(error))
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from common.errors import Unavailable
 from common.protocol import SamplingParams
 from router.dispatch import Dispatcher, DispatchSettings
 from router.generation import Generation, GenerationRequest
@@ -61,5 +62,19 @@ def test_a_bug_in_the_placing_of_one_that_waited_ends_it_and_the_others_are_plac
                 await asyncio.sleep(0.001)
         assert len(asked) == 3
         assert [message(each) for each in waiting] == ["internal error in the router"] * 3
+
+    play(scene)
+
+
+def test_a_router_that_stops_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections stay open until their answers are through; what comes on them meanwhile would be cut off."""
+    monkeypatch.setattr(NodeTable, "rejoining", True)
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        running = submit(dispatcher, "a")
+        dispatcher.fail_all(Unavailable("the router is shutting down; try again"))
+        assert "shutting down" in message(running)
+        with pytest.raises(Unavailable, match="shutting down"):
+            submit(dispatcher, "b")
 
     play(scene)
