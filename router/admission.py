@@ -65,6 +65,14 @@ def crowded(prefill: Fleet, decode: Fleet) -> str:
     return ""
 
 
+def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:
+    """How long `tokens` of requests that wait here will keep those busy that compute prompts: without prefill nodes the
+    decode nodes, at their own pace once it was measured.
+    """
+    computing = prefill if len(prefill) or not decode.costs.prefills else decode
+    return tokens * computing.costs.queued_token_s / max(1, len(prefill) or len(decode))
+
+
 @dataclass(frozen=True)
 class Held:
     """A request that waits in the router."""

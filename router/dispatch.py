@@ -24,7 +24,7 @@ from common.protocol import (
     TokenBatch,
 )
 from router import flow_events as f
-from router.admission import FairQueue, Held, Objectives, crowded
+from router.admission import FairQueue, Held, Objectives, crowded, wait_s
 from router.breaker import Breakers
 from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
@@ -264,9 +264,8 @@ class Dispatcher:
         """Whether a new request may go at once; if not, it was refused or waits."""
         generation, request = live.generation, live.generation.request
         prefill, decode = self.nodes.fleets["prefill"], self.nodes.fleets["decode"]
-        token_s = prefill.costs.queued_token_s / max(1, len(prefill) or len(decode))
         try:
-            ahead_s = self.held.tokens_ahead(request.priority) * token_s
+            ahead_s = wait_s(self.held.tokens_ahead(request.priority), prefill, decode)
             self._settings.objectives.check(decision, prefill, decode, ahead_s)
         except Overloaded as error:
             generation.story.add("refused", error.message, decision)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import Overloaded
-from router.admission import FairQueue, Held, Objectives, crowded
+from router.admission import FairQueue, Held, Objectives, crowded, wait_s
 from router.policy import Fleet, Memory, Query, place
 
 
@@ -46,6 +46,18 @@ def test_idle_nodes_are_always_tried_and_nothing_is_refused_unmeasured() -> None
     for fleet in (prefill, decode):
         fleet.costs = replace(fleet.costs, prefills=0, steps=0)
     check(Objectives(ttft_s=2.0, tpot_s=0.001), prefill, decode)
+
+
+def test_what_waits_here_is_counted_at_the_pace_of_those_that_compute_prompts() -> None:
+    prefill, decode = fleets({}, {})
+    decode.add("d1", "d1")
+    prefill.costs = replace(prefill.costs, queued_token_s=0.001)
+    decode.costs = replace(decode.costs, queued_token_s=0.01)
+    assert wait_s(1000, prefill, decode) == pytest.approx(1.0)
+    prefill.drop("p0")  # its pace says nothing of the decode nodes that take its place
+    assert wait_s(1000, prefill, decode) == pytest.approx(5.0)
+    decode.costs = replace(decode.costs, prefills=0)  # nobody has measured theirs yet
+    assert wait_s(1000, prefill, decode) == pytest.approx(0.5)
 
 
 def test_a_step_that_gets_too_slow_is_refused() -> None:
