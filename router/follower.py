@@ -169,7 +169,9 @@ class Follower:
                 self._index.replace(followed.incarnation, b"")
             followed.last = number
             self.entries += 1
-            self.lag_s = max(0.0, time.time() - int(fields.get(b"at", 0)) / 1000)
+            at: bytes = fields.get(b"at", b"")
+            if at.isdigit():  # bytes of another writer must not end the following of all nodes
+                self.lag_s = max(0.0, time.time() - int(at) / 1000)
             if self._store(followed.incarnation, fields.get(b"stored", b""), fields.get(b"removed", b"")):
                 await asyncio.sleep(0)
 

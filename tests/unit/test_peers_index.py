@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from common.clock import MockClock
 from common.hashing import hash_blocks, root_hash
 from common.kv.layout import KVLayout
 from common.protocol import ModelInfo, NodeLoad, NodeRecord, PeerRef
-from router.follower import SILENCE_S, Follower
+from router.follower import SILENCE_S, Followed, Follower
 from router.index import PrefixIndex
 from router.index_metrics import IndexCollector
 
@@ -65,3 +67,16 @@ def test_peers_21_one_tenants_blocks_are_not_anothers_hits() -> None:
     index.stored("a", chain(0, salt="tenant"))
     assert index.match(chain(0, salt="other")) == index.match(chain(0)) == {}
     assert index.match(chain(0, salt="tenant")) == {"a": 8}
+
+
+def test_a_malformed_stream_entry_is_that_nodes_trouble_alone() -> None:
+    async def main() -> None:
+        index = PrefixIndex()
+        follower = Follower("redis://127.0.0.1:1", "test", index)
+        followed = follower._followed["a"] = Followed("a", last=0)
+        entries = [(b"1-0", {b"at": b"soon", b"stored": b"short"}), (b"2-0", {b"stored": b"".join(chain(0))})]
+        await follower._apply(followed, entries)
+        assert (followed.last, index.match(chain(0))) == (2, {"a": 8})
+        await follower._client.aclose()
+
+    asyncio.run(main())
