@@ -301,8 +301,9 @@ async def _serve(
         answer.watch(request.receive)
         if body.stream:
             await answer.begun()
+            stream = EventStream(answer, answer.events(form, options), headers(ids, answer.generations[0]))
             handed_over = True
-            return EventStream(answer, answer.events(form, options), headers(ids, answer.generations[0]))
+            return stream
         deltas = await answer.finished()
         if answer.abandoned:
             return Response(status_code=499)

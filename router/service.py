@@ -35,6 +35,8 @@ BODY_TIMEOUT_S = 60.0
 """A body that has not arrived by then is given up."""
 _MAX_CONNECTIONS = 4096
 """Beyond so many open connections or requests, uvicorn answers 503 by itself."""
+_UNREAD_S = 60.0
+"""A client that takes nothing of what was sent to it for so long loses its connection, and its place among them."""
 _GRACE_S = 3.0
 """For connections to end once every request was told that the router stops."""
 
@@ -118,6 +120,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; its connections inherit it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_S))
         sock.bind((host, port))
         sock.listen(1024)
         sock.setblocking(False)

@@ -1,7 +1,8 @@
-"""Whose share of the cluster a request takes."""
+"""Whose share of the cluster a request takes, and how long a client may leave its answer unread."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from starlette.requests import Request
 
 from router.api import Services, _tenant
 from router.openai_types import CompletionRequest
+from router.service import bind
 
 SERVICES = Services(
     dispatcher=cast("Any", None),
@@ -35,3 +37,11 @@ def test_a_key_is_one_tenant_however_its_header_is_spelled() -> None:
 
 def test_without_keys_the_user_is_the_tenant() -> None:
     assert tenant("Bearer key", replace(SERVICES, api_keys=()), "me") == "me"
+
+
+def test_the_kernel_drops_a_client_that_never_reads() -> None:
+    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        listening.setblocking(True)
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
