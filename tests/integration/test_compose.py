@@ -26,8 +26,13 @@ pytestmark = [
 QUESTION = (
     "Hello! I would like to know what the capital of France is. Can you please tell me? What is the capital of France?"
 )
-DEMO = {"IMAGE": IMAGE, "BASE_IMAGE": BASE_IMAGE, "HEALTH_INTERVAL": "2s", "KVRELAY_KV_MEMORY_GB": "0.1"}
-DEMO["KVRELAY_LOCAL_PREFILL_TOKENS"] = "0"  # relay every prompt, whatever is cheaper
+DEMO = {
+    "IMAGE": IMAGE,
+    "BASE_IMAGE": BASE_IMAGE,
+    "HEALTH_INTERVAL": "2s",
+    "KVRELAY_KV_MEMORY_GB": "0.1",
+    "KVRELAY_LOCAL_PREFILL_TOKENS": "0",  # every prompt is relayed, whatever is cheaper
+}
 
 
 @pytest.fixture(scope="module")
