@@ -1,5 +1,5 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test test-matrix test-faults check bench bench-router install clean
+.PHONY: run test test-matrix test-faults check bench bench-router gpu-check install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
@@ -8,5 +8,6 @@ test-faults: ; @scripts/test-faults
 check: ; @scripts/check
 bench: ; @scripts/bench
 bench-router: ; @scripts/bench-router
+gpu-check: ; @scripts/gpu-check
 install: ; @scripts/install
-clean: ; rm -rf .venv build dist bench-results .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ; rm -rf .venv .venv-gpu build dist bench-results .pytest_cache .ruff_cache .hypothesis .import_linter_cache
