@@ -24,7 +24,15 @@ import typer.main
 
 from common import logs
 from common.config import ServiceConfig, field_infos
-from common.config_sources import CONFIG_FILE_VARIABLE, ENV_PREFIX, Resolved, field_type, resolve, type_label
+from common.config_sources import (
+    BOOLEANS,
+    CONFIG_FILE_VARIABLE,
+    ENV_PREFIX,
+    Resolved,
+    field_type,
+    resolve,
+    type_label,
+)
 from common.errors import KvRelayError
 from common.process import die_with_parent
 
@@ -55,12 +63,15 @@ Exit codes: 0 stopped in order, 1 failed, 2 wrong usage, 78 wrong configuration.
 """
 
 
-def _command_class(aliases: dict[str, str]) -> type[typer.core.TyperCommand]:
-    """A command that takes other servers' spellings: their `aliases` of ours, and `_` for `-` in any flag."""
+def _command_class(aliases: dict[str, str], switches: set[str]) -> type[typer.core.TyperCommand]:
+    """A command that takes other servers' spellings: their `aliases` of ours, `_` for `-` in any flag, and of the
+    `switches`, flags whose value is true or false, `--x` for `--x true` and `--no-x` for `--x false`."""
 
     class Command(typer.core.TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            return super().parse_args(ctx, [_our_spelling(arg, aliases) for arg in args])
+            ours = [_our_spelling(arg, aliases) for arg in args]
+            after = ours[1:] + [""] * bool(ours)
+            return super().parse_args(ctx, [_switched(*pair, switches) for pair in zip(ours, after, strict=True)])
 
     return Command
 
@@ -83,6 +94,14 @@ def _our_spelling(arg: str, aliases: dict[str, str]) -> str:
     name, equals, value = arg.partition("=")
     name = name.replace("_", "-")
     return aliases.get(name, name) + equals + value
+
+
+def _switched(arg: str, after: str, switches: set[str]) -> str:
+    if arg in switches and after.lower() not in BOOLEANS:
+        return arg + "=true"
+    if arg.startswith("--no-") and "--" + arg[5:] in switches:
+        return f"--{arg[5:]}=false"
+    return arg
 
 
 def _flag(name: str) -> str:
@@ -136,7 +155,9 @@ def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[Config
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     aliases = {alias: _flag(name) for name, info in field_infos(cls).items() for alias in info.aliases}
-    app.command(cls.section, help=flowing(help), cls=_command_class(aliases), context_settings=_CONTEXT)(command)
+    switches = {_flag(name) for name in field_infos(cls) if type_label(field_type(cls, name)) == "BOOLEAN"}
+    command_class = _command_class(aliases, switches)
+    app.command(cls.section, help=flowing(help), cls=command_class, context_settings=_CONTEXT)(command)
     return app
 
 

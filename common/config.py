@@ -18,6 +18,9 @@ LoadFormat = Literal["auto", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Favor = Literal["itl", "balanced", "ttft"]
 KvTransport = Literal["auto", "zmq", "shm", "collective"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
+Quantization = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def _served_model_name() -> Any:
 
 
 def _dtype() -> Any:
-    return _option("auto", "Type of weights, activations and KV; auto takes what the model was saved in.", "Model")
+    text = "Type of weights and activations; auto takes what the model was saved in, on a GPU bfloat16 for float32."
+    return _option("auto", text, "Model")
 
 
 def _load_format() -> Any:
@@ -108,9 +112,51 @@ def _kv_blocks() -> Any:
 
 
 def _kv_memory_gb() -> Any:
-    return _option(
-        1.0, "Memory for each node's KV cache, in GB, unless --kv-blocks says how many.", "Capacity", low=1e-6
+    text = (
+        "Memory for each rank's KV cache, in GB, unless --kv-blocks says how many; by default 1 on a CPU, on a GPU "
+        "what --gpu-memory-utilization leaves."
     )
+    return _option(None, text, "Capacity", low=1e-6)
+
+
+def _device() -> Any:
+    text = "Where the model computes: auto takes a CUDA card where PyTorch finds one, else the CPU."
+    return _option("auto", text, "Device")
+
+
+def _gpu_memory_utilization() -> Any:
+    text = (
+        "Part of a card's whole memory that one rank of this node may take, its weights, KV cache and everything else "
+        "together; two nodes on one card need fractions that fit side by side."
+    )
+    return _option(0.9, text, "Device", low=0.01, high=1.0)
+
+
+def _share_of_card(whose: str) -> Any:
+    text = (
+        f"Part of a card's memory for each {whose} node on it, as its --gpu-memory-utilization; by default the nodes of "
+        "one card get equal parts of 0.9."
+    )
+    return _option(None, text, "Device", low=0.01, high=1.0)
+
+
+def _enforce_eager() -> Any:
+    return _option(False, "Run decode steps on a GPU without CUDA graphs: slower, quicker to start.", "Device")
+
+
+def _async_scheduling() -> Any:
+    text = "Prepare the next step while the last one runs; by default on a GPU only."
+    return _option(None, text, "Device")
+
+
+def _kv_cache_dtype() -> Any:
+    text = "Type of the KV cache, alike on all nodes; auto takes that of the model; fp8 means fp8_e4m3."
+    return _option("auto", text, "Model")
+
+
+def _quantization() -> Any:
+    text = "auto reads weights as the checkpoint says they are stored; fp8 refuses a checkpoint that is not FP8."
+    return _option("auto", text, "Model")
 
 
 def _kv_transport() -> Any:
@@ -269,7 +315,13 @@ class NodeConfig(ServiceConfig):
     max_num_seqs: int = _max_num_seqs()
     max_num_batched_tokens: int = _max_num_batched_tokens(512)
     kv_blocks: int | None = _kv_blocks()
-    kv_memory_gb: float = _kv_memory_gb()
+    kv_memory_gb: float | None = _kv_memory_gb()
+    device: DeviceName = _device()
+    gpu_memory_utilization: float = _gpu_memory_utilization()
+    enforce_eager: bool = _enforce_eager()
+    async_scheduling: bool | None = _async_scheduling()
+    kv_cache_dtype: KvCacheDtype = _kv_cache_dtype()
+    quantization: Quantization = _quantization()
     lease_s: float = _lease_s()
     kv_transport: KvTransport = _kv_transport()
     transfer_timeout_s: float = _option(
@@ -373,7 +425,14 @@ class UpConfig(ServiceConfig):
     kv_transport: KvTransport = _kv_transport()
     max_num_seqs: int = _max_num_seqs()
     kv_blocks: int | None = _kv_blocks()
-    kv_memory_gb: float = _kv_memory_gb()
+    kv_memory_gb: float | None = _kv_memory_gb()
+    device: DeviceName = _device()
+    prefill_gpu_memory_utilization: float | None = _share_of_card("prefill")
+    decode_gpu_memory_utilization: float | None = _share_of_card("decode")
+    enforce_eager: bool = _enforce_eager()
+    async_scheduling: bool | None = _async_scheduling()
+    kv_cache_dtype: KvCacheDtype = _kv_cache_dtype()
+    quantization: Quantization = _quantization()
     api_key: str = _api_key()
     chat_template: str | None = _chat_template()
     request_timeout_s: float = _request_timeout_s()

@@ -28,6 +28,8 @@ SUPERVISOR_VARIABLE = "KVRELAY_SUPERVISOR_PID"
 """Set by a supervisor for its children: they die with that process."""
 ADMIN_URL_VARIABLE = "KVRELAY_ADMIN_URL"
 """Which router `kvrelay admin` asks."""
+BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+"""How a flag or a variable says true and false."""
 _RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE}
 
 Source = Literal["default", "file", "table", "environment", "flag"]
@@ -156,9 +158,9 @@ def _parse(text: str, expected: Any, place: str) -> Any:
         except ValueError:
             raise ConfigError(f"{place}: {text!r} is not {_article(inner)}") from None
     if inner is bool:
-        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+        if text.lower() not in BOOLEANS:
             raise ConfigError(f"{place}: {text!r} is neither true nor false")
-        return text.lower() in ("true", "1", "yes")
+        return BOOLEANS[text.lower()]
     return _typed(text, expected, place)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.device import CPU
 from common.model.config import ModelConfig
 from common.model.linear import Linear
 from common.model.precision import Precision
@@ -33,7 +34,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Build:
-    """Shapes, where weights come from, in which dtypes to keep them, and which part of the model is this rank's."""
+    """Shapes, where weights come from, in which dtypes and where to keep them, and which part of the model is this rank's.
+
+    Every weight goes to `device` as soon as it is read: host memory holds one tensor at a time.
+    """
 
     config: ModelConfig
     weights: WeightSource
@@ -41,6 +45,7 @@ class Build:
     mesh: Mesh = SOLO
     pp_layers: tuple[int, ...] = ()
     """Layers per pipeline stage; empty means one stage."""
+    device: torch.device = CPU
 
     @property
     def heads(self) -> HeadRange:
@@ -60,14 +65,14 @@ class Build:
         return range(first, first + pp_layers[self.mesh.place.pp_rank])
 
     def read(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        return self.weights.read(name, shape, self.precision.weight, part)
+        return self.weights.read(name, shape, self.precision.weight, part).to(self.device)
 
     def column_linear(self, names: list[str], shares: list[Share], in_features: int, *, bias: bool) -> Linear:
         """This rank's output features of several named layers, one after the other, as one layer."""
         parts = list(zip(names, shares, strict=True))
         rows = sum(share.count for share in shares)
-        weight = torch.empty(rows, in_features, dtype=self.precision.weight)
-        biases = torch.empty(rows, dtype=self.precision.weight) if bias else None
+        weight = torch.empty(rows, in_features, dtype=self.precision.weight, device=self.device)
+        biases = torch.empty(rows, dtype=self.precision.weight, device=self.device) if bias else None
         at = 0
         for name, share in parts:
             part, place = Part(0, share.lo, share.hi), slice(at, at + share.count)

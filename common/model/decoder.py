@@ -57,6 +57,7 @@ class DecoderModel:
         self.config = config
         self.precision = build.precision
         self.mesh = build.mesh
+        self.device = build.device
         tied = config.tie_word_embeddings
         needed = place.is_first_stage or (place.is_last_stage and tied)
         vocabulary = build.vocabulary("model.embed_tokens.weight") if needed else None
@@ -73,7 +74,7 @@ class DecoderModel:
             self._norm = RMSNorm(build.read("model.norm.weight", config.hidden_size), config.rms_norm_eps)
             own = vocabulary if tied else None
             self._head = Head(build, build.vocabulary("lm_head.weight") if own is None else own)
-        self._rope = Rope(config)
+        self._rope = Rope(config, build.device)
         on_progress(parts, parts)
 
     def build_attention(self, build: Build, prefix: str) -> Attention:

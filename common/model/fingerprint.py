@@ -16,17 +16,20 @@ _NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_toke
 """Config fields that change neither weights nor KV."""
 
 
-def fingerprint(path: Path, config: ModelConfig, load_format: str, dtype: str, seed: int) -> str:
+def fingerprint(path: Path, config: ModelConfig, load_format: str, dtype: str, seed: int, drawn_on: str = "cpu") -> str:
     """Identity of what a node computes with: two nodes whose fingerprints agree produce interchangeable KV.
 
     Covers the config, and of every safetensors file its header, its size and a sample of each tensor's bytes
-    (start, middle, end), so that fine-tunes of one model differ; for dummy weights, config and seed.
+    (start, middle, end), so that fine-tunes of one model differ; for dummy weights, config, seed and `drawn_on`, the
+    kind of device whose random numbers they are.
     Independent of the directory's place and of file times.
 
     Raises: ConfigError for missing or corrupt files.
     """
     fields = {name: value for name, value in asdict(config).items() if name not in _NOT_IDENTITY}
     identity = {"config": fields, "dtype": dtype, "dummy_seed": seed if load_format == "dummy" else None}
+    if load_format == "dummy" and drawn_on != "cpu":
+        identity["drawn_on"] = drawn_on
     digest = hashlib.sha256(b"kvrelay-weights-1")
     digest.update(json.dumps(identity, sort_keys=True).encode())
     if load_format != "dummy":

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.attention.base import AttentionBackend
+from common.device import CPU
 from common.model.build import Build, Share
 from common.model.config import ModelConfig, RopeConfig
 from common.model.linear import Linear
@@ -57,8 +58,8 @@ class RopeStep:
 class Rope:
     """Rotary embedding of pairs (i, i + head_dim / 2)."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._inv_freq = inverse_frequencies(config.rope, config.head_dim)
+    def __init__(self, config: ModelConfig, device: torch.device = CPU) -> None:
+        self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> RopeStep:
         """The rotation of one step, shared by all layers. positions: [T] int64."""

@@ -1,4 +1,4 @@
-"""A linear layer on weights packed once for this CPU. Runs on a rank's engine thread, under inference mode."""
+"""A linear layer, on a CPU on weights packed once for it. Runs on a rank's engine thread, under inference mode."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PACK_MIN_WEIGHTS = 2**17
 
 
 class Linear:
-    """y = x W^T + b. Keeps one copy of W per dtype of `precision.packs`, prepacked by oneDNN where it can."""
+    """y = x W^T + b. Keeps one copy of W per dtype of `precision.packs`, on a CPU prepacked by oneDNN where it can."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, precision: Precision) -> None:
         self._weights: dict[torch.dtype, tuple[Tensor, Tensor | None, bool]] = {}
         for dtype in precision.packs:
-            pack = weight.numel() >= _PACK_MIN_WEIGHTS and can_pack(dtype)
+            pack = weight.device.type == "cpu" and weight.numel() >= _PACK_MIN_WEIGHTS and can_pack(dtype)
             own = weight.to(dtype)
             kept = torch.ops.mkldnn._reorder_linear_weight(own, _PACK_ROWS_HINT) if pack else own
             self._weights[dtype] = (kept, None if bias is None else bias.to(dtype), pack)

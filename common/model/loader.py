@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from common.device import CPU
 from common.errors import ConfigError
 from common.model.build import Build
 from common.model.config import ModelConfig
@@ -39,11 +40,12 @@ def load_model(
     small_batches: bool,
     mesh: Mesh = SOLO,
     pp_layers: tuple[int, ...] = (),
+    device: torch.device = CPU,
 ) -> DecoderModel:
     """Build this rank's part of the model of `config`, of the weights in `path` or random ones (format "dummy").
 
     `dtype` "auto" takes the files' own. `small_batches` False leaves out what only single-row steps need
-    (see `common.model.precision`). `pp_layers`: layers per pipeline stage, empty for one stage. All ranks of `mesh`
+    (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one stage. All ranks of `mesh`
     load at the same time, with the same arguments; each reads the bytes of its own part alone.
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
     cannot be split into and for ranks that would compute in different dtypes; RankLost.
@@ -53,11 +55,11 @@ def load_model(
     check_parallel(config, mesh.place.tp_size, pp_layers)
     if mesh.place.pp_size != max(1, len(pp_layers)):
         raise ConfigError(f"pipeline split {list(pp_layers)} is not one of {mesh.place.pp_size} stages")
-    precision = Precision.choose(config.resolve_dtype(dtype), small_batches=small_batches)
+    precision = Precision.choose(config.resolve_dtype(dtype), small_batches=small_batches, device=device)
     # Hosts may differ in what they compute well in, and a stage expects hidden states of one dtype.
     mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
-    weights = DummyWeights(seed) if load_format == "dummy" else CheckpointWeights(path)
-    build = Build(config, weights, precision, mesh, pp_layers)
+    weights = DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(path)
+    build = Build(config, weights, precision, mesh, pp_layers, device)
     started = time.monotonic()
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         model = MODELS[config.architecture](build, on_progress)

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.device import CPU
 from common.errors import ConfigError
 from common.model.files import read_header, weight_files
 
@@ -75,23 +76,24 @@ class CheckpointWeights:
 
 
 class DummyWeights:
-    """Random weights from a seed: equal in every process, for any order of reads and any part.
+    """Random weights from a seed: equal in every process on one kind of device, for any order of reads and any part.
 
-    Matrices are normal with deviation 0.02, as Hugging Face initialises them, norm weights one, biases zero.
+    They are drawn on `device`, a card being a hundred times faster at it. Matrices are normal with deviation 0.02, as Hugging Face initialises them, norm weights one, biases zero.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device = CPU) -> None:
         self._seed = seed
+        self._device = device
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         if name.endswith("bias"):
-            tensor = torch.zeros(shape)
+            tensor = torch.zeros(shape, device=self._device)
         elif len(shape) == 1:
-            tensor = torch.ones(shape)
+            tensor = torch.ones(shape, device=self._device)
         else:
             digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-            tensor = torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator)
+            generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
+            tensor = torch.empty(shape, device=self._device).normal_(0.0, _DUMMY_STD, generator=generator)
         if part is not None:
             tensor = tensor.narrow(part.dim, part.lo, part.hi - part.lo).contiguous()
         return tensor.to(dtype)

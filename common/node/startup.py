@@ -11,9 +11,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.config import NodeConfig
+from common.device import DeviceKind, card_name, default_dtype, rank_device, resolve_device
 from common.engine.runner import ModelRunner
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
@@ -45,6 +48,9 @@ class Blueprint:
     model_config: ModelConfig
     layout: KVLayout
     model: ModelInfo
+    dtype: str
+    """Of weights and activations; that of the KV cache is the layout's."""
+    device: DeviceKind
 
     @property
     def world_size(self) -> int:
@@ -55,28 +61,39 @@ class Blueprint:
 
 
 def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> Blueprint:
-    """Read the model's config and settle dtype, context and layout.
+    """Read the model's config and settle device, dtype, context and layout.
 
-    Raises: ConfigError in one sentence for a model or a layout that cannot be.
+    Raises: ConfigError in one sentence for a model, a layout or a device that cannot be.
     """
     path = resolve_model(config.model)
     model_config = load_model_config(path)
-    dtype = model_config.resolve_dtype(config.dtype)
+    device = resolve_device(config.device)
+    wanted = default_dtype(model_config.dtype, device) if config.dtype == "auto" else config.dtype
+    dtype = model_config.resolve_dtype(wanted)
     explicit = _parse_layers(pp_layers)
     stages = split_layers(model_config.num_layers, len(explicit) or pp_size, explicit or None)
     check_parallel(model_config, config.tensor_parallel_size, stages)
+    drawn_on = card_name(rank_device(device, 0, 1))
     layout = KVLayout(
-        fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed),
+        fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed, drawn_on),
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
-        dtype=dtype,
+        dtype=_kv_dtype(config.kv_cache_dtype, dtype),
         tp_size=config.tensor_parallel_size,
         pp_layers=stages,
     )
     name = config.served_model_name or (config.model if config.model == "demo" else path.name)
     max_model_len = model_config.fit_context(config.max_model_len)
-    return Blueprint(path, model_config, layout, ModelInfo(name, str(path), model_config.vocab_size, max_model_len))
+    info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len)
+    return Blueprint(path, model_config, layout, info, dtype, device)
+
+
+def _kv_dtype(wanted: str, model_dtype: str) -> str:
+    """`--kv-cache-dtype` as `KVLayout` names it."""
+    if wanted == "auto":
+        return model_dtype
+    return "float8_e4m3" if wanted.startswith("fp8") else wanted
 
 
 def _parse_layers(text: str) -> tuple[int, ...]:
@@ -86,6 +103,10 @@ def _parse_layers(text: str) -> tuple[int, ...]:
         raise ConfigError(f"pp_layers {text!r} is not a list of numbers such as 10,14") from error
 
 
+_CPU_KV_GB = 1.0
+"""Memory for a rank's KV on a CPU where nobody says how much."""
+
+
 class LoadedRank:
     """One rank's shard of the model. `lay_out` gives it KV memory; from then on `runner` and `storage` are there."""
 
@@ -93,6 +114,7 @@ class LoadedRank:
     storage: KVStorage
 
     def __init__(self, blueprint: Blueprint, config: NodeConfig, mesh: Mesh, model: DecoderModel) -> None:
+        self.device = model.device
         self.blueprint = blueprint
         self.config = config
         self.mesh = mesh
@@ -104,7 +126,7 @@ class LoadedRank:
             * (self.shard.layer_hi - self.shard.layer_lo)
             * (self.shard.head_hi - self.shard.head_lo)
         )
-        self.max_blocks = config.kv_blocks or int(config.kv_memory_gb * 2**30) // per_block
+        self.max_blocks = config.kv_blocks or int((config.kv_memory_gb or _CPU_KV_GB) * 2**30) // per_block
         """KV blocks that fit into this rank's memory."""
         if self.max_blocks < 2:
             raise ConfigError(f"{self.max_blocks} KV blocks of {per_block} bytes: give the node more KV memory")
@@ -117,12 +139,12 @@ class LoadedRank:
     def lay_out(self, num_blocks: int) -> None:
         """Allocate KV memory for `num_blocks`, the same on all ranks."""
         config = self.blueprint.model_config
-        self.storage = KVStorage(self.blueprint.layout, self.shard, num_blocks)
+        self.storage = KVStorage(self.blueprint.layout, self.shard, num_blocks, str(self.device))
         shape = AttentionShape(
             num_q_heads=config.num_q_heads // self.place.tp_size,
             num_kv_heads=self.shard.head_hi - self.shard.head_lo,
             head_dim=config.head_dim,
-            dtype=self.storage.data.dtype,
+            dtype=self._model.precision.wide,
             block_size=self.blueprint.layout.block_size,
         )
         self.runner = ModelRunner(self._model, self.storage, CpuAttention(self.storage, shape))
@@ -134,6 +156,12 @@ class LoadedRank:
         )
 
 
+def own_device(blueprint: Blueprint, config: NodeConfig, mesh: Mesh) -> torch.device:
+    """The card of this rank, or the CPU. Raises: ConfigError if there are fewer cards than ranks."""
+    ranks_here = blueprint.world_size // config.nnodes
+    return rank_device(blueprint.device, mesh.place.rank % ranks_here, ranks_here)
+
+
 def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_batches: bool) -> LoadedRank:
     """Load this rank's shard. Blocking, seconds to minutes.
 
@@ -143,12 +171,13 @@ def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_bat
     model = load_model(
         blueprint.path,
         blueprint.model_config,
-        dtype=blueprint.layout.dtype,
+        dtype=blueprint.dtype,
         load_format=config.load_format,
         seed=config.seed,
         small_batches=small_batches,
         mesh=mesh,
         pp_layers=blueprint.layout.pp_layers,
+        device=own_device(blueprint, config, mesh),
     )
     return LoadedRank(blueprint, config, mesh, model)
 

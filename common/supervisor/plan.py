@@ -68,7 +68,7 @@ def plan_children(
             node_id = name if own_redis is not None else f"{name}-{host_name}-{port}"
             own |= {"node_id": node_id, "host": "127.0.0.1", "port": "0", "data_port": "0"}
             own |= {"admin_token": admin_token, "admin_port": "0", "admin_host": ADMIN_HOST}
-            own |= _ranks(role, config)
+            own |= _ranks(role, config) | _share_of_card(role, config)
             if yields(config.favor) == role:
                 own["nice"] = str(_YIELDING_NICE)
             children.append(_service(name, cls, config, sources, own, node_id))
@@ -85,6 +85,12 @@ def _ranks(role: str, config: UpConfig) -> dict[str, str]:
     if role == "decode" and config.decode_pp_layers:
         options["pp_layers"] = config.decode_pp_layers
     return options
+
+
+def _share_of_card(role: str, config: UpConfig) -> dict[str, str]:
+    """What each node of `role` may take of its card, where that is said."""
+    share = config.prefill_gpu_memory_utilization if role == "prefill" else config.decode_gpu_memory_utilization
+    return {} if share is None else {"gpu_memory_utilization": str(share)}
 
 
 def yields(favor: str) -> str | None:

@@ -87,6 +87,19 @@ def test_names_of_other_servers_and_underscores_are_understood() -> None:
     assert "--max-model-len: 'five' is not" in kvrelay("decode", "--context-length", "five").stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--enforce-eager", "--no-async-scheduling"], "cannot reach Redis"),
+        (["--enforce_eager", "false", "--async-scheduling=true"], "cannot reach Redis"),
+        (["--enforce-eager=perhaps"], "--enforce-eager: 'perhaps' is neither true nor false"),
+        (["--no-such-switch"], "No such option"),
+    ],
+)
+def test_switches_need_no_value(args: list[str], sentence: str) -> None:
+    assert sentence in kvrelay("decode", "--redis-url", "redis://127.0.0.1:1", *args).stderr
+
+
 def test_unknown_option_is_wrong_usage_and_suggests_the_near_one() -> None:
     result = kvrelay("decode", "--prot", "3")
     assert result.returncode == 2
