@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
+from common.kv.float8 import narrow, widen, words_of
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
 
@@ -58,6 +59,7 @@ class CpuAttention:
 
     def __init__(self, storage: KVStorage, shape: AttentionShape) -> None:
         self._data = storage.data
+        self._kv_scales = storage.scales
         self._num_blocks = storage.num_blocks
         self._shape = shape
         self._scale = 1.0 / math.sqrt(shape.head_dim)
@@ -104,9 +106,17 @@ class CpuAttention:
         Returns [T, q_heads/tp, head_dim], q's dtype. Scale is 1/sqrt(head_dim).
         """
         cache = self._data[layer]
-        slots = cache.flatten(1, 2)
-        slots[0].index_copy_(0, self._slots, k.to(cache.dtype))
-        slots[1].index_copy_(0, self._slots, v.to(cache.dtype))
+        k_scale, v_scale = self._kv_scales[layer]
+        slots = words_of(cache).flatten(1, 2)
+        slots[0].index_copy_(0, self._slots, words_of(narrow(k, cache.dtype, k_scale)))
+        slots[1].index_copy_(0, self._slots, words_of(narrow(v, cache.dtype, v_scale)))
+        if k_scale == v_scale == 1.0:
+            return self._attend(cache, q)
+        # Attention is linear in its scores' factor and in V: the scales need not be applied to every number read.
+        return self._attend(cache, q.float() * k_scale).mul_(v_scale).to(q.dtype)
+
+    def _attend(self, cache: Tensor, q: Tensor) -> Tensor:
+        """As `forward`, over what the cache holds, without its scales."""
         if not self._prefills and len(self._groups) == 1 and self._groups[0].rows is None:
             return self._decode(self._groups[0], cache, q).to(q.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -120,7 +130,7 @@ class CpuAttention:
 
     def _gather(self, cache: Tensor, pages: Tensor, batch: int) -> Tensor:
         """K and V of `pages`, widened: [2, batch, slots, kv_heads, head_dim] float32."""
-        gathered = cache.flatten(0, 1).index_select(0, pages).float()
+        gathered = widen(cache.flatten(0, 1).index_select(0, pages))
         return gathered.view(2, batch, -1, self._shape.num_kv_heads, self._shape.head_dim)
 
     def _decode(self, group: _DecodeGroup, cache: Tensor, q: Tensor) -> Tensor:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
+from common.kv.float8 import E4M3
 from common.kv.layout import DTYPE_BYTES, KVLayout, RankShard
 
-_TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
 _NUMPY_WORD = {4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
@@ -23,10 +26,23 @@ class KVStorage:
     an OpenMP team on the calling thread and for dtypes that NumPy lacks; None on other devices.
     """
 
-    def __init__(self, layout: KVLayout, shard: RankShard, num_blocks: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        shard: RankShard,
+        num_blocks: int,
+        device: str = "cpu",
+        scales: tuple[tuple[float, float], ...] = (),
+    ) -> None:
+        """`scales`: those of K and V for each of this rank's layers, empty for 1. Raises: ConfigError."""
         self.layout = layout
         self.shard = shard
         self.num_blocks = num_blocks
+        num_layers = shard.layer_hi - shard.layer_lo
+        is_scaled = bool(scales) and layout.dtype == "float8_e4m3"
+        self.scales = scales if is_scaled else ((1.0, 1.0),) * num_layers
+        """What a stored number is multiplied by, (K, V) for each layer; always 1 where the dtype is not FP8."""
+        _check_scales(self.scales, num_layers)
         shape = (
             shard.layer_hi - shard.layer_lo,
             2,
@@ -51,6 +67,13 @@ class KVStorage:
     def values(self, layer: int) -> Tensor:
         """As `keys`."""
         return self.data[layer, 1]
+
+
+def _check_scales(scales: tuple[tuple[float, float], ...], num_layers: int) -> None:
+    if len(scales) != num_layers:
+        raise ConfigError(f"{len(scales)} pairs of KV scales for {num_layers} layers")
+    if not all(0.0 < scale < math.inf for pair in scales for scale in pair):
+        raise ConfigError(f"KV scales must be positive numbers: {scales}")
 
 
 def _advise_huge_pages(data: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from common.attention.cpu import CpuAttention
+from common.kv.float8 import narrow, widen, words_of
 from common.kv.layout import KVLayout, blocks_for
 from common.kv.storage import KVStorage
 
@@ -37,14 +38,20 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
 class Case:
     """Sequences with known K and V in scattered blocks of a cache that is otherwise full of garbage."""
 
-    def __init__(self, backend: str, shape: tuple[int, int, int], lens: list[tuple[int, int]], dtype: str) -> None:
+    def __init__(
+        self,
+        backend: str,
+        shape: tuple[int, int, int],
+        lens: list[tuple[int, int]],
+        dtype: str,
+        scales: tuple[tuple[float, float], ...] = (),
+    ) -> None:
         q_heads, kv_heads, dim = shape
         generator = torch.Generator().manual_seed(len(lens))
         layout = KVLayout("f", LAYERS, kv_heads, dim, dtype)
-        self.storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
-        self.storage.data.fill_(1e4)
+        self.storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, scales=scales)
+        self.storage.data.fill_(min(1e4, torch.finfo(self.storage.data.dtype).max))
         self.block_size = layout.block_size
-        torch_dtype = self.storage.data.dtype
         self.backend = BACKENDS[backend](
             self.storage, AttentionShape(q_heads, kv_heads, dim, torch.float32, layout.block_size)
         )
@@ -53,8 +60,16 @@ class Case:
         self.lens = lens
         # One block more than needed, as a scheduler that allocates ahead would give.
         self.tables = [[free.pop() for _ in range(blocks_for(context) + 1)] for _, context in lens]
-        self.kv = [torch.randn(2, c, kv_heads, dim, generator=generator).to(torch_dtype).float() for _, c in lens]
+        self.kv = [self.kept(torch.randn(2, c, kv_heads, dim, generator=generator)) for _, c in lens]
         self.q = [torch.randn(n, q_heads, dim, generator=generator) for n, _ in lens]
+
+    def kept(self, kv: Tensor) -> Tensor:
+        """What the cache's dtype keeps of K and V of the last layer, where its scales put them. kv: [2, T, ...]."""
+        sides = [
+            widen(narrow(x * scale, self.storage.data.dtype, scale)) * scale
+            for x, scale in zip(kv, self.storage.scales[-1], strict=True)
+        ]
+        return torch.stack(sides)
 
     def slots(self, i: int, lo: int, hi: int) -> list[int]:
         return [self.tables[i][p // self.block_size] * self.block_size + p % self.block_size for p in range(lo, hi)]
@@ -62,10 +77,12 @@ class Case:
     def run(self, layer: int) -> list[Tensor]:
         """Put what was computed before into the cache, then run the step. One result per sequence."""
         slot_mapping: list[int] = []
-        flat = self.storage.data[layer].flatten(1, 2)
+        dtype = self.storage.data.dtype
+        flat = words_of(self.storage.data[layer]).flatten(1, 2)
         for i, (n, context) in enumerate(self.lens):
             before = self.slots(i, 0, context - n)
-            flat[:, before] = self.kv[i][:, : context - n].to(flat.dtype)
+            for side, (x, scale) in enumerate(zip(self.kv[i], self.storage.scales[layer], strict=True)):
+                flat[side, before] = words_of(narrow(x[: context - n], dtype, scale))
             slot_mapping += self.slots(i, context - n, context)
         self.backend.plan(
             AttentionMetadata(
@@ -141,3 +158,19 @@ def test_result_has_the_dtype_of_the_queries(backend: str) -> None:
     case = Case(backend, (4, 2, 16), [(1, 20), (8, 24)], "bfloat16")
     case.q = [q.bfloat16() for q in case.q]
     assert {out.dtype for out in case.run(layer=0)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp8_cache_costs_no_more_than_the_rounding_of_k_and_v(backend: str) -> None:
+    case = Case(backend, (4, 2, 32), [(1, 40), (20, 60), (1, 300)], "float8_e4m3")
+    for i, out in enumerate(case.run(layer=0)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp8_cache_multiplies_what_it_holds_by_the_layers_scales(backend: str) -> None:
+    """K and V far outside of e4m3's range come back through scales that bring them into it."""
+    scales = ((1.0, 1.0), (8.0, 64.0))
+    case = Case(backend, (4, 2, 32), [(1, 40), (20, 60), (1, 300)], "float8_e4m3", scales=scales)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-3, rtol=1e-5)
