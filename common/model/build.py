@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from common.device import CPU
+from common.kernels.base import Kernels
+from common.kernels.torch_kernels import TORCH
 from common.model.config import ModelConfig
 from common.model.linear import Linear
 from common.model.precision import Precision
@@ -46,6 +48,7 @@ class Build:
     pp_layers: tuple[int, ...] = ()
     """Layers per pipeline stage; empty means one stage."""
     device: torch.device = CPU
+    kernels: Kernels = TORCH
 
     @property
     def heads(self) -> HeadRange:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend
+from common.kernels.base import Rotation
 from common.model.build import Build
-from common.model.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, RopeStep
+from common.model.layers import Attention, Embedding, Head, Mlp, RMSNorm, inverse_frequencies
 
 OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
@@ -31,17 +32,22 @@ class DecoderLayer:
             build.read(f"{prefix}.{n}.weight", config.hidden_size)
             for n in ("input_layernorm", "post_attention_layernorm")
         ]
-        self._input_norm, self._mlp_norm = (RMSNorm(weight, config.rms_norm_eps) for weight in norms)
+        self._input_norm, self._mlp_norm = (RMSNorm(weight, config.rms_norm_eps, build.kernels) for weight in norms)
 
     def forward(
-        self, x: Tensor, rope: RopeStep, backend: AttentionBackend, on_layer: Callable[[int], None] | None
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: Rotation,
+        backend: AttentionBackend,
+        on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        """x: [T, hidden], changed in place and returned."""
-        attended = self._attention.attend(self._input_norm.forward(x), self._index, rope, backend)
+        """x: [T, hidden], changed in place. `delta` is what is still to be added to it, so that an addition and the
+        norm after it can be one kernel. Returns what is to be added next."""
+        attended = self._attention.attend(self._input_norm.forward(x, delta), self._index, rope, backend)
         if on_layer is not None:
             on_layer(self._index)
-        x.add_(self._attention.project(attended))
-        return x.add_(self._mlp.forward(self._mlp_norm.forward(x)))
+        return self._mlp.forward(self._mlp_norm.forward(x, self._attention.project(attended)))
 
 
 class DecoderModel:
@@ -71,10 +77,12 @@ class DecoderModel:
         self._norm: RMSNorm | None = None
         self._head: Head | None = None
         if place.is_last_stage:
-            self._norm = RMSNorm(build.read("model.norm.weight", config.hidden_size), config.rms_norm_eps)
+            weight = build.read("model.norm.weight", config.hidden_size)
+            self._norm = RMSNorm(weight, config.rms_norm_eps, build.kernels)
             own = vocabulary if tied else None
             self._head = Head(build, build.vocabulary("lm_head.weight") if own is None else own)
-        self._rope = Rope(config, build.device)
+        frequencies = inverse_frequencies(config.rope, config.head_dim).to(build.device)
+        self._rope = build.kernels.rotary(frequencies, config.max_context)
         on_progress(parts, parts)
 
     def build_attention(self, build: Build, prefix: str) -> Attention:
@@ -102,9 +110,11 @@ class DecoderModel:
             hidden = self._embedding.forward(token_ids, dtype)
         assert hidden is not None
         rope = self._rope.step(positions, dtype)
+        delta: Tensor | None = None
         for layer in self._layers:
-            hidden = layer.forward(hidden, rope, attention, on_layer)
-        return hidden if self._norm is None else self._norm.forward(hidden)
+            delta = layer.forward(hidden, delta, rope, attention, on_layer)
+        assert delta is not None
+        return hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:

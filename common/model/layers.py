@@ -8,70 +8,44 @@ Activations of one step have the dtype that `Precision.for_rows` gives; each par
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from common.attention.base import AttentionBackend
-from common.device import CPU
+from common.kernels.base import Kernels, Rotation
 from common.model.build import Build, Share
-from common.model.config import ModelConfig, RopeConfig
+from common.model.config import RopeConfig
 from common.model.linear import Linear
 from common.parallel.split import HeadRange, vocab_range
 
 
 class RMSNorm:
-    """Root-mean-square norm over the last axis, computed in float32."""
+    """Root-mean-square norm over the last axis."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight.float()
-        self._shape = tuple(weight.shape)
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+        self._weight = kernels.norm_weight(weight)
         self._eps = eps
+        self._kernels = kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """The norm of `x`, to which `delta` is added in place before; may overwrite `delta`. Both [T, hidden]."""
+        if delta is None:
+            return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self._kernels.add_rms_norm_(delta, x, self._weight, self._eps)
 
 
 class HeadNorm:
     """RMS norm over each head of q and k, which lie side by side: [T, q_heads + kv_heads, head_dim]."""
 
-    def __init__(self, q_weight: Tensor, k_weight: Tensor, heads: HeadRange, eps: float) -> None:
-        q = q_weight.expand(heads.num_q, -1)
-        k = k_weight.expand(heads.num_kv, -1)
-        self._weight = torch.cat((q, k)).float()
+    def __init__(self, q_weight: Tensor, k_weight: Tensor, heads: HeadRange, eps: float, kernels: Kernels) -> None:
+        self._weights = kernels.head_weights(q_weight, k_weight, heads.num_q, heads.num_kv)
+        self._num_q = heads.num_q
         self._eps = eps
+        self._kernels = kernels
 
     def forward(self, qk: Tensor) -> Tensor:
-        return F.rms_norm(qk.float(), (qk.size(-1),), None, self._eps).mul_(self._weight).to(qk.dtype)
-
-
-@dataclass(frozen=True)
-class RopeStep:
-    """One step's rotation: `cos`, and `sin` with its first half negated. Both [T, 1, head_dim]."""
-
-    cos: Tensor
-    signed_sin: Tensor
-
-
-class Rope:
-    """Rotary embedding of pairs (i, i + head_dim / 2)."""
-
-    def __init__(self, config: ModelConfig, device: torch.device = CPU) -> None:
-        self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
-
-    def step(self, positions: Tensor, dtype: torch.dtype) -> RopeStep:
-        """The rotation of one step, shared by all layers. positions: [T] int64."""
-        angles = positions[:, None, None].float() * self._inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        return RopeStep(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
-
-
-def rotate_(x: Tensor, step: RopeStep) -> Tensor:
-    """Rotate x [T, heads, head_dim] in place."""
-    swapped = torch.roll(x, x.size(-1) // 2, -1)
-    return x.mul_(step.cos).addcmul_(swapped, step.signed_sin)
+        return self._kernels.norm_heads(qk, self._weights, self._num_q, self._eps)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -108,7 +82,7 @@ class Attention:
         self._head_norm = head_norm
         self._mesh = build.mesh
 
-    def attend(self, x: Tensor, layer: int, rope: RopeStep, backend: AttentionBackend) -> Tensor:
+    def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
         """Everything up to the output projection; the layer's KV is final when it returns.
 
         Returns [T, q_heads/tp * head_dim].
@@ -118,7 +92,7 @@ class Attention:
         qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
         if self._head_norm is not None:
             qk = self._head_norm.forward(qk)
-        rotate_(qk, rope)
+        rope.rotate_(qk, q_heads)
         return backend.forward(layer, qk[:, :q_heads], qk[:, q_heads:], v).flatten(1)
 
     def project(self, attended: Tensor) -> Tensor:
@@ -134,11 +108,12 @@ class Mlp:
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self._gate_up = build.column_linear(names, [build.inner, build.inner], hidden, bias=bias)
         self._down = build.row_linear(f"{prefix}.down_proj", build.inner, hidden, bias=bias)
+        self._kernels = build.kernels
         self._mesh = build.mesh
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up.forward(x).chunk(2, -1)
-        return self._mesh.all_reduce(self._down.forward(F.silu(gate).mul_(up)))
+        inner = self._kernels.silu_and_mul(self._gate_up.forward(x))
+        return self._mesh.all_reduce(self._down.forward(inner))
 
 
 class Embedding:

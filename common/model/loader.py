@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from common.device import CPU
 from common.errors import ConfigError
+from common.kernels.choose import choose_kernels
 from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
@@ -59,7 +60,8 @@ def load_model(
     # Hosts may differ in what they compute well in, and a stage expects hidden states of one dtype.
     mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
     weights = DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(path)
-    build = Build(config, weights, precision, mesh, pp_layers, device)
+    kernels = choose_kernels(device, precision.wide)
+    build = Build(config, weights, precision, mesh, pp_layers, device, kernels)
     started = time.monotonic()
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         model = MODELS[config.architecture](build, on_progress)

@@ -13,4 +13,5 @@ class Qwen3Model(DecoderModel):
     def build_attention(self, build: Build, prefix: str) -> Attention:
         head_dim = build.config.head_dim
         q_weight, k_weight = (build.read(f"{prefix}.{part}_norm.weight", head_dim) for part in "qk")
-        return Attention(build, prefix, HeadNorm(q_weight, k_weight, build.heads, build.config.rms_norm_eps))
+        norm = HeadNorm(q_weight, k_weight, build.heads, build.config.rms_norm_eps, build.kernels)
+        return Attention(build, prefix, norm)

@@ -1,0 +1,1 @@
+"""The small operations between matrix products and attention: one protocol, two implementations."""

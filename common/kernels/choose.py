@@ -1,0 +1,18 @@
+"""Which kernels a rank's model uses. Decided once, before it loads."""
+
+from __future__ import annotations
+
+import torch
+
+from common.kernels.base import Kernels
+from common.kernels.flashinfer_kernels import DTYPES, FlashInferKernels
+from common.kernels.library import find_flashinfer
+from common.kernels.torch_kernels import TORCH
+
+
+def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """flashinfer's on a card for activations of 16 bits, else PyTorch's. dtype: of activations and norm weights."""
+    if device.type != "cuda" or dtype not in DTYPES:
+        return TORCH
+    flashinfer = find_flashinfer(device).flashinfer
+    return TORCH if flashinfer is None else FlashInferKernels(flashinfer)

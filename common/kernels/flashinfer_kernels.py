@@ -1,0 +1,86 @@
+"""The kernels of flashinfer, for CUDA and 16-bit floats: one launch each, on q and k where they lie.
+
+The sum of `add_rms_norm_` is rounded to 16 bits only for the residual; its norm takes the sum in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from common.kernels.base import Kernels, Rotary
+from common.kernels.torch_kernels import TORCH
+
+HEAD_DIMS = (64, 128, 256)
+"""For which flashinfer compiles attention, KV append and rope."""
+DTYPES = (torch.bfloat16, torch.float16)
+_ALIGNED_BYTES = 16
+"""Of a row of gate and of up: what one thread loads at once."""
+
+
+class FlashInferKernels(Kernels):
+    """`Kernels` on CUDA for activations and norm weights of one of `DTYPES`."""
+
+    def __init__(self, flashinfer: ModuleType) -> None:
+        self._rms_norm = flashinfer.rmsnorm
+        self._add_rms_norm = flashinfer.fused_add_rmsnorm
+        self._silu_and_mul = flashinfer.silu_and_mul
+        self._apply_rope = flashinfer.apply_rope_with_cos_sin_cache_inplace
+
+    def norm_weight(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._rms_norm(x, weight, eps)
+
+    def add_rms_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._add_rms_norm(x, residual, weight, eps)
+        return x
+
+    def head_weights(self, q: Tensor, k: Tensor, num_q: int, num_kv: int) -> Tensor:
+        return torch.stack((q, k))
+
+    def norm_heads(self, qk: Tensor, weights: Tensor, num_q: int, eps: float) -> Tensor:
+        for part, weight in ((qk[:, :num_q], weights[0]), (qk[:, num_q:], weights[1])):
+            self._rms_norm(part, weight, eps, out=part)
+        return qk
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.size(-1) // 2 * gate_up.element_size() % _ALIGNED_BYTES:
+            return TORCH.silu_and_mul(gate_up)
+        return self._silu_and_mul(gate_up)
+
+    def rotary(self, inverse_frequencies: Tensor, max_positions: int) -> Rotary:
+        if 2 * inverse_frequencies.numel() not in HEAD_DIMS:
+            return TORCH.rotary(inverse_frequencies, max_positions)
+        return _TabledRotary(self, inverse_frequencies, max_positions)
+
+    def apply_rope_(self, positions: Tensor, qk: Tensor, num_q: int, cos_sin: Tensor) -> None:
+        """cos_sin: [positions, head_dim] float32, cosines in the first half."""
+        self._apply_rope(positions, qk[:, :num_q], qk[:, num_q:], qk.size(-1), cos_sin)
+
+
+@dataclass(frozen=True)
+class _TabledRotation:
+    kernels: FlashInferKernels
+    positions: Tensor
+    cos_sin: Tensor
+
+    def rotate_(self, qk: Tensor, num_q: int) -> None:
+        self.kernels.apply_rope_(self.positions, qk, num_q, self.cos_sin)
+
+
+class _TabledRotary:
+    """`Rotary` with the cosines and sines of all positions, so that a step computes none."""
+
+    def __init__(self, kernels: FlashInferKernels, inverse_frequencies: Tensor, max_positions: int) -> None:
+        positions = torch.arange(max_positions, dtype=torch.float32, device=inverse_frequencies.device)
+        angles = positions[:, None] * inverse_frequencies
+        self._kernels = kernels
+        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+
+    def step(self, positions: Tensor, dtype: torch.dtype) -> _TabledRotation:
+        return _TabledRotation(self._kernels, positions, self._cos_sin)

@@ -1,0 +1,47 @@
+"""Whether flashinfer can be used in this process. It is imported on first need: that takes seconds and CUDA."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_MIN_CAPABILITY = (8, 0)
+"""Below, there is no bfloat16."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """flashinfer, or the reason for doing without."""
+
+    flashinfer: ModuleType | None
+    reason: str = ""
+
+
+@functools.cache
+def find_flashinfer(device: torch.device) -> Library:
+    """flashinfer for `device`. Where it cannot be had on a card, says so in the log, once."""
+    found = _find(device)
+    if found.flashinfer is None and device.type == "cuda":
+        log.warning("attention and norms run as plain PyTorch operations, which is slower: %s", found.reason)
+    return found
+
+
+def _find(device: torch.device) -> Library:
+    if device.type != "cuda":
+        return Library(None, f"flashinfer needs CUDA, not {device.type}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return Library(None, f"flashinfer needs compute capability 8.0, this card has {capability[0]}.{capability[1]}")
+    try:
+        flashinfer = importlib.import_module("flashinfer")
+    except (ImportError, OSError, RuntimeError) as error:
+        return Library(None, f"flashinfer cannot be imported: {error}")
+    log.info("flashinfer %s", flashinfer.__version__)
+    return Library(flashinfer)

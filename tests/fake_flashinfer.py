@@ -1,0 +1,287 @@
+"""The functions of flashinfer that we use, with its signatures, computed by plain operations on a CPU.
+
+It checks what the real kernels take for granted (shapes, dtypes, contiguous last axes, 32-bit indices, pages that
+are planned before they are read), in a form strict enough that a call it takes is one that both 0.6 and 0.7 take.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__version__ = "0.0.fake"
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The real kernels take 16 bits only; float32 makes comparisons sharp."""
+
+
+def rmsnorm(
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
+) -> Tensor:
+    _same_dtype(input, weight)
+    assert input.dim() in (2, 3)
+    assert input.stride(-1) == 1
+    assert weight.shape == input.shape[-1:]
+    wide = input.float()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+    out = torch.empty_like(input) if out is None else out
+    return out.copy_(normed)
+
+
+def fused_add_rmsnorm(
+    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
+) -> None:
+    _same_dtype(input, residual, weight)
+    assert input.dim() == 2
+    assert input.shape == residual.shape
+    total = input.float() + residual.float()
+    residual.copy_(total)
+    input.copy_(total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float())
+
+
+def silu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
+    inner = input.size(-1) // 2
+    if inner * input.element_size() % 16:
+        raise ValueError("The pointers must be multiple of 16 bytes.")
+    assert input.is_contiguous()
+    wide = input.float()
+    result = (torch.nn.functional.silu(wide[..., :inner]) * wide[..., inner:]).to(input.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+) -> None:
+    if cos_sin_cache.dtype != torch.float32:
+        raise ValueError("cos_sin_cache should be float32")
+    assert is_neox
+    assert positions.dtype in (torch.int32, torch.int64)
+    assert positions.is_contiguous()
+    assert head_size in (64, 128, 256, 512)
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, -1)
+    for part in (query.view(query.shape[0], -1, head_size), key.view(key.shape[0], -1, head_size)):
+        assert part.stride(-1) == 1
+        low, high = part.float().chunk(2, -1)
+        part.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), -1))
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    assert kv_layout == "HND"
+    assert isinstance(paged_kv_cache, tuple)
+    _int32(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    assert kv_indptr.numel() == kv_last_page_len.numel() + 1
+    assert batch_indices.numel() == positions.numel() == append_key.size(0) == append_value.size(0)
+    for rows, pages in zip((append_key, append_value), paged_kv_cache, strict=True):
+        # The real kernel copies bytes: it does not convert.
+        _same_dtype(rows, pages)
+        assert rows.stride(-1) == 1
+        num_heads, page_size, head_dim = pages.shape[1:]
+        assert rows.shape[1:] == (num_heads, head_dim)
+        assert head_dim in (64, 128, 256, 512)
+        where = kv_indptr[batch_indices] * page_size + positions
+        pages[kv_indices[where // page_size].long(), :, where.long() % page_size] = rows
+
+
+class _PagedWrapper:
+    """What both wrappers do: pages are attended to as of the last `plan`, from the buffers as they are at `run`."""
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool) -> None:
+        assert kv_layout == "HND"
+        assert float_workspace_buffer.dtype == torch.uint8
+        self.is_cuda_graph_enabled = use_cuda_graph
+        self._planned = False
+        self.num_plans = 0
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        assert int_workspace_buffer.dtype == torch.uint8
+
+    def _keep(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, buffers: tuple[Tensor, Tensor, Tensor] | None
+    ) -> None:
+        _int32(indptr, indices, last_page_len)
+        assert indptr[0] == 0
+        assert indptr[-1] == indices.numel()
+        assert ((last_page_len >= 1) & (indptr.diff() >= 1)).all()
+        if buffers is None:
+            self._indptr, self._indices, self._last = indptr.clone(), indices.clone(), last_page_len.clone()
+        else:
+            self._indptr, self._indices, self._last = buffers
+            if last_page_len.numel() != self._last.numel():
+                raise ValueError("The batch size should be fixed in cudagraph mode")
+            if indices.numel() > self._indices.numel():
+                raise ValueError("The size of indices should be less than or equal to the allocated buffer")
+            self._indptr.copy_(indptr)
+            self._indices[: indices.numel()].copy_(indices)
+            self._last.copy_(last_page_len)
+        self._planned = True
+        self.num_plans += 1
+
+    def _attend(
+        self, q: Tensor, qo_indptr: list[int], cache: tuple[Tensor, Tensor], k_scale: float, v_scale: float, out: Tensor
+    ) -> Tensor:
+        assert self._planned
+        assert q.stride(-1) == 1
+        assert out.shape == q.shape
+        assert q.dtype == self._q_dtype == out.dtype
+        assert cache[0].dtype == self._kv_dtype
+        assert cache[0].shape[1:] == (self._kv_heads, self._page_size, self._head_dim)
+        assert qo_indptr[-1] == q.size(0)
+        group = q.size(1) // self._kv_heads
+        for i, last in enumerate(self._last.tolist()):
+            pages = self._indices[self._indptr[i] : self._indptr[i + 1]].long()
+            length = (pages.numel() - 1) * self._page_size + last
+            k, v = (side[pages].float().transpose(0, 1).flatten(1, 2)[:, :length] for side in cache)
+            k, v = (side.repeat_interleave(group, 0) for side in (k, v))
+            rows = q[qo_indptr[i] : qo_indptr[i + 1]].float().transpose(0, 1)
+            scores = rows @ k.transpose(1, 2) * (k_scale / math.sqrt(self._head_dim))
+            future = torch.ones(rows.size(1), length, dtype=torch.bool).triu_(1 + length - rows.size(1))
+            probs = scores.masked_fill_(future, -math.inf).softmax(-1)
+            out[qo_indptr[i] : qo_indptr[i + 1]] = (probs @ v * v_scale).transpose(0, 1)
+        return out
+
+    def _shape(self, q_heads: int, kv_heads: int, head_dim: int, page_size: int, q_dtype: object, kv: object) -> None:
+        assert q_heads % kv_heads == 0
+        assert head_dim in (64, 128, 256, 512)
+        self._kv_heads, self._head_dim, self._page_size = kv_heads, head_dim, page_size
+        self._q_dtype, self._kv_dtype = q_dtype, kv
+        assert q_dtype in _FLOATS
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+        assert not use_cuda_graph
+        assert backend in ("fa2", "fa3")
+        self._backend = backend
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        assert causal
+        _int32(qo_indptr)
+        assert qo_indptr.numel() == paged_kv_last_page_len.numel() + 1
+        assert (qo_indptr.diff() >= 1).all()
+        self._qo_indptr = qo_indptr.tolist()
+        self._shape(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
+        # The FA3 kernels read FP8 pages only for FP8 queries.
+        assert not (self._backend == "fa3" and kv_data_type == torch.float8_e4m3fn)
+        self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, None)
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.empty_like(q) if out is None else out
+        return self._attend(q, self._qo_indptr, paged_kv_cache, _scale(k_scale), _scale(v_scale), out)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+        assert backend == "fa2"
+        self._use_tensor_cores = use_tensor_cores
+        self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
+        if use_cuda_graph:
+            assert paged_kv_indptr_buffer is not None
+            assert paged_kv_indices_buffer is not None
+            assert paged_kv_last_page_len_buffer is not None
+            self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            assert self._buffers[0].numel() == self._buffers[2].numel() + 1
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        # Groups that the kernel without tensor cores is compiled for.
+        assert self._use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
+        self._shape(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type)
+        self._keep(indptr, indices, last_page_len, self._buffers)
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.empty_like(q) if out is None else out
+        return self._attend(q, list(range(q.size(0) + 1)), paged_kv_cache, _scale(k_scale), _scale(v_scale), out)
+
+
+def _scale(scale: float | None) -> float:
+    return 1.0 if scale is None else scale
+
+
+def _same_dtype(*tensors: Tensor) -> None:
+    assert len({tensor.dtype for tensor in tensors}) == 1, [tensor.dtype for tensor in tensors]
+
+
+def _int32(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == torch.int32
+        assert tensor.dim() == 1
+        assert tensor.is_contiguous()
