@@ -102,5 +102,6 @@ def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
         http = port(8000)
         made.urls[name] = f"http://{at(name)}:{http}"
         commands[name] = [*kvrelay, "router", "--host", at(name), "--port", str(http), *everybody]
-        commands[name] += ["--local-prefill-tokens", "0"]
+        # By load, so that every node has streams to lose: estimates may find the node of two stages too slow to use.
+        commands[name] += ["--local-prefill-tokens", "0", "--policy", "least_load"]
     return made
