@@ -40,6 +40,13 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def for_graph(self, rows: int) -> AttentionBackend:
+        """A backend over the same cache for batches of exactly `rows` decode rows, whose memory never moves.
+
+        Its `plan` copies into that memory and may work on the host; its `forward` may be recorded and replayed.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class AttentionShape:

@@ -58,6 +58,7 @@ class CpuAttention:
     """
 
     def __init__(self, storage: KVStorage, shape: AttentionShape) -> None:
+        self._storage = storage
         self._data = storage.data
         self._kv_scales = storage.scales
         self._num_blocks = storage.num_blocks
@@ -83,6 +84,10 @@ class CpuAttention:
                 self._prefills.append(_Prefill(row, row + query_len, context_len, self._both([pages])))
             row += query_len
         self._groups = [self._plan_group(group, row) for group in _by_length(decodes)]
+
+    def for_graph(self, rows: int) -> CpuAttention:
+        """A backend of its own: a CPU records nothing, and repeats a step by calling it."""
+        return CpuAttention(self._storage, self._shape)
 
     def _plan_group(self, group: list[tuple[int, int, list[int]]], num_rows: int) -> _DecodeGroup:
         longest = max(len(pages) for _, _, pages in group)

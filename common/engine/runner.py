@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata
+from common.engine.graphs import DecodeGraphs
+from common.engine.inputs import StepRows, rows_of, to_device
 from common.engine.sampler import sample
 from common.engine.step import SampledToken, StepInput, StepOutput
 from common.errors import EngineError, RankLost
@@ -20,8 +22,16 @@ from common.model.decoder import DecoderModel
 class ModelRunner:
     """Runs `StepInput`s on one rank's model, KV memory and attention backend."""
 
-    def __init__(self, model: DecoderModel, storage: KVStorage, attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        storage: KVStorage,
+        attention: AttentionBackend,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """`graphs`, recorded already, run the steps that they take."""
         self._model = model
+        self._graphs = graphs
         self._mesh = model.mesh
         self._attention = attention
         self._device = storage.data.device
@@ -40,16 +50,21 @@ class ModelRunner:
         started = time.perf_counter()
         several = self._mesh.place.world_size > 1
         try:
-            if several:
+            if several or self._device.type != "cpu":
                 self._check(step)
-            token_ids, positions = self._plan(step)
+            recorded = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
+            rows = recorded.load(step) if recorded is not None else self._plan(step)
         except (RuntimeError, IndexError, ValueError) as error:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         planned_s = time.perf_counter() - started
-        received = self._receive(token_ids.size(0))
+        num_rows = rows.token_ids.size(0)
+        received = self._receive(num_rows)
         started = time.perf_counter()
         try:
-            hidden = self._model.forward(token_ids, positions, self._attention, on_layer, received)
+            if recorded is not None:
+                hidden = recorded.run(num_rows, received)
+            else:
+                hidden = self._model.forward(rows.token_ids, rows.positions, self._attention, on_layer, received)
             sampled = self._sample(step, hidden) if self._mesh.place.is_last_stage else []
         except (RuntimeError, IndexError, ValueError) as error:
             if several:
@@ -57,11 +72,13 @@ class ModelRunner:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         forward_s = planned_s + time.perf_counter() - started
         if not self._mesh.place.is_last_stage:
-            self._mesh.send_hidden(hidden)
+            # What is on its way to the next stage must not change, and recorded steps write to the same memory.
+            self._mesh.send_hidden(hidden if recorded is None else hidden.clone())
         return StepOutput(step.step_id, sampled, forward_s)
 
     def _check(self, step: StepInput) -> None:
-        """What an operation of one rank alone might find out halfway, while the others wait for it."""
+        """What an operation of one rank alone might find out halfway, while the others wait for it, and what on a card
+        ends the process: an index out of range."""
         rows = len(step.token_ids)
         if not rows == len(step.positions) == len(step.slot_mapping) == sum(step.query_lens):
             raise ValueError(f"{rows} token ids do not fit the positions, slots and query lengths")
@@ -70,13 +87,10 @@ class ModelRunner:
         if any(spec.seq_index >= len(step.query_lens) for spec in step.samples):
             raise ValueError("a sample is of a sequence that the step does not have")
 
-    def _plan(self, step: StepInput) -> tuple[Tensor, Tensor]:
-        token_ids, positions, slots = (
-            torch.tensor(values, dtype=torch.int64, device=self._device)
-            for values in (step.token_ids, step.positions, step.slot_mapping)
-        )
-        self._attention.plan(AttentionMetadata(step.query_lens, step.context_lens, step.block_tables, slots))
-        return token_ids, positions
+    def _plan(self, step: StepInput) -> StepRows:
+        rows = rows_of(step, self._device)
+        self._attention.plan(AttentionMetadata(step.query_lens, step.context_lens, step.block_tables, rows.slots))
+        return rows
 
     def _receive(self, rows: int) -> Tensor | None:
         if self._mesh.place.is_first_stage:
@@ -88,6 +102,6 @@ class ModelRunner:
         if not step.samples:
             return []
         ends = list(accumulate(step.query_lens))
-        rows = torch.tensor([ends[spec.seq_index] - 1 for spec in step.samples], device=self._device)
+        rows = to_device([ends[spec.seq_index] - 1 for spec in step.samples], self._device)
         logits = self._model.logits(hidden.index_select(0, rows))
         return [] if logits is None else sample(logits, step.samples)
