@@ -34,12 +34,21 @@ def next_token(token_ids: Sequence[int]) -> int:
     return int.from_bytes(prefix_identity(token_ids)[:4], "little") % VOCAB
 
 
-def generate(token_ids: Sequence[int], count: int) -> list[int]:
-    """What a request for `count` tokens must answer."""
+def generate(token_ids: Sequence[int], count: int, stop: Sequence[int] = (), min_tokens: int = 0) -> list[int]:
+    """What a request for `count` tokens must answer; less if one of `stop` comes after `min_tokens`."""
     tokens = list(token_ids)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
+    for index in range(count):
+        tokens.append(_choose(tokens, stop if index < min_tokens else ()))
+        if tokens[-1] in stop:
+            break
     return tokens[len(token_ids) :]
+
+
+def _choose(token_ids: Sequence[int], banned: Sequence[int]) -> int:
+    token = next_token(token_ids)
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
 
 
 class FakeRunner:
@@ -49,17 +58,22 @@ class FakeRunner:
         self.slots: list[tuple[bytes, tuple[int, ...]] | None] = [None] * (num_blocks * BLOCK_SIZE)
         self.fail_next: Exception | None = None
         self.steps = 0
+        self._drawn: dict[int, list[int]] = {}
+        """What each step drew, for one that carries these tokens."""
 
     def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
         self.steps += 1
+        token_ids = list(step.token_ids)
+        for row, sample in step.carried:
+            token_ids[row] = self._drawn[step.carried_from][sample]
         sequences, row = [], 0
         for query_len, context_len, table in zip(step.query_lens, step.context_lens, step.block_tables, strict=True):
             cached = context_len - query_len
             before = self._tokens(table, cached)
-            tokens = before + tuple(step.token_ids[row : row + query_len])
+            tokens = before + tuple(token_ids[row : row + query_len])
             assert step.positions[row : row + query_len] == list(range(cached, context_len))
             for offset in range(query_len):
                 position = cached + offset
@@ -74,7 +88,10 @@ class FakeRunner:
         sampled = []
         for spec in step.samples:
             assert spec.position == len(sequences[spec.seq_index])
-            sampled.append(SampledToken(next_token(sequences[spec.seq_index])))
+            tokens, params = sequences[spec.seq_index], spec.params
+            banned = params.stop_token_ids if spec.num_generated < params.min_tokens else ()
+            sampled.append(SampledToken(_choose(tokens, banned)))
+        self._drawn[step.step_id] = [token.token_id for token in sampled]
         return StepOutput(step.step_id, sampled, 0.0)
 
     def _tokens(self, table: list[int], count: int) -> tuple[int, ...]:

@@ -5,9 +5,11 @@ prompts that were begun, then new ones while blocks, seats and budget last. A se
 of all its known tokens when it is admitted, and one more at a time while it generates; when none is
 left the youngest running sequence is preempted: it gives its blocks back and is recomputed later.
 
-`schedule` and `update` are apart so that several steps can be in flight, as many as a pipeline has stages.
-Each is over another *group* of the running sequences. A sequence joins the lightest group, by sequences and their blocks;
-of many that wait each group takes its part at once.
+`schedule` and `update` are apart so that several steps can be in flight. Those of a pipeline's stages are each over
+another *group* of the running sequences (`common.engine.groups`). With depth 2 a group's next step is scheduled while
+its last one runs (asynchronous scheduling): a sequence takes part with the token that is just being drawn, unknown here
+and known to the ranks (`StepInput.carried`). One that turns out to have ended wastes that row. It keeps its blocks until
+the row is done, as does one that is aborted or has to make room; only tokens that are known name blocks for the cache.
 """
 
 from __future__ import annotations
@@ -16,19 +18,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from math import inf
 from typing import TypeVar
 
+from common.engine.groups import group_weights, part_of_waiting, weight_of
+from common.engine.rows import Row, step_input
 from common.engine.sequence import Sequence
-from common.engine.step import RelayProgress, SampledToken, SampleSpec, StepInput
+from common.engine.step import SampledToken, StepInput
 from common.errors import BadRequest
 from common.hashing import BLOCK_SIZE
 from common.kv.layout import blocks_for
 from common.kv.pool import BlockPool
 from common.protocol import AttemptKey, FinishReason
-
-_ROW_BLOCKS = 32
-"""A row costs about as much in the linear layers as attention over so many blocks (a 0.5B model: 67 on one core)."""
 
 T = TypeVar("T")
 
@@ -45,7 +45,12 @@ class SchedulerConfig:
     prefill_chunk: int
     """Prompt rows of a step in which others decode; bounds what a prompt adds to their inter-token latency."""
     num_groups: int = 1
-    """Steps in flight at once; every one of them needs a group of its own."""
+    """Parts of the running sequences that have steps of their own: as many as a pipeline has stages."""
+    depth: int = 1
+    """Steps in flight in every group: 1, or 2 where the next one is prepared while one runs."""
+
+    def __post_init__(self) -> None:
+        assert self.depth in (1, 2), self
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,13 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.num_wasted_rows = 0
+        """Rows of sequences that had ended when their step was done."""
         self._steps = 0
-        self._busy_groups: set[int] = set()
+        self._in_flight = [0] * config.num_groups
         self._next_group = 0
+        self._yielding: Sequence | None = None
+        """Gets no row in the step being scheduled, so that its blocks are free for an older one after its last."""
 
     # ------------------------------------------------------------ sequences in and out
 
@@ -130,26 +139,27 @@ class Scheduler:
     def join(self, seq: Sequence, first_token: int) -> None:
         """A reserved sequence's KV is complete: run it from its first generated token on."""
         del self.reserved[seq.key]
-        seq.num_computed = seq.num_tokens
+        seq.num_computed = seq.num_scheduled = seq.num_tokens
         self._publish(seq)
         seq.token_ids.append(first_token)
         self._run(seq, self._lightest_group())
 
     def abort(self, seq: Sequence) -> None:
-        """Forget a sequence; one that is in a step right now, at the end of that step.
+        """Forget a sequence; one that is in steps right now, at the end of the last of them.
 
         Its blocks are freed, but for those of a relaying one. Of a reserved one the caller has made sure
         that nothing writes to them any more.
         """
-        if seq.in_flight:
-            seq.aborted = True
-        elif seq in self.waiting:
+        if seq in self.waiting:
             self.waiting.remove(seq)
         else:
             self._leave(seq)
 
     def free(self, seq: Sequence) -> None:
-        """Give the blocks of a sequence that no longer runs back to the pool."""
+        """Give the blocks of a sequence that no longer runs back to the pool, once no step in flight writes to them."""
+        if seq.in_flight:
+            seq.given_up = True
+            return
         self.pool.release(seq.blocks)
         seq.blocks = []
 
@@ -162,56 +172,65 @@ class Scheduler:
         """The next step, or None when nothing can run now."""
         for offset in range(self.config.num_groups):
             group = (self._next_group + offset) % self.config.num_groups
-            plan = None if group in self._busy_groups else self._schedule_group(group)
+            plan = self._schedule_group(group) if self._in_flight[group] < self.config.depth else None
             if plan is not None:
                 self._next_group = group + 1
                 return plan
         return None
 
     def _schedule_group(self, group: int) -> Plan | None:
-        rows: list[tuple[Sequence, int]] = [(seq, 1) for seq in self._decoding(group)]
+        self._yielding = None
+        rows: list[Row] = [(seq, 1) for seq in self._decoding(group)]
         budget = self.config.max_num_batched_tokens - len(rows)
         if rows:
             budget = min(budget, self.config.prefill_chunk)
         for seq in self.running.values():
-            if budget > 0 and seq.group == group and seq.num_uncomputed > 1:
-                rows.append((seq, min(seq.num_uncomputed, budget)))
+            if budget > 0 and seq.num_unscheduled > 1 and self._can_run(seq, group):
+                rows.append((seq, min(seq.num_unscheduled, budget)))
                 budget -= rows[-1][1]
         admitted: list[Sequence] = []
         part = self._part_of_waiting(group) if budget > 0 and self.waiting else 0.0
         while budget > 0 and self.waiting:
             seq = self.waiting[0]
             # Rounds up, so that the lightest group always passes.
-            if part < _weight(seq) / self.config.num_groups or not self._admit(seq, group):
+            if part < weight_of(seq) / self.config.num_groups or not self._admit(seq, group):
                 break
             self.waiting.popleft()
-            part -= _weight(seq)
+            part -= weight_of(seq)
             admitted.append(seq)
-            rows.append((seq, min(seq.num_uncomputed, budget)))
+            rows.append((seq, min(seq.num_unscheduled, budget)))
             budget -= rows[-1][1]
         if not rows:
             return None
-        for seq, _ in rows:
-            seq.in_flight = True
-        self._busy_groups.add(group)
         self._steps += 1
-        return Plan(_step_input(self._steps, rows), [seq for seq, _ in rows], admitted, group)
+        step = step_input(self._steps, rows)
+        self._in_flight[group] += 1
+        for seq, count in rows:
+            seq.in_flight += 1
+            seq.num_scheduled += count
+        for index, spec in enumerate(step.samples):
+            seq, _ = rows[spec.seq_index]
+            seq.num_pending += 1
+            seq.last_draw = (self._steps, index)
+        return Plan(step, [seq for seq, _ in rows], admitted, group)
 
     def update(self, plan: Plan, sampled: list[SampledToken]) -> list[Progress]:
-        """Enter what a step computed and drew. Finished sequences leave."""
-        self._busy_groups.discard(plan.group)
+        """Enter what a step computed and drew; a group's steps come in the order of their start. Finished sequences leave."""
+        self._in_flight[plan.group] -= 1
         drawn = {spec.seq_index: token for spec, token in zip(plan.step.samples, sampled, strict=True)}
         progress = []
         for index, (seq, query_len) in enumerate(zip(plan.seqs, plan.step.query_lens, strict=True)):
-            seq.in_flight = False
-            if seq.aborted:
-                self.abort(seq)
+            seq.in_flight -= 1
+            if seq.over:
+                self.num_wasted_rows += query_len
+                self._leave(seq)
                 continue
             seq.num_computed += query_len
             self._publish(seq)
             token = drawn.get(index)
             reason = None
             if token is not None:
+                seq.num_pending -= 1
                 seq.token_ids.append(token.token_id)
                 reason = seq.finish_reason(self.config.max_model_len)
             if reason is not None or (token is not None and seq.relays):
@@ -221,35 +240,50 @@ class Scheduler:
 
     def fail(self, plan: Plan) -> None:
         """A step raised: forget its sequences. The others are untouched."""
-        self._busy_groups.discard(plan.group)
+        self._in_flight[plan.group] -= 1
         for seq in plan.seqs:
-            seq.in_flight = False
+            seq.in_flight -= 1
             self.abort(seq)
 
     def check_integrity(self) -> None:
         """Assert that every used block is some sequence's; held ones of finished sequences excepted."""
         self.pool.check_integrity()
         for seq in [*self.running.values(), *self.reserved.values()]:
-            assert len(seq.blocks) * BLOCK_SIZE >= seq.num_computed, f"{seq.key} computed past its blocks"
+            assert len(seq.blocks) * BLOCK_SIZE >= seq.num_scheduled >= seq.num_computed, (
+                f"{seq.key} ran past its blocks"
+            )
         for seq in self.waiting:
             assert not seq.blocks, f"{seq.key} waits and holds blocks"
 
     # ------------------------------------------------------------ inside
 
+    def _can_run(self, seq: Sequence, group: int) -> bool:
+        return (
+            seq.group == group
+            and not seq.over
+            and seq is not self._yielding
+            and not seq.ends_in_flight(self.config.max_model_len)
+        )
+
     def _decoding(self, group: int) -> Iterator[Sequence]:
         """Running sequences of `group` that need one row, each with a block for it; preempts where blocks lack."""
         for seq in list(self.running.values()):
-            if seq.group != group or seq.num_uncomputed != 1 or seq.key not in self.running:
+            if seq.num_unscheduled != 1 or not self._can_run(seq, group) or seq.key not in self.running:
                 continue
-            if len(seq.blocks) * BLOCK_SIZE < seq.num_tokens and not self._grow(seq):
+            if len(seq.blocks) * BLOCK_SIZE < seq.num_expected and not self._grow(seq):
                 continue
             yield seq
 
     def _grow(self, seq: Sequence) -> bool:
-        """One more block for `seq`, taken from the youngest others if need be. False if `seq` itself had to go."""
+        """One more block for `seq`, taken from the youngest others if need be. False if it must wait or go itself.
+
+        One of its own group that is in a step gets no row in the next, and gives its blocks after that; for one of
+        another group it would have to wait longer.
+        """
         while self.pool.num_idle == 0:
-            victim = next((s for s in reversed(self.running.values()) if not s.in_flight), None)
-            if victim is None:
+            victim = next(s for s in reversed(self.running.values()) if s.group == seq.group or not s.in_flight)
+            if victim.in_flight:
+                self._yielding = victim
                 return False
             self._preempt(victim)
             if victim is seq:
@@ -260,7 +294,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._remove(seq)
         self.free(seq)
-        seq.num_computed = seq.num_published = 0
+        seq.num_computed = seq.num_scheduled = seq.num_published = 0
         seq.preemptions += 1
         self.num_preemptions += 1
         seq.likely_cached = 0
@@ -280,32 +314,13 @@ class Scheduler:
         self.running[seq.key] = seq
 
     def _lightest_group(self) -> int:
-        held = self._group_weights()
+        held = group_weights(self.running.values(), self.config.num_groups)
         return held.index(min(held))
 
-    def _group_weights(self) -> list[int]:
-        held = [0] * self.config.num_groups
-        for seq in self.running.values():
-            held[seq.group] += _weight(seq)
-        return held
-
     def _part_of_waiting(self, group: int) -> float:
-        """The weight that `group` gets if what can be admitted now goes to the lightest groups until they are even."""
-        if self.config.num_groups == 1:
-            return inf
-        held = self._group_weights()
-        incoming, room = 0, self.pool.num_idle - len(self.running)
-        for seq in islice(self.waiting, max(0, self._free_seats())):
-            room -= blocks_for(seq.num_tokens) + 1  # each keeps a block free for its growth
-            if incoming and room < 0:
-                break
-            incoming += _weight(seq)
-        lightest = sorted(held)
-        for count in range(len(held), 0, -1):
-            level = -(-(sum(lightest[:count]) + incoming) // count)
-            if level >= lightest[count - 1]:
-                return level - held[group]
-        raise AssertionError("the lightest group alone takes everything")
+        held = group_weights(self.running.values(), self.config.num_groups)
+        seats, room = self._free_seats(), self.pool.num_idle - len(self.running)
+        return part_of_waiting(group, held, islice(self.waiting, max(0, seats)), room)
 
     def _take_blocks(self, seq: Sequence, *, spare_tokens: int, watermark: int) -> bool:
         """Blocks for all known tokens, from the prefix cache as far as it reaches.
@@ -321,7 +336,7 @@ class Scheduler:
             return False
         self.pool.acquire(hits)
         seq.blocks = hits + self.pool.allocate(missing)
-        seq.num_computed = len(hits) * BLOCK_SIZE
+        seq.num_computed = seq.num_scheduled = len(hits) * BLOCK_SIZE
         seq.num_published = len(hits)
         if seq.preemptions == 0:
             seq.cached_tokens = seq.num_computed
@@ -343,14 +358,12 @@ class Scheduler:
         self.reserved.pop(seq.key, None)
 
     def _leave(self, seq: Sequence) -> None:
+        if seq.in_flight:
+            seq.over = True
+            return
         self._remove(seq)
-        if not seq.relays:
+        if not seq.relays or seq.given_up:
             self.free(seq)
-
-
-def _weight(seq: Sequence) -> int:
-    """What a sequence costs in a step of its group, in blocks of attention."""
-    return _ROW_BLOCKS + blocks_for(seq.num_tokens)
 
 
 def insert_by_priority(queue: deque[T], item: T, priority: Callable[[T], int]) -> None:
@@ -359,35 +372,3 @@ def insert_by_priority(queue: deque[T], item: T, priority: Callable[[T], int]) -
     while at > 0 and priority(queue[at - 1]) > priority(item):
         at -= 1
     queue.insert(at, item)
-
-
-def _step_input(step_id: int, rows: list[tuple[Sequence, int]]) -> StepInput:
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    samples: list[SampleSpec] = []
-    for index, (seq, count) in enumerate(rows):
-        start, stop = seq.num_computed, seq.num_computed + count
-        token_ids += seq.token_ids[start:stop]
-        positions += range(start, stop)
-        slots += [seq.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
-        if stop == seq.num_tokens:
-            samples.append(SampleSpec(index, seq.sampling, stop, seq.num_generated, seq.seen_tokens()))
-    return StepInput(
-        step_id=step_id,
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slots,
-        query_lens=[count for _, count in rows],
-        context_lens=[seq.num_computed + count for seq, count in rows],
-        block_tables=[list(seq.blocks) for seq, _ in rows],
-        samples=samples,
-        relay=[
-            RelayProgress(seq.key, _final_blocks(seq, seq.num_computed + count)) for seq, count in rows if seq.relays
-        ],
-    )
-
-
-def _final_blocks(seq: Sequence, computed: int) -> int:
-    """Blocks whose KV no later step of the prompt will touch, once `computed` tokens are done."""
-    return len(seq.blocks) if computed == seq.num_tokens else computed // BLOCK_SIZE

@@ -14,7 +14,7 @@ class Sequence:
     """Token ids, how far their KV is computed, and the blocks that hold it.
 
     Invariants: KV of tokens [0, num_computed) is in `blocks`; `blocks` has room for at least
-    `num_computed` tokens; `block_hashes` names the leading full blocks, as far as known.
+    `num_scheduled` tokens; `block_hashes` names the leading full blocks, as far as known.
     """
 
     key: AttemptKey
@@ -41,9 +41,18 @@ class Sequence:
     preemptions: int = 0
     group: int = 0
     """Its micro-batch, while it runs."""
-    in_flight: bool = False
-    """Part of a step that has been scheduled and not yet updated."""
-    aborted: bool = False
+    in_flight: int = 0
+    """Steps that have been scheduled with it and not yet updated."""
+    num_scheduled: int = 0
+    """What `num_computed` will be once they are."""
+    num_pending: int = 0
+    """Tokens that they draw: their number is known, their ids are not."""
+    last_draw: tuple[int, int] = (0, 0)
+    """The latest step that draws one of its tokens, and which sample of that step it is."""
+    over: bool = False
+    """It has ended or is not wanted any more, and leaves with the last of its steps in flight."""
+    given_up: bool = False
+    """Its owner does not want its blocks any more; a step in flight still writes to them."""
     _counter: TokenCounter | None = None
     _counted: int = 0
     """Leading tokens that `_counter` knows."""
@@ -59,6 +68,16 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens once its steps in flight are done."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Rows that it needs before it can draw its next token."""
+        return len(self.token_ids) + self.num_pending - self.num_scheduled
 
     def full_block_hashes(self) -> list[BlockHash]:
         """Hashes of all full blocks of the present tokens; computes what is not yet known."""
@@ -83,6 +102,14 @@ class Sequence:
         if self.num_generated >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
             return "length"
         return None
+
+    def ends_in_flight(self, max_model_len: int) -> bool:
+        """Whether a token that is being drawn is its last one, whatever it will be."""
+        return self.num_pending > 0 and (
+            self.relays
+            or self.num_generated + self.num_pending >= self.sampling.max_tokens
+            or self.num_expected >= max_model_len
+        )
 
     def max_blocks(self, max_model_len: int) -> int:
         """Blocks that it may need in all, if it runs to its end."""

@@ -19,7 +19,7 @@ class SampleSpec:
     num_generated: int
     """Tokens generated before this one; below `params.min_tokens` the stop ids are banned."""
     seen: SeenTokens | None = None
-    """For penalties; None where there are none."""
+    """For penalties; None where there are none. A token that the step carries (`StepInput.carried`) is not in it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class StepInput:
     """[num_seqs][blocks], at least enough blocks for `context_lens`."""
     samples: list[SampleSpec] = field(default_factory=list)
     relay: list[RelayProgress] = field(default_factory=list)
+    carried_from: int = 0
+    """The step, started before this one and maybe still running, whose drawn tokens `carried` speaks of."""
+    carried: list[tuple[int, int]] = field(default_factory=list)
+    """(row, index in that step's `samples`): the row's token is the one drawn there; `token_ids` has 0 in its place."""
 
 
 @dataclass(frozen=True)

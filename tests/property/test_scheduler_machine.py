@@ -1,10 +1,14 @@
-"""The scheduler under random arrivals, aborts and memory pressure, checked by a model that sees every wrong slot."""
+"""The scheduler under random arrivals, aborts, relays and memory pressure, checked by a model that sees every wrong slot.
+
+With one step in flight, with several groups, and with the next step prepared while one runs: whatever finishes must have
+the tokens and the reason of an undisturbed run. Steps compute as soon as they start or as late as they may.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
-from fake_engine import VOCAB, FakeRunner, generate
+from fake_engine import VOCAB, FakeRunner, generate, prefix_identity
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,7 +17,7 @@ from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.errors import BadRequest
-from common.hashing import root_hash
+from common.hashing import BLOCK_SIZE, root_hash
 from common.kv.pool import BlockPool
 from common.protocol import AttemptKey, SamplingParams
 
@@ -28,9 +32,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 64),
         seats=st.integers(1, 5),
         chunk=st.integers(1, 32),
-        groups=st.integers(1, 3),
+        layout=st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 2)]),
+        late=st.booleans(),
     )
-    def start(self, num_blocks: int, budget: int, seats: int, chunk: int, groups: int) -> None:
+    def start(self, num_blocks: int, budget: int, seats: int, chunk: int, layout: tuple[int, int], late: bool) -> None:
+        groups, depth = layout
+        self.late = late
         self.runner = FakeRunner(num_blocks)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -39,21 +46,30 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_num_batched_tokens=max(budget, seats),
                 prefill_chunk=chunk,
                 num_groups=groups,
+                depth=depth,
             ),
             BlockPool(num_blocks),
         )
         self.live: dict[AttemptKey, tuple[Sequence, list[int]]] = {}
-        self.flying: deque[tuple[Plan, list[SampledToken]]] = deque()
+        self.held: list[Sequence] = []
+        """Relayed or given up; a transfer may still read their blocks."""
+        self.arriving: list[Sequence] = []
+        self.flying: deque[tuple[Plan, list[SampledToken] | None]] = deque()
         self.count = 0
+        self.stopped = 0
+        self.aborted_rows = 0
 
-    def _sequence(self, prefix: int, cut: int, tail: list[int], max_tokens: int, *, relays: bool = False) -> Sequence:
+    def _sequence(
+        self, tokens: list[int], max_tokens: int, stops: list[int], min_tokens: int, relays: bool
+    ) -> Sequence:
         self.count += 1
-        tokens = PREFIXES[prefix][:cut] + tail
         return Sequence(
             key=AttemptKey(f"r{self.count}", 1),
-            token_ids=tokens,
+            token_ids=list(tokens),
             prompt_len=len(tokens),
-            sampling=SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0),
+            sampling=SamplingParams(
+                seed=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops, min_tokens=min_tokens
+            ),
             root=root_hash("fake"),
             arrival_s=0.0,
             relays=relays,
@@ -64,22 +80,56 @@ class SchedulerMachine(RuleBasedStateMachine):
         cut=st.integers(1, 48),
         tail=st.lists(st.integers(0, VOCAB - 1), max_size=20),
         max_tokens=st.integers(1, 40),
+        stop_every=st.sampled_from([0, 0, 4, 20]),
+        min_tokens=st.integers(0, 20),
+        kind=st.sampled_from(["local", "local", "relays", "arrives"]),
     )
-    def add(self, prefix: int, cut: int, tail: list[int], max_tokens: int) -> None:
-        seq = self._sequence(prefix, cut, tail, max_tokens)
+    def add(
+        self, prefix: int, cut: int, tail: list[int], max_tokens: int, stop_every: int, min_tokens: int, kind: str
+    ) -> None:
+        tokens = PREFIXES[prefix][:cut] + tail
+        stops = list(range(0, VOCAB, stop_every)) if stop_every else []
+        seq = self._sequence(tokens, max_tokens, stops, min(min_tokens, max_tokens), kind == "relays")
         try:
             self.scheduler.check_fits(seq)
         except BadRequest:
             return
-        self.live[seq.key] = (seq, generate(seq.token_ids, max_tokens))
-        self.scheduler.add(seq)
+        expected = generate(tokens, max_tokens, stops, min(min_tokens, max_tokens))
+        if kind != "arrives":
+            self.live[seq.key] = (seq, expected[:1] if kind == "relays" else expected)
+            self.scheduler.add(seq)
+        elif len(expected) > 1 and self.scheduler.reserve(seq) is not None:
+            self.live[seq.key] = (seq, expected)
+            self.arriving.append(seq)
+
+    @precondition(lambda self: self.arriving)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        """Another writer than any step fills the blocks of a reserved sequence, which then joins."""
+        seq = self.arriving.pop(data.draw(st.integers(0, len(self.arriving) - 1)))
+        for position in range(seq.num_computed, seq.num_tokens):
+            tokens = tuple(seq.token_ids[: position + 1])
+            slot = seq.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            self.runner.slots[slot] = (prefix_identity(tokens), tokens)
+        self.scheduler.join(seq, self.live[seq.key][1][0])
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def source_released(self) -> None:
+        self.scheduler.free(self.held.pop())
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.live, key=str)))
         seq, _ = self.live.pop(key)
+        if seq in self.arriving:
+            self.arriving.remove(seq)
+        started = seq.key in self.scheduler.running
+        self.aborted_rows += seq.num_scheduled - seq.num_computed
         self.scheduler.abort(seq)
+        if seq.relays and started:
+            self.held.append(seq)
 
     @rule(steps=st.integers(1, 10))
     def step(self, steps: int) -> None:
@@ -94,10 +144,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         step = plan.step
         assert len(step.token_ids) <= self.scheduler.config.max_num_batched_tokens
-        assert not {seq.key for seq in plan.seqs} & {seq.key for other, _ in self.flying for seq in other.seqs}
+        if self.scheduler.config.depth == 1:
+            assert not {seq.key for seq in plan.seqs} & {seq.key for other, _ in self.flying for seq in other.seqs}
+            assert not step.carried
         assert len(plan.seqs) == len({seq.key for seq in plan.seqs})
-        self.flying.append((plan, self.runner.execute(step).sampled))
-        assert len(self.flying) <= self.scheduler.config.num_groups
+        self.flying.append((plan, None if self.late else self.runner.execute(step).sampled))
+        assert len(self.flying) <= self.scheduler.config.num_groups * self.scheduler.config.depth
 
     @rule()
     def land(self) -> None:
@@ -111,11 +163,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.flying:
             return False
         plan, sampled = self.flying.popleft()
+        if sampled is None:
+            sampled = self.runner.execute(plan.step).sampled
         for done in self.scheduler.update(plan, sampled):
-            if done.finish_reason is not None:
-                seq, expected = self.live.pop(done.seq.key)
-                assert seq.token_ids[seq.prompt_len :] == expected
-                assert done.finish_reason == "length"
+            if done.finish_reason is None and not (done.sampled and done.seq.relays):
+                continue
+            seq, expected = self.live.pop(done.seq.key)
+            assert seq.token_ids[seq.prompt_len :] == expected
+            stopped = expected[-1] in seq.sampling.stop_token_ids
+            self.stopped += stopped and not seq.relays
+            if not seq.relays:
+                assert done.finish_reason == ("stop" if stopped else "length")
+            else:
+                self.held.append(seq)
         return True
 
     @invariant()
@@ -123,14 +183,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_integrity()
-        held = {block for seq in self.scheduler.running.values() for block in seq.blocks}
-        assert self.scheduler.pool.num_used == len(held), "a block belongs to nobody"
+        owners = [*self.scheduler.running.values(), *self.scheduler.reserved.values(), *self.held]
+        owners += [seq for plan, _ in self.flying for seq in plan.seqs]
+        assert self.scheduler.pool.num_used == len({block for seq in owners for block in seq.blocks}), "nobody's block"
+        for plan, _ in self.flying:
+            for table in plan.step.block_tables:
+                assert not any(self.scheduler.pool.is_idle(block) for block in table), "a step writes to a free block"
         assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
+        assert self.scheduler.num_wasted_rows <= self.stopped + self.aborted_rows, "more than a row each"
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        for seq in self.arriving:
+            del self.live[seq.key]
+            self.scheduler.abort(seq)
         for _ in range(20_000):
+            while self.held:
+                self.scheduler.free(self.held.pop())
             if not self._step():
                 break
         assert not self.live, "a sequence never finished"

@@ -1,0 +1,118 @@
+"""Random workloads with the next step prepared while one runs, against one step at a time: the same answers."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from fake_engine import VOCAB, FakeRunner, generate
+
+from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from common.engine.sequence import Sequence
+from common.hashing import root_hash
+from common.kv.pool import BlockPool
+from common.protocol import AttemptKey, SamplingParams
+
+MAX_MODEL_LEN = 120
+
+
+@dataclass
+class Outcome:
+    """What one run of a workload brought."""
+
+    answers: dict[AttemptKey, tuple[list[int], str | None]] = field(default_factory=dict)
+    aborted: set[AttemptKey] = field(default_factory=set)
+    stops: int = 0
+    preemptions: int = 0
+    wasted: int = 0
+    carried: int = 0
+    rows_of_aborted: int = 0
+
+    def add(self, other: Outcome) -> None:
+        self.stops += other.stops
+        self.preemptions += other.preemptions
+        self.wasted += other.wasted
+        self.carried += other.carried
+        self.rows_of_aborted += other.rows_of_aborted
+
+
+def workload(seed: int) -> list[tuple[int, list[int], SamplingParams, int | None]]:
+    """(round of arrival, prompt, parameters, round of its abort if any)"""
+    draw = random.Random(seed)
+    requests = []
+    for _ in range(draw.randrange(4, 16)):
+        shared = list(range(draw.choice([0, 0, 18, 40])))
+        prompt = shared + [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 20))]
+        stops = draw.choice([[], [], list(range(0, VOCAB, 30))])
+        params = SamplingParams(
+            seed=1,
+            max_tokens=draw.randrange(1, 70),
+            temperature=0.0,
+            stop_token_ids=stops,
+            min_tokens=draw.choice([0, 0, 25]),
+        )
+        at = draw.randrange(60)
+        requests.append((at, prompt, params, at + draw.randrange(50) if draw.random() < 0.2 else None))
+    return requests
+
+
+def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
+    """One workload to its end, in a pool that is too small for its answers."""
+    draw = random.Random(seed + 1000)
+    blocks = draw.randrange(9, 16)
+    config = SchedulerConfig(
+        MAX_MODEL_LEN, draw.randrange(2, 7), draw.choice([8, 64]), draw.choice([4, 32]), num_groups, depth
+    )
+    scheduler, runner, out = Scheduler(config, BlockPool(blocks)), FakeRunner(blocks), Outcome()
+    requests = [
+        (at, abort_at, Sequence(AttemptKey(f"r{n}", 1), list(prompt), len(prompt), params, root_hash("fake"), 0.0))
+        for n, (at, prompt, params, abort_at) in enumerate(workload(seed))
+    ]
+    flying: deque[Plan] = deque()
+    for round_ in range(5000):
+        for at, abort_at, seq in requests:
+            if at == round_:
+                scheduler.add(seq)
+            if abort_at == round_ and seq.key not in out.answers:
+                out.aborted.add(seq.key)
+                out.rows_of_aborted += seq.num_scheduled - seq.num_computed
+                scheduler.abort(seq)
+        plan = scheduler.schedule()
+        if plan is not None:
+            flying.append(plan)
+            out.carried += len(plan.step.carried)
+        if flying and (plan is None or len(flying) == depth * num_groups):
+            # At the last moment, so that a block given away too early is overwritten by its former owner.
+            landing = flying.popleft()
+            for done in scheduler.update(landing, runner.execute(landing.step).sampled):
+                seq = done.seq
+                if done.finish_reason is not None:
+                    out.answers[seq.key] = seq.token_ids[seq.prompt_len :], done.finish_reason
+                    out.stops += done.finish_reason == "stop"
+        scheduler.check_integrity()
+        if round_ > 120 and not flying and scheduler.is_idle():
+            break
+    assert scheduler.is_idle(), "a sequence never finished"
+    assert scheduler.pool.num_used == 0
+    out.preemptions, out.wasted = scheduler.num_preemptions, scheduler.num_wasted_rows
+    return out
+
+
+@pytest.mark.parametrize(("num_groups", "depth"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_every_answer_is_that_of_an_undisturbed_run(num_groups: int, depth: int) -> None:
+    total = Outcome()
+    for seed in range(25):
+        out = run(seed, depth, num_groups)
+        for n, (_, prompt, params, _) in enumerate(workload(seed)):
+            key = AttemptKey(f"r{n}", 1)
+            expected = generate(prompt, params.max_tokens, params.stop_token_ids, params.min_tokens)
+            expected = expected[: MAX_MODEL_LEN - len(prompt)]
+            reason = "stop" if expected[-1] in params.stop_token_ids else "length"
+            assert key in out.aborted or out.answers[key] == (expected, reason), (seed, key)
+        assert out.wasted <= (depth - 1) * out.stops + out.rows_of_aborted, "more than one row of one that ended"
+        total.add(out)
+    assert total.preemptions > 10, "the pool is not too small"
+    assert (total.carried > 500) == (depth == 2)
+    assert (total.wasted > total.rows_of_aborted + 10) == (depth == 2)
