@@ -53,6 +53,12 @@ def rank_device(kind: DeviceKind, local_rank: int, ranks_here: int, cards: int |
     return torch.device("cuda", local_rank)
 
 
+def use_device(device: torch.device) -> None:
+    """Make a card the calling thread's own, for what does not say where it runs: streams, kernels of other libraries."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def default_dtype(saved: str, kind: DeviceKind) -> str:
     """What `--dtype auto` means for a model that was saved in `saved`: on a card never float32."""
     return "bfloat16" if kind == "cuda" and saved == "float32" else saved

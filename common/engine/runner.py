@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata
+from common.device import use_device
 from common.engine.graphs import DecodeGraphs
 from common.engine.inputs import StepRows, rows_of, to_device
 from common.engine.sampler import sample
@@ -47,6 +48,7 @@ class ModelRunner:
         for what all of them find before they exchange anything. RankLost, after which this rank must end, if
         another one is gone or if this one failed halfway.
         """
+        use_device(self._device)
         started = time.perf_counter()
         several = self._mesh.place.world_size > 1
         try:

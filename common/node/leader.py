@@ -97,6 +97,7 @@ class Leader:
             self.loaded = load_rank(self._blueprint, config, SOLO, small_batches=small_batches)
             self.num_blocks = self.loaded.max_blocks
             self.loaded.lay_out(self.num_blocks)
+            self.loaded.record()
             self.loaded.runner.execute(WARM_UP)
         else:
             links.collect(RankHello, config.start_timeout_s, "their processes are starting")
@@ -137,6 +138,7 @@ class Leader:
         links = self.links
         if links is not None:
             links.broadcast(RankStart(self.num_blocks, incarnation))
+            await asyncio.to_thread(self.loaded.record)
             timeout_s = self._config.start_timeout_s
             started = await asyncio.to_thread(links.collect, RankStarted, timeout_s, "they open their transfer ends")
             self.data_addresses += [report.data_address for _, report in sorted(started.items())]

@@ -130,6 +130,7 @@ class RankProcess:
         self.report(RankReady(self._rank, loaded.max_blocks, peak_memory_bytes()))
         start = self._wait_for(RankStart, "all ranks must have loaded their shards")
         loaded.lay_out(start.num_blocks)
+        loaded.record()
         end = make_end(loaded, self._rank, start.incarnation, self.report)
         try:
             self.report(RankStarted(self._rank, end.data_address))

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from common.attention.base import AttentionShape
+from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
 from common.config import NodeConfig
-from common.device import DeviceKind, card_name, default_dtype, rank_device, resolve_device
+from common.device import DeviceKind, card_name, default_dtype, rank_device, resolve_device, use_device
+from common.engine.graphs import CudaRecorder, DecodeGraphs, EagerRecorder, Recorder, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
@@ -28,6 +29,8 @@ from common.model.config import ModelConfig, load_model_config, resolve_model
 from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
+from common.node.memory import KvWish, kv_blocks_on_card
+from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
 from common.parallel.mesh import Mesh, RankPlace
 from common.parallel.split import check_parallel, split_layers
 from common.protocol import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
@@ -108,12 +111,26 @@ _CPU_KV_GB = 1.0
 
 
 class LoadedRank:
-    """One rank's shard of the model. `lay_out` gives it KV memory; from then on `runner` and `storage` are there."""
+    """One rank's shard of the model. `lay_out` gives it KV memory, from then on `runner` and `storage` are there;
+    `record` then readies its decode steps."""
 
     runner: ModelRunner
     storage: KVStorage
 
-    def __init__(self, blueprint: Blueprint, config: NodeConfig, mesh: Mesh, model: DecoderModel) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        config: NodeConfig,
+        mesh: Mesh,
+        model: DecoderModel,
+        *,
+        meter: MemoryMeter | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`meter`: of a card's memory, from which KV blocks are counted there. `recorder`: for decode steps; None
+        leaves them unrecorded. All ranks of the node do this at the same time."""
+        self._recorder = recorder
+        self._spare_blocks = 0 if recorder is None else 1  # what rows that pad a recorded step write to
         self.device = model.device
         self.blueprint = blueprint
         self.config = config
@@ -126,7 +143,9 @@ class LoadedRank:
             * (self.shard.layer_hi - self.shard.layer_lo)
             * (self.shard.head_hi - self.shard.head_lo)
         )
-        self.max_blocks = config.kv_blocks or int((config.kv_memory_gb or _CPU_KV_GB) * 2**30) // per_block
+        kv_bytes = int((config.kv_memory_gb or _CPU_KV_GB) * 2**30)
+        blocks = config.kv_blocks or kv_bytes // per_block
+        self.max_blocks = blocks if meter is None else self._blocks_on_card(meter, per_block)
         """KV blocks that fit into this rank's memory."""
         if self.max_blocks < 2:
             raise ConfigError(f"{self.max_blocks} KV blocks of {per_block} bytes: give the node more KV memory")
@@ -136,10 +155,52 @@ class LoadedRank:
         """Whether this rank draws the tokens."""
         return self.place.is_last_stage and self.place.tp_rank == 0
 
+    def _blocks_on_card(self, meter: MemoryMeter, block_bytes: int) -> int:
+        """Raises: ConfigError with the sizes, if the card has no room."""
+        config = self.config
+        # The profile's steps go through all ranks, so all must have loaded.
+        self.mesh.agree("weights", "loaded", config.start_timeout_s)
+        rows = max(config.max_num_batched_tokens, config.max_num_seqs)
+        largest = Largest(rows, self.blueprint.model.max_model_len, config.max_num_seqs)
+        sizes = [] if self._recorder is None else graph_sizes(config.max_num_seqs)
+        use = profile_run(self._storage, self._runner, largest, meter, sizes)
+        log.info("%s: %s", self.place, use)
+        memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
+        wish = KvWish(config.gpu_memory_utilization, memory, config.kv_blocks)
+        return kv_blocks_on_card(use, wish, block_bytes, self._spare_blocks)
+
     def lay_out(self, num_blocks: int) -> None:
-        """Allocate KV memory for `num_blocks`, the same on all ranks."""
+        """Allocate KV memory for `num_blocks`, the same on all ranks. Raises: ConfigError if it is not there."""
+        self.storage = self._storage(num_blocks + self._spare_blocks)
+        self.runner, self._attention = self._runner(self.storage)
+
+    def record(self) -> None:
+        """Record decode steps, if this rank is to. All ranks of the node do this at the same time.
+
+        Raises: ConfigError if that fails.
+        """
+        if self._recorder is None:
+            return
+        layout, seqs = self.blueprint.layout, self.config.max_num_seqs
+        pad_block = self.storage.num_blocks - 1
+        use_device(self.device)
+        try:
+            graphs = DecodeGraphs(
+                self._model, self._attention, max_num_seqs=seqs, pad_block=pad_block, block_size=layout.block_size
+            )
+            graphs.record(self._recorder)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot record decode steps ({error}): --enforce-eager does without") from error
+        self.runner = ModelRunner(self._model, self.storage, self._attention, graphs)
+
+    def _storage(self, num_blocks: int) -> KVStorage:
+        try:
+            return KVStorage(self.blueprint.layout, self.shard, num_blocks, str(self.device))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"no memory for {num_blocks} KV blocks on {self.device}: {_sentence(error)}") from error
+
+    def _runner(self, storage: KVStorage) -> tuple[ModelRunner, AttentionBackend]:
         config = self.blueprint.model_config
-        self.storage = KVStorage(self.blueprint.layout, self.shard, num_blocks, str(self.device))
         shape = AttentionShape(
             num_q_heads=config.num_q_heads // self.place.tp_size,
             num_kv_heads=self.shard.head_hi - self.shard.head_lo,
@@ -147,7 +208,8 @@ class LoadedRank:
             dtype=self._model.precision.wide,
             block_size=self.blueprint.layout.block_size,
         )
-        self.runner = ModelRunner(self._model, self.storage, CpuAttention(self.storage, shape))
+        attention = CpuAttention(storage, shape)
+        return ModelRunner(self._model, storage, attention), attention
 
     def describe(self, peak_bytes: int) -> str:
         """For the log: what this rank got."""
@@ -168,18 +230,32 @@ def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_bat
     `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
     Raises: ConfigError in one sentence for whatever is wrong with the weights or the sizes.
     """
-    model = load_model(
-        blueprint.path,
-        blueprint.model_config,
-        dtype=blueprint.dtype,
-        load_format=config.load_format,
-        seed=config.seed,
-        small_batches=small_batches,
-        mesh=mesh,
-        pp_layers=blueprint.layout.pp_layers,
-        device=own_device(blueprint, config, mesh),
-    )
-    return LoadedRank(blueprint, config, mesh, model)
+    device = own_device(blueprint, config, mesh)
+    use_device(device)
+    try:
+        model = load_model(
+            blueprint.path,
+            blueprint.model_config,
+            dtype=blueprint.dtype,
+            load_format=config.load_format,
+            seed=config.seed,
+            small_batches=small_batches,
+            mesh=mesh,
+            pp_layers=blueprint.layout.pp_layers,
+            device=device,
+        )
+        if device.type == "cpu":
+            return LoadedRank(blueprint, config, mesh, model)
+        recorder = EagerRecorder() if config.enforce_eager else CudaRecorder(device)
+        recorder = recorder if small_batches else None
+        return LoadedRank(blueprint, config, mesh, model, meter=CudaMeter(device), recorder=recorder)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the model does not fit on {device}: {_sentence(error)}") from error
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of what PyTorch says, which goes on with advice."""
+    return str(error).partition("\n")[0]
 
 
 def peak_memory_bytes() -> int:

@@ -40,8 +40,8 @@ class RankMesh:
         self._rendezvous = rendezvous
         self._pipeline = pipeline
 
-    def agree(self, what: str, value: str) -> None:
-        self._rendezvous.agree(what, value)
+    def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
+        self._rendezvous.agree(what, value, timeout_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x if self.group is None else self.group.all_reduce(x)

@@ -66,10 +66,10 @@ class Mesh(Protocol):
     @property
     def place(self) -> RankPlace: ...
 
-    def agree(self, what: str, value: str) -> None:
+    def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
         """Make sure that all ranks of the node call this with the same `value`; `what` is unique per call.
 
-        Raises: ConfigError naming two ranks that differ and their values; RankLost.
+        Waits for the slowest rank up to `timeout_s`, by default as long as for any exchange. Raises: ConfigError naming two ranks that differ and their values; RankLost.
         """
         ...
 
@@ -110,7 +110,7 @@ class SoloMesh:
     def __init__(self) -> None:
         self.place = RankPlace()
 
-    def agree(self, what: str, value: str) -> None:
+    def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
         pass
 
     def all_reduce(self, x: Tensor) -> Tensor:

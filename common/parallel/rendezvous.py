@@ -79,19 +79,22 @@ class Rendezvous:
         """
         return self._exchange(what, value, ranks, must_equal=False)
 
-    def agree(self, what: str, value: str) -> None:
+    def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
         """See `Mesh.agree`."""
-        self._exchange(what, value, None, must_equal=True)
+        self._exchange(what, value, None, must_equal=True, timeout_s=timeout_s)
 
-    def _exchange(self, what: str, value: str, ranks: list[int] | None, *, must_equal: bool) -> list[str]:
+    def _exchange(
+        self, what: str, value: str, ranks: list[int] | None, *, must_equal: bool, timeout_s: float | None = None
+    ) -> list[str]:
         me, store = self._place.rank, self._require_store()
         peers = list(range(self._place.world_size)) if ranks is None else ranks
-        deadline = time.monotonic() + self._timeout_s
+        allowed_s = timeout_s or self._timeout_s
+        deadline = time.monotonic() + allowed_s
         values: list[str] = []
         try:
             store.set(f"{what}/{me}", value)
             for rank in peers:
-                self._await_keys(what, "", rank, peers, deadline)
+                self._await_keys(what, "", rank, peers, deadline, allowed_s)
                 values.append(store.get(f"{what}/{rank}").decode())
                 # At once: ranks that disagree on the node's size would wait for others that never come.
                 if must_equal and values[-1] != value:
@@ -100,19 +103,21 @@ class Rendezvous:
             if me == 0:
                 # The store is here: it must not end before the others have read.
                 for rank in peers:
-                    self._await_keys(what, "/read", rank, peers, deadline)
+                    self._await_keys(what, "/read", rank, peers, deadline, allowed_s)
         except RuntimeError as error:
             raise RankLost(f"{self._place}: rank 0 left {self._where}: {_first_line(error)}") from error
         return values
 
-    def _await_keys(self, what: str, suffix: str, rank: int, peers: list[int], deadline: float) -> None:
+    def _await_keys(
+        self, what: str, suffix: str, rank: int, peers: list[int], deadline: float, allowed_s: float
+    ) -> None:
         """Return when `rank` has set its key. Polls, because torch reports a wait that times out by a stack trace."""
         store = self._require_store()
         while not store.check([f"{what}/{rank}{suffix}"]):
             if time.monotonic() > deadline:
                 missing = [str(peer) for peer in peers if not store.check([f"{what}/{peer}{suffix}"])]
                 who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-                raise RankLost(f"{who} did not come to {self._where} within {self._timeout_s:g} s ({what})")
+                raise RankLost(f"{who} did not come to {self._where} within {allowed_s:g} s ({what})")
             time.sleep(_POLL_S)
 
     def _require_store(self) -> Store:

@@ -21,7 +21,7 @@ class CountingMesh:
         self.place = place
         self.sums = self.gathers = self.sent = 0
 
-    def agree(self, what: str, value: str) -> None:
+    def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
         pass
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""What the largest steps take of a card's memory, found by running them once before the KV cache is laid out.
+
+Runs on the thread that loads the model, on all ranks of a node at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from common.attention.base import AttentionBackend
+from common.engine.runner import ModelRunner
+from common.engine.step import SampleSpec, StepInput
+from common.kv.layout import blocks_for
+from common.kv.storage import KVStorage
+from common.node.memory import GRAPH_BYTES, CardUse
+from common.protocol import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_DEAREST = SamplingParams(seed=0, max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20)
+"""Sampling that needs everything that a sampler may hold."""
+
+
+class MemoryMeter(Protocol):
+    """One device's memory, as this process uses it."""
+
+    def used(self) -> int:
+        """Bytes of this process's tensors."""
+        ...
+
+    def start(self) -> None:
+        """Forget the peak so far."""
+        ...
+
+    def peak(self) -> int:
+        """Most bytes of tensors since `start`."""
+        ...
+
+    def card(self) -> tuple[int, int]:
+        """(free, total) bytes of the card, once this process holds nothing that it does not use."""
+        ...
+
+
+class CudaMeter:
+    """PyTorch's and the driver's account of one card."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def used(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def card(self) -> tuple[int, int]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Bounds of a node's steps."""
+
+    rows: int
+    """Of one step, of prompts and answers together."""
+    context: int
+    """Tokens of the longest sequence."""
+    num_seqs: int
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks that the profile's steps need."""
+        return blocks_for(max(1, min(self.rows, self.context)))
+
+
+def largest_steps(largest: Largest) -> list[StepInput]:
+    """One prompt chunk as long as can be, and as many sequences as can be with rows for all; every one samples.
+
+    Sequences share their blocks: what is computed means nothing.
+    """
+    one = min(largest.rows, largest.context)
+    num_seqs = min(largest.num_seqs, largest.rows)
+    each, more = divmod(min(largest.rows, num_seqs * largest.context), num_seqs)
+    return [_step([one], largest), _step([each + (i < more) for i in range(num_seqs)], largest)]
+
+
+def decode_step(largest: Largest, num_seqs: int) -> StepInput:
+    """One row each of `num_seqs` sequences."""
+    return _step([1] * num_seqs, largest)
+
+
+def _step(lens: list[int], largest: Largest) -> StepInput:
+    rows = [at for length in lens for at in range(length)]
+    return StepInput(
+        step_id=0,
+        token_ids=[0] * len(rows),
+        positions=rows,
+        slot_mapping=rows,
+        query_lens=lens,
+        context_lens=lens,
+        block_tables=[list(range(largest.blocks))] * len(lens),
+        samples=[SampleSpec(i, _DEAREST, length, 0) for i, length in enumerate(lens)],
+    )
+
+
+def profile_run(
+    make_storage: Callable[[int], KVStorage],
+    make_runner: Callable[[KVStorage], tuple[ModelRunner, AttentionBackend]],
+    largest: Largest,
+    meter: MemoryMeter,
+    graph_sizes: list[int],
+) -> CardUse:
+    """Run the largest steps on a small KV memory that is gone afterwards.
+
+    `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps to be recorded later, for
+    which memory is set aside; empty for none.
+    """
+    weights = meter.used()
+    storage = make_storage(largest.blocks)
+    kv_bytes = meter.used() - weights
+    meter.start()
+    runner, attention = make_runner(storage)
+    for step in largest_steps(largest):
+        runner.execute(step)
+    activations = meter.peak() - weights - kv_bytes
+    graphs = _graph_bytes(runner, attention, largest, meter, graph_sizes)
+    del runner, attention, storage
+    free, total = meter.card()
+    return CardUse(total, free, weights, activations, graphs)
+
+
+def _graph_bytes(
+    runner: ModelRunner, attention: AttentionBackend, largest: Largest, meter: MemoryMeter, sizes: list[int]
+) -> int:
+    """Attention's static memory for every size, the pool that all share, and what the driver keeps of each."""
+    if not sizes:
+        return 0
+    before = meter.used()
+    backend = attention.for_graph(sizes[-1])
+    each = meter.used() - before
+    del backend
+    before = meter.used()
+    meter.start()
+    runner.execute(decode_step(largest, sizes[-1]))
+    pool = meter.peak() - before
+    return len(sizes) * (each + GRAPH_BYTES) + pool
