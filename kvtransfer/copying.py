@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import gcd
 from typing import Any, Protocol
 
@@ -16,11 +15,8 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError
-from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.wire import KVSlice
-
-_KNOWN_RUNS = 8
 
 
 class Copier(Protocol):
@@ -44,8 +40,8 @@ class SliceCopier:
     """Copies slices of one rank's storage.
 
     Each plane of the storage (K or V of a layer) is seen as rows, each the longest run that is contiguous both in it
-    and in the slice: a whole block where the slice has all heads of the rank, else neighbouring heads of one token
-    slot. One `take` or one indexed store then moves any number of blocks of a plane.
+    and in the slice: a whole block where the slice has all heads of the rank, else neighbouring heads of a block.
+    One `take` or one indexed store then moves any number of blocks of a plane.
 
     Raises: ConfigError if the storage is not in CPU memory.
     """
@@ -57,8 +53,7 @@ class SliceCopier:
         self._planes = storage.words.reshape(planes, -1).view(np.uint8)
         self._layout = storage.layout
         self._shard = storage.shard
-        self._head_bytes = _head_bytes(storage.layout)
-        self._runs: list[_Runs] = []
+        self._head_bytes = storage.layout.slice_bytes_per_block // 2
 
     def gather(self, piece: KVSlice, blocks: np.ndarray, out: np.ndarray) -> None:
         """Copy `piece` of the sequence whose block ids are `blocks` into `out` ([piece's bytes], uint8)."""
@@ -94,34 +89,11 @@ class SliceCopier:
         heads = self._shard.head_hi - self._shard.head_lo
         head_lo, wanted = piece.head_lo - self._shard.head_lo, piece.head_hi - piece.head_lo
         lo, hi = piece.layer_lo - self._shard.layer_lo, piece.layer_hi - self._shard.layer_lo
-        if wanted == heads:
-            row_bytes = self._layout.block_size * heads * self._head_bytes
-            index = blocks[piece.block_lo : piece.block_hi]
-        else:
-            run = gcd(head_lo, wanted, heads)
-            row_bytes = run * self._head_bytes
-            index = self._runs_of(blocks, head_lo, wanted, heads, run)[piece.block_lo : piece.block_hi].reshape(-1)
-        return self._planes[2 * lo : 2 * hi].view(np.dtype((np.void, row_bytes))), index
-
-    def _runs_of(self, blocks: np.ndarray, head_lo: int, wanted: int, heads: int, run: int) -> np.ndarray:
-        """[blocks, slots * runs]: the rows in a plane. Remembered, because every message of an attempt needs them."""
-        for known in self._runs:
-            if known.blocks is blocks and known.heads == (head_lo, wanted):
-                return known.rows
-        slots = blocks[:, None] * self._layout.block_size + np.arange(self._layout.block_size)
-        rows = slots[..., None] * (heads // run) + np.arange(head_lo // run, (head_lo + wanted) // run)
-        known = _Runs(blocks, (head_lo, wanted), rows.reshape(len(blocks), -1))
-        self._runs = [known, *self._runs[: _KNOWN_RUNS - 1]]
-        return known.rows
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """Of one attempt's blocks; holding the array keeps its identity its own."""
-
-    blocks: np.ndarray
-    heads: tuple[int, int]
-    rows: np.ndarray
+        run = gcd(head_lo, wanted, heads)
+        first = blocks[piece.block_lo : piece.block_hi, None] * (heads // run)
+        index = first + np.arange(head_lo // run, (head_lo + wanted) // run)
+        row = np.dtype((np.void, run * self._head_bytes))
+        return self._planes[2 * lo : 2 * hi].view(row), index.reshape(-1)
 
 
 class DeviceCopier:
@@ -166,7 +138,6 @@ class DeviceCopier:
             piece.layer_lo - shard.layer_lo : piece.layer_hi - shard.layer_lo,
             :,
             :,
-            :,
             piece.head_lo - shard.head_lo : piece.head_hi - shard.head_lo,
         ]
         return view, as_tensor(blocks[piece.block_lo : piece.block_hi]).to(self._data.device)
@@ -184,8 +155,3 @@ def as_tensor(buffer: Any) -> torch.Tensor:
         # Received memory is read-only; it is only read here.
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(buffer)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _head_bytes(layout: KVLayout) -> int:
-    """Bytes of one head of K (or V) in one token slot."""
-    return layout.slice_bytes_per_block // (2 * layout.block_size)

@@ -1,7 +1,7 @@
 """The frames of the ZMQ data plane. Pure; used by the I/O threads of both ends.
 
 A data message is `[header, payload]`: the header a `SliceHeader` as MessagePack, the payload the slices' KV
-one after the other, each in C order `[layers, 2 (K, V), blocks, block_size, heads, head_dim]`. It is answered
+one after the other, each in C order `[layers, 2 (K, V), blocks, heads, block_size, head_dim]`. It is answered
 by one `SliceAck`, also when it was discarded, so that the sender can reuse the memory that it was sent from.
 Layers and heads are numbered over the whole model, blocks over the sequence: a header means the same on
 every rank of every layout.

@@ -224,7 +224,7 @@ def replay(
     assert announced == list(range(shard.layer_hi - shard.layer_lo)) * len(recorded.steps)
     mesh.agree("replayed", "all")
     mesh.close()
-    expected = recorded.kv[shard.layer_lo : shard.layer_hi, ..., shard.head_lo : shard.head_hi, :]
+    expected = recorded.kv[shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi]
     drawn = [token for output in outputs for token in output.sampled]
     return {
         "tokens": [token.token_id for token in drawn],

@@ -35,7 +35,7 @@ class _DecodeGroup:
     rows: Tensor | None
     """[B] rows of the batch; None if the group is the whole batch in order."""
     pages: Tensor
-    """[2 * B * P], pages of K, then of V."""
+    """[2 * B * kv_heads * P] rows of a layer as [2 * num_blocks * kv_heads, block_size, head_dim]."""
     bias: Tensor
     """[B, 1, 1, P * block_size] float32, -inf past each sequence's end."""
 
@@ -48,7 +48,7 @@ class _Prefill:
     row_hi: int
     context_len: int
     pages: Tensor
-    """[2 * P]"""
+    """As of a group of this one sequence."""
 
 
 class CpuAttention:
@@ -61,23 +61,30 @@ class CpuAttention:
         self._storage = storage
         self._data = storage.data
         self._kv_scales = storage.scales
-        self._num_blocks = storage.num_blocks
         self._shape = shape
         self._scale = 1.0 / math.sqrt(shape.head_dim)
+        self._heads = torch.arange(shape.num_kv_heads)
+        planes = torch.arange(2)[:, None, None, None] * storage.num_blocks * shape.num_kv_heads
+        self._first_rows = planes + self._heads[:, None]
+        """[2 (K, V), 1, kv_heads, 1]: the rows of block 0."""
         self._slots = torch.empty(0, dtype=torch.int64)
+        """[T * kv_heads] rows of K (or V) of a layer as [num_blocks * kv_heads * block_size, head_dim]."""
         self._groups: list[_DecodeGroup] = []
         self._prefills: list[_Prefill] = []
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare for the next step's `forward` calls, one per layer."""
-        self._slots = metadata.slot_mapping
+        block_size = self._shape.block_size
+        slots, heads = metadata.slot_mapping, self._shape.num_kv_heads
+        first = slots + slots // block_size * ((heads - 1) * block_size)
+        self._slots = (first[:, None] + self._heads * block_size).flatten()
         self._prefills = []
         decodes: list[tuple[int, int, list[int]]] = []
         row = 0
         for query_len, context_len, table in zip(
             metadata.query_lens, metadata.context_lens, metadata.block_tables, strict=True
         ):
-            pages = table[: blocks_for(context_len, self._shape.block_size)]
+            pages = table[: blocks_for(context_len, block_size)]
             if query_len == 1:
                 decodes.append((row, context_len, pages))
             else:
@@ -100,9 +107,8 @@ class CpuAttention:
         return _DecodeGroup(None if rows == list(range(num_rows)) else torch.tensor(rows), pages, bias)
 
     def _both(self, tables: list[list[int]]) -> Tensor:
-        """Page indices of K, then of V, in a layer's pages laid end to end."""
-        keys = torch.tensor(tables).flatten()
-        return torch.cat((keys, keys + self._num_blocks))
+        """Rows of the heads of a group's pages, [2 (K, V), B, kv_heads, P] flattened."""
+        return (torch.tensor(tables)[:, None] * self._shape.num_kv_heads + self._first_rows).flatten()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
@@ -112,9 +118,9 @@ class CpuAttention:
         """
         cache = self._data[layer]
         k_scale, v_scale = self._kv_scales[layer]
-        slots = words_of(cache).flatten(1, 2)
-        slots[0].index_copy_(0, self._slots, words_of(narrow(k, cache.dtype, k_scale)))
-        slots[1].index_copy_(0, self._slots, words_of(narrow(v, cache.dtype, v_scale)))
+        slots = words_of(cache).flatten(1, 3)
+        slots[0].index_copy_(0, self._slots, words_of(narrow(k.flatten(0, 1), cache.dtype, k_scale)))
+        slots[1].index_copy_(0, self._slots, words_of(narrow(v.flatten(0, 1), cache.dtype, v_scale)))
         if k_scale == v_scale == 1.0:
             return self._attend(cache, q)
         # Attention is linear in its scores' factor and in V: the scales need not be applied to every number read.
@@ -134,13 +140,13 @@ class CpuAttention:
         return out
 
     def _gather(self, cache: Tensor, pages: Tensor, batch: int) -> Tensor:
-        """K and V of `pages`, widened: [2, batch, slots, kv_heads, head_dim] float32."""
-        gathered = widen(cache.flatten(0, 1).index_select(0, pages))
-        return gathered.view(2, batch, -1, self._shape.num_kv_heads, self._shape.head_dim)
+        """K and V of `pages`, widened: [2, batch, kv_heads, slots, head_dim] float32."""
+        gathered = widen(cache.flatten(0, 2).index_select(0, pages))
+        return gathered.view(2, batch, self._shape.num_kv_heads, -1, self._shape.head_dim)
 
     def _decode(self, group: _DecodeGroup, cache: Tensor, q: Tensor) -> Tensor:
         """q: [B, q_heads, head_dim]. Returns the same shape, float32."""
-        keys, values = self._gather(cache, group.pages, q.size(0)).transpose(2, 3)
+        keys, values = self._gather(cache, group.pages, q.size(0))
         rows = q.float().view(q.size(0), self._shape.num_kv_heads, -1, self._shape.head_dim)
         return F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias).reshape(q.shape)
 
@@ -149,7 +155,7 @@ class CpuAttention:
 
         Query blocks are small enough for their scores to stay in cache, and see no key past their last row.
         """
-        keys, values = self._gather(cache, seq.pages, 1)[:, 0].transpose(1, 2).contiguous()
+        keys, values = self._gather(cache, seq.pages, 1)[:, 0]
         keys = keys.transpose(1, 2)
         q = q.float() * self._scale
         heads, dim = self._shape.num_kv_heads, self._shape.head_dim

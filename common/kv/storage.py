@@ -21,7 +21,8 @@ _NUMPY_WORD = {4: np.uint32, 2: np.uint16, 1: np.uint8}
 class KVStorage:
     """Paged K and V of one rank, all its layers, in one allocation.
 
-    `data`: [layers, 2 (K, V), num_blocks, block_size, kv_heads/tp, head_dim].
+    `data`: [layers, 2 (K, V), num_blocks, kv_heads/tp, block_size, head_dim]: one head of one block is contiguous,
+    so that ranks that split heads copy long runs (docs/decisions/0004-heads-before-slots.md).
     `words`: the same CPU memory as unsigned integers of the dtype's width, for copies that must not start
     an OpenMP team on the calling thread and for dtypes that NumPy lacks; None on other devices.
     """
@@ -47,8 +48,8 @@ class KVStorage:
             shard.layer_hi - shard.layer_lo,
             2,
             num_blocks,
-            layout.block_size,
             shard.head_hi - shard.head_lo,
+            layout.block_size,
             layout.head_dim,
         )
         self.data: Tensor = torch.empty(shape, dtype=_TORCH_DTYPE[layout.dtype], device=device)
@@ -61,7 +62,7 @@ class KVStorage:
             self.words = self.data.view(getattr(torch, np.dtype(word).name)).numpy()
 
     def keys(self, layer: int) -> Tensor:
-        """[num_blocks, block_size, kv_heads/tp, head_dim] of this rank's `layer`-th layer."""
+        """[num_blocks, kv_heads/tp, block_size, head_dim] of this rank's `layer`-th layer."""
         return self.data[layer, 0]
 
     def values(self, layer: int) -> Tensor:

@@ -92,10 +92,10 @@ class _End:
         words = self.storage.words
         assert words is not None
         whole = np.random.default_rng(1).integers(
-            0, 2**16, size=(layers, 2, words.shape[2], BLOCK_SIZE, kv_heads, head_dim), dtype=words.dtype
+            0, 2**16, size=(layers, 2, words.shape[2], kv_heads, BLOCK_SIZE, head_dim), dtype=words.dtype
         )
         shard = self.shard
-        return whole[shard.layer_lo : shard.layer_hi, :, :, :, shard.head_lo : shard.head_hi]
+        return whole[shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi]
 
     def order(self) -> list[int]:
         """All blocks in the order of the sequences."""

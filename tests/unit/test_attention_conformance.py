@@ -74,15 +74,19 @@ class Case:
     def slots(self, i: int, lo: int, hi: int) -> list[int]:
         return [self.tables[i][p // self.block_size] * self.block_size + p % self.block_size for p in range(lo, hi)]
 
+    def stored(self, layer: int) -> Tensor:
+        """[2, num_blocks * block_size, kv_heads, head_dim]: a copy of the layer, slot by slot."""
+        return self.storage.data[layer].transpose(2, 3).flatten(1, 2)
+
     def run(self, layer: int) -> list[Tensor]:
         """Put what was computed before into the cache, then run the step. One result per sequence."""
         slot_mapping: list[int] = []
-        dtype = self.storage.data.dtype
-        flat = words_of(self.storage.data[layer]).flatten(1, 2)
+        pages = words_of(self.storage.data[layer]).transpose(2, 3)
         for i, (n, context) in enumerate(self.lens):
-            before = self.slots(i, 0, context - n)
-            for side, (x, scale) in enumerate(zip(self.kv[i], self.storage.scales[layer], strict=True)):
-                flat[side, before] = words_of(narrow(x[: context - n], dtype, scale))
+            before = torch.tensor(self.slots(i, 0, context - n), dtype=torch.int64)
+            place = before // self.block_size, before % self.block_size
+            for page, x, scale in zip(pages, self.kv[i], self.storage.scales[layer], strict=True):
+                page[place] = words_of(narrow(x[: context - n], self.storage.data.dtype, scale))
             slot_mapping += self.slots(i, context - n, context)
         self.backend.plan(
             AttentionMetadata(
@@ -135,12 +139,11 @@ def test_bf16_cache_costs_no_more_than_the_rounding_of_k_and_v(backend: str) -> 
 def test_writes_only_the_slots_of_the_step_in_its_layer(backend: str) -> None:
     case = Case(backend, (4, 2, 16), [(1, 20), (9, 30)], "float32")
     case.run(layer=1)
-    written = (case.storage.data[1, 0].flatten(0, 1) != 1e4).flatten(1).any(1).nonzero().flatten().tolist()
+    written = (case.stored(1)[0] != 1e4).flatten(1).any(1).nonzero().flatten().tolist()
     assert sorted(written) == sorted(case.slots(0, 0, 20) + case.slots(1, 0, 30))
     assert (case.storage.data[0] == 1e4).all()
     for i, (_, context) in enumerate(case.lens):
-        stored = case.storage.data[1].flatten(1, 2)[:, case.slots(i, 0, context)]
-        assert torch.equal(stored, case.kv[i])
+        assert torch.equal(case.stored(1)[:, case.slots(i, 0, context)], case.kv[i])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

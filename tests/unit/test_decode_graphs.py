@@ -57,8 +57,9 @@ class StaticDecode:
         where = (self._slots // BLOCK, self._slots % BLOCK)
         both: list[Tensor] = []
         for cache, new in ((self._storage.keys(layer), k), (self._storage.values(layer), v)):
-            cache.index_put_(where, new.to(cache.dtype))
-            both.append(cache[self._pages].flatten(1, 2).float().transpose(1, 2).repeat_interleave(self._group, 1))
+            by_slot = cache.transpose(1, 2)
+            by_slot.index_put_(where, new.to(cache.dtype))
+            both.append(by_slot[self._pages].flatten(1, 2).float().transpose(1, 2).repeat_interleave(self._group, 1))
         past = torch.arange(MAX_PAGES * BLOCK) >= self._lens
         keys, values = both
         values = values.masked_fill(past[:, None, :, None], 0.0)

@@ -10,13 +10,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
+import msgpack
 import pytest
 import redis
 
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.membership import Directory, Registrar
-from common.protocol import ModelInfo, NodeRecord, PeerRef
+from common.protocol import PROTOCOL_VERSION, ModelInfo, NodeRecord, PeerRef
 from common.redis_client import check_redis, connect
 from common.redis_server import RedisServer
 
@@ -240,15 +241,19 @@ def test_malformed_record_is_skipped_loudly_and_once(
 ) -> None:
     async def main() -> None:
         with redis.Redis.from_url(redis_server.url) as client:
-            client.zadd(f"kvrelay:{{{cluster}}}:nodes", {"bad": 4e9, b"\xff": 4e9})  # never forgotten
+            client.zadd(f"kvrelay:{{{cluster}}}:nodes", {"bad": 4e9, "old": 4e9, b"\xff": 4e9})  # never forgotten
             client.set(f"kvrelay:{{{cluster}}}:node:bad", b"\x00garbage")
+            of_before = msgpack.packb([PROTOCOL_VERSION - 1, "NodeRecord", {}])
+            client.set(f"kvrelay:{{{cluster}}}:node:old", of_before)
         async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, a_record("d0")):
             await view.until(lambda: view.ids == ["d0"])
             await asyncio.sleep(0.3)
             assert view.ids == ["d0"]
 
     asyncio.run(main())
-    assert len([r for r in caplog.records if "ignoring node 'bad'" in r.getMessage()]) == 1
+    for name in ("bad", "old"):
+        assert len([r for r in caplog.records if f"ignoring node '{name}'" in r.getMessage()]) == 1
+    assert f"theirs is {PROTOCOL_VERSION - 1}, ours is {PROTOCOL_VERSION}" in caplog.text
 
 
 def test_node_started_before_redis_registers_once_it_is_there(free_port: int) -> None:

@@ -36,13 +36,12 @@ def cases(draw: st.DrawFn) -> tuple[KVStorage, KVSlice, np.ndarray]:
     return storage, KVSlice(*span(at_layer, layers), *span(at_head, heads), *span(0, NUM_BLOCKS)), blocks
 
 
-def selected(storage: KVStorage, piece: KVSlice, blocks: np.ndarray) -> tuple[slice, slice, np.ndarray, slice, slice]:
+def selected(storage: KVStorage, piece: KVSlice, blocks: np.ndarray) -> tuple[slice, slice, np.ndarray, slice]:
     shard = storage.shard
     return (
         slice(piece.layer_lo - shard.layer_lo, piece.layer_hi - shard.layer_lo),
         slice(None),
         blocks[piece.block_lo : piece.block_hi],
-        slice(None),
         slice(piece.head_lo - shard.head_lo, piece.head_hi - shard.head_lo),
     )
 

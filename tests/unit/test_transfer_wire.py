@@ -70,3 +70,10 @@ def test_malformed_header_is_refused(changed: dict[str, object]) -> None:
 def test_bytes_that_are_no_header_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_header(data)
+
+
+def test_header_of_the_version_before_is_refused_naming_both() -> None:
+    """Its payload's bytes would lie in another order, and nothing else would tell."""
+    theirs = msgpack.packb([PROTOCOL_VERSION - 1, "SliceHeader", {}])
+    with pytest.raises(ProtocolError, match=f"theirs is {PROTOCOL_VERSION - 1}, ours is {PROTOCOL_VERSION}"):
+        decode_header(theirs)

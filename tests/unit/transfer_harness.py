@@ -139,14 +139,14 @@ class Transfer:
         self.dst_blocks: list[int] = rng.permutation(cluster.num_blocks)[: self.total].tolist()
         words = cluster.senders[0].storage.words
         assert words is not None
-        shape = (src.num_layers, 2, self.total, src.block_size, src.num_kv_heads, src.head_dim)
+        shape = (src.num_layers, 2, self.total, src.num_kv_heads, src.block_size, src.head_dim)
         self.truth = rng.integers(1, 2 ** (8 * words.itemsize) - 1, shape, dtype=words.dtype)
 
     def compute(self) -> None:
         """Put the true KV into the source blocks of every sending rank."""
         for rank, shard in zip(self.cluster.senders, self.cluster.src_layout.shards(), strict=True):
             rank.storage.words[:, :, self.src_blocks] = self.truth[
-                shard.layer_lo : shard.layer_hi, :, :, :, shard.head_lo : shard.head_hi
+                shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi
             ]
 
     def open_receivers(self, *, src_incarnation: str = "src-1", hashes: list[bytes] | None = None) -> None:
@@ -211,7 +211,7 @@ class Transfer:
 
     def check_content(self) -> None:
         for rank, shard in zip(self.cluster.receivers, self.cluster.dst_layout.shards(), strict=True):
-            want = self.truth[shard.layer_lo : shard.layer_hi, :, self.held :, :, shard.head_lo : shard.head_hi]
+            want = self.truth[shard.layer_lo : shard.layer_hi, :, self.held :, shard.head_lo : shard.head_hi]
             np.testing.assert_array_equal(rank.storage.words[:, :, self.dst_blocks[self.held :]], want)
 
     def poison_destination(self) -> None:
