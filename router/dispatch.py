@@ -222,9 +222,9 @@ class Dispatcher:
     # -- generation.Shell
 
     def place(self, generation: Generation, wanted: f.Place) -> None:
-        """Pick nodes; a first attempt is refused at once if there are none, a later one waits a while.
+        """Pick nodes; a new request is refused at once if there are none, one that was let in waits a while.
 
-        As does a first one while the nodes come back to a router that was held up.
+        As does a new one while the nodes come back to a router that was held up.
         """
         if wanted.backoff_s and not wanted.at_once:
             self._pause(generation, wanted, "not the first failure in a row")
@@ -235,7 +235,7 @@ class Dispatcher:
         except Unavailable as error:
             drained = Unavailable("every decode node that is left is draining; try again later")
             why = drained if self.nodes.draining("decode") else error
-            if wanted.attempt == 1 and not self.nodes.rejoining:
+            if wanted.attempt == 1 and not live.admitted and not self.nodes.rejoining:
                 generation.feed(f.Unplaceable(why))
             else:
                 self._park(generation, wanted, why)

@@ -66,6 +66,28 @@ def test_a_bug_in_the_placing_of_one_that_waited_ends_it_and_the_others_are_plac
     play(scene)
 
 
+def test_one_that_was_let_in_waits_for_nodes_to_come_back_and_a_new_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever was held back until the nodes had room must not be refused because they were cut off in that moment."""
+    monkeypatch.setattr(NodeTable, "rejoining", True)
+    monkeypatch.setattr("router.parking.WAKE_AFTER_S", 0.0)
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        let_in, new = submit(dispatcher, "a"), submit(dispatcher, "b")
+        dispatcher._live["a"].admitted = True
+        monkeypatch.setattr(NodeTable, "rejoining", False)
+        dispatcher._on_usable()
+        async with asyncio.timeout(5):
+            while dispatcher.running > 1:
+                await asyncio.sleep(0.001)
+        assert "no decode node" in message(new)
+        assert let_in.outcome is None
+        let_in.cancel()
+
+    play(scene)
+
+
 def test_a_router_that_stops_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections stay open until their answers are through; what comes on them meanwhile would be cut off."""
     monkeypatch.setattr(NodeTable, "rejoining", True)
