@@ -65,7 +65,7 @@ if kind ~= 'renew' then
   local at = now[1] * 1000 + math.floor(now[2] / 1000)
   last = last + 1
   redis.call('XADD', KEYS[2], 'MAXLEN', ARGV[6], string.format('%d-0', last),
-    'kind', kind, 'at', string.format('%d', at), 'stored', ARGV[8], 'removed', ARGV[9])
+    'kind', kind, 'tier', 'device', 'at', string.format('%d', at), 'stored', ARGV[8], 'removed', ARGV[9])
 end
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 redis.call('PEXPIRE', KEYS[3], ARGV[2])

@@ -317,6 +317,8 @@ class TransferAbort:
 # ---------------------------------------------------------------- node -> Redis
 
 Role = Literal["prefill", "decode"]
+Tier = Literal["device", "host", "disk"]
+"""Which of a node's memories a block is in; `device` is the one that it computes in."""
 
 
 @dataclass(frozen=True)

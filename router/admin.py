@@ -86,7 +86,7 @@ class RouterAdmin:
             {
                 **describe_node(node, now_s),
                 "breaker": dataclasses.asdict(dispatcher.breakers.view(node.incarnation)),
-                "index_blocks": dispatcher.placer.index.held(node.incarnation),
+                "index_blocks": dispatcher.placer.index.tiers(node.incarnation),
                 "routing": _routing(dispatcher.nodes.fleets[node.record.role], node.incarnation),
             }
             for node in nodes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.clock import Clock, monotonic
-from common.protocol import NodeLoad, NodeRecord
+from common.protocol import NodeLoad, NodeRecord, Tier
 from common.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.redis_keys import Keys
 from router.index import PrefixIndex
@@ -31,6 +31,7 @@ _RETRY_S = 0.2
 SILENCE_S = 10.0
 """A node that holds blocks and of which the index has none for so long has lost its way to us."""
 _JUDGE_S = 1.0
+_TIERS: dict[bytes, Tier] = {b"device": "device", b"host": "host", b"disk": "disk"}
 
 
 @dataclass
@@ -172,14 +173,17 @@ class Follower:
             at: bytes = fields.get(b"at", b"")
             if at.isdigit():  # bytes of another writer must not end the following of all nodes
                 self.lag_s = max(0.0, time.time() - int(at) / 1000)
-            if self._store(followed.incarnation, fields.get(b"stored", b""), fields.get(b"removed", b"")):
+            tier = _TIERS.get(fields.get(b"tier", b"device"))
+            if tier is None:
+                log.error("node %s published blocks of an unknown tier", followed.incarnation)
+            elif self._store(followed.incarnation, fields.get(b"stored", b""), fields.get(b"removed", b""), tier):
                 await asyncio.sleep(0)
 
-    def _store(self, incarnation: str, stored: bytes, removed: bytes) -> int:
+    def _store(self, incarnation: str, stored: bytes, removed: bytes, tier: Tier = "device") -> int:
         """Returns how many blocks that were."""
         try:
-            self._index.removed(incarnation, removed)
-            self._index.stored(incarnation, stored)
+            self._index.removed(incarnation, removed, tier)
+            self._index.stored(incarnation, stored, tier)
         except ValueError as error:
             log.error("node %s published malformed block hashes: %s", incarnation, error)
         count = (len(stored) + len(removed)) // 16

@@ -134,8 +134,8 @@ class Placer:
         """What the policies are asked, and the hashes of the prompt's full blocks."""
         hashes = order.chain.hashes(self._fingerprint(), order.token_ids)
         hits = self.index.match(hashes)
-        for incarnation in order.unproven:
-            hits.pop(incarnation, None)
+        if order.unproven:
+            hits = hits.without(order.unproven)
         query = Query(
             num_tokens=len(order.token_ids),
             avoid=order.avoid,

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from common.hashing import BLOCK_SIZE
 from common.protocol import Role
 from router.costs import Costs
+from router.hits import Hits
 
 FloatArray = npt.NDArray[np.float64]
 PrefillMode = Literal["relayed", "local"]
@@ -91,13 +92,22 @@ class Fleet:
     token_bytes = _Column()
     """KV bytes of one token."""
     load = _Column()
-    """The classic score: waiting requests weigh four times running ones. It and the next ones follow from the others."""
+    """The classic score: waiting requests weigh four times running ones. It and all after it follow from the others."""
     requests = _Column()
     """Waiting or running."""
     backlog = _Column()
     """Prompt tokens still to be computed."""
     room = _Column()
     """KV blocks that nobody uses or is about to."""
+    slow_backlog = _Column()
+    """Times `slowness`, as the next one."""
+    slow_requests = _Column()
+    step_requests = _Column()
+    """`requests`, times `step_slowness`."""
+    step_seats = _Column()
+    """Sequences that run with one request more, times `step_slowness`."""
+    spare_seats = _Column()
+    """Sequences that could run beyond these; below zero, so many wait."""
 
     def __init__(self, role: Role) -> None:
         self.role: Role = role
@@ -110,6 +120,9 @@ class Fleet:
         self.kind_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         """Nodes can relay to each other only if these are equal: what their KV means."""
         self._rows: dict[str, int] = {}
+        self._hit_slots: Mapping[str, int] | None = None
+        """What `_hit_places` was made from."""
+        self._hit_places: npt.NDArray[np.intp] = np.zeros(0, np.intp)
 
     def __len__(self) -> int:
         return len(self.incarnations)
@@ -160,9 +173,13 @@ class Fleet:
         other.table = self.table[:, rows]
         other.node_hash, other.kind_hash = self.node_hash[rows], self.kind_hash[rows]
         other._rows = {incarnation: row for row, incarnation in enumerate(other.incarnations)}
+        other._hit_slots = self._hit_slots
+        if self._hit_slots is not None:
+            other._hit_places = self._hit_places[rows]
         return other
 
     def _reindex(self) -> None:
+        self._hit_slots = None
         self._rows = {incarnation: row for row, incarnation in enumerate(self.incarnations)}
         self.node_hash = np.array([stable_hash(name) for name in self.node_ids], np.uint64)
         self.kind_hash = np.array([stable_hash(kind) for kind in self.kv_kinds], np.uint64)
@@ -200,13 +217,23 @@ class Fleet:
 
     def _derive(self, row: int) -> None:
         """The columns that follow from the others, for one node."""
-        at = self.table[:, row].tolist()
+        at: list[float] = self.table[:, row].tolist()
         waiting, running = at[_WAITING], at[_RUNNING]
         own = at[_IN_FLIGHT] - at[_ENDED]
-        self.load[row] = max(4 * waiting + running + own, 0.0)
-        self.requests[row] = max(waiting + running + own, 0.0)
-        self.backlog[row] = max(at[_QUEUED] - at[_ENDED_TOKENS], 0.0) + at[_IN_FLIGHT_TOKENS]
-        self.room[row] = at[_FREE] - at[_IN_FLIGHT_BLOCKS]
+        requests = max(waiting + running + own, 0.0)
+        backlog = max(at[_QUEUED] - at[_ENDED_TOKENS], 0.0) + at[_IN_FLIGHT_TOKENS]
+        slowness, step_slowness = at[_SLOWNESS], at[_STEP_SLOWNESS]
+        self.table[_LOAD:, row] = (
+            max(4 * waiting + running + own, 0.0),
+            requests,
+            backlog,
+            at[_FREE] - at[_IN_FLIGHT_BLOCKS],
+            backlog * slowness,
+            requests * slowness,
+            requests * step_slowness,
+            min(requests + 1, at[_CAPACITY]) * step_slowness,
+            at[_CAPACITY] - requests - 1,
+        )
 
     def values(self, incarnation: str) -> dict[str, float]:
         """All columns of one node, by name."""
@@ -215,14 +242,32 @@ class Fleet:
 
     def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
         """Leading blocks of the request that each node holds."""
+        if isinstance(hits, Hits):  # a system prompt's first block is held by all: no Python step per node
+            if hits.slots is not self._hit_slots:
+                self._hit_slots, self._hit_places = hits.slots, hits.places(self.incarnations)
+            return hits.column(self._hit_places)
         blocks = np.zeros(len(self))
-        # Without a Python step per node: a system prompt's first block is held by all of them.
-        names = self._rows.keys() & hits.keys()
-        blocks[list(map(self._rows.__getitem__, names))] = list(map(hits.__getitem__, names))
+        for incarnation, depth in hits.items():
+            if incarnation in self._rows:
+                blocks[self._rows[incarnation]] = depth
         return blocks
 
 
-_WAITING, _RUNNING, _QUEUED, _FREE, _IN_FLIGHT, _IN_FLIGHT_TOKENS, _IN_FLIGHT_BLOCKS, _ENDED, _ENDED_TOKENS = (
+(
+    _WAITING,
+    _RUNNING,
+    _QUEUED,
+    _FREE,
+    _IN_FLIGHT,
+    _IN_FLIGHT_TOKENS,
+    _IN_FLIGHT_BLOCKS,
+    _ENDED,
+    _ENDED_TOKENS,
+    _CAPACITY,
+    _SLOWNESS,
+    _STEP_SLOWNESS,
+    _LOAD,
+) = (
     Fleet.columns[name].index
     for name in (
         "waiting",
@@ -234,6 +279,10 @@ _WAITING, _RUNNING, _QUEUED, _FREE, _IN_FLIGHT, _IN_FLIGHT_TOKENS, _IN_FLIGHT_BL
         "in_flight_blocks",
         "ended",
         "ended_tokens",
+        "capacity",
+        "slowness",
+        "step_slowness",
+        "load",
     )
 )
 
@@ -338,6 +387,8 @@ class Policy:
 
 def shown(fleet: Fleet, scores: FloatArray, count: int | None) -> dict[str, float]:
     """The `count` best nodes (None: all) by name with their scores, best first."""
+    if count == 0:
+        return {}
     if count is not None and count < len(fleet):
         rows = np.argpartition(scores, count)[:count]
         rows = rows[np.argsort(scores[rows], kind="stable")]

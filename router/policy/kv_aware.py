@@ -46,14 +46,14 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     if fleet.role == "decode":
         return _decode_s(fleet, query, held)
     tokens = np.maximum(query.num_tokens - held * query.block_size, 1.0)
-    work = _prefill_s(fleet.costs, tokens, query)
-    scores = work * (fleet.slowness + _OTHERS) + _queue_s(fleet.costs, fleet.backlog, fleet.requests, fleet.slowness)
-    return scores + _overload_s(fleet.requests * fleet.slowness)
+    scores = _prefill_s(fleet.costs, tokens, query) * (fleet.slowness + _OTHERS)
+    scores += _queue_s(fleet.costs, fleet.slow_backlog, fleet.slow_requests)
+    return _pass_over_crowds(scores, fleet.slow_requests)
 
 
 def queue_at(fleet: Fleet, row: int, costs: Costs) -> float:
     """The wait for one node's backlog, in seconds."""
-    return _queue_s(costs, float(fleet.backlog[row]), float(fleet.requests[row]), float(fleet.slowness[row]))
+    return _queue_s(costs, float(fleet.slow_backlog[row]), float(fleet.slow_requests[row]))
 
 
 def prefill_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
@@ -69,8 +69,10 @@ def transfer_at(fleet: Fleet, row: int, query: Query) -> float:
 
 def step_at(fleet: Fleet, row: int) -> float:
     """Duration of one decode node's steps with one more request, in seconds."""
-    running = min(float(fleet.requests[row]) + 1, float(fleet.capacity[row]))
-    return _step_s(fleet.costs, running, float(fleet.step_slowness[row]))
+    return (
+        float(fleet.step_slowness[row]) * fleet.costs.step_base_s
+        + float(fleet.step_seats[row]) * fleet.costs.step_seq_s
+    )
 
 
 def others_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
@@ -91,48 +93,49 @@ def _uncached(fleet: Fleet, row: int, query: Query) -> float:
     return max(query.num_tokens - query.hits.get(fleet.incarnations[row], 0) * query.block_size, 1.0)
 
 
-def _overload_s(load: FloatArray) -> FloatArray | float:
+def _pass_over_crowds(scores: FloatArray, load: FloatArray) -> FloatArray:
     """What keeps a crowd with one prefix from gathering on one node, however good its estimates look."""
-    limit = load.sum() * (_CROWD / len(load)) + _CROWD_SPARE
-    return 0.0 if load.max() < limit else _OVERLOADED_S * (load >= limit)
+    limit = float(np.add.reduce(load)) * (_CROWD / len(load)) + _CROWD_SPARE
+    if load[load.argmax()] >= limit:
+        scores += _OVERLOADED_S * (load >= limit)
+    return scores
 
 
-def _queue_s(costs: Costs, backlog: _Number, requests: _Number, slowness: _Number) -> _Number:
-    return slowness * (backlog * costs.queued_token_s + requests * costs.prefill_base_s)
+def _queue_s(costs: Costs, slow_backlog: _Number, slow_requests: _Number) -> _Number:
+    return slow_backlog * costs.queued_token_s + slow_requests * costs.prefill_base_s
 
 
 def _prefill_s(costs: Costs, tokens: _Number, query: Query) -> _Number:
     """On a node of the fleet's usual speed."""
-    per_token = costs.prefill_token_s + costs.prefill_context_s * (query.num_tokens - tokens / 2)
-    return tokens * per_token + costs.prefill_base_s
+    alone_s = costs.prefill_token_s + costs.prefill_context_s * query.num_tokens
+    return tokens * (alone_s - costs.prefill_context_s / 2 * tokens) + costs.prefill_base_s
 
 
 def _transfer_s(costs: Costs, size_bytes: _Number, slowness: _Number) -> _Number:
     return slowness * (costs.transfer_base_s + costs.transfer_byte_s * size_bytes)
 
 
-def _step_s(costs: Costs, running: _Number, slowness: _Number) -> _Number:
-    return slowness * (costs.step_base_s + costs.step_seq_s * running)
+def _answers_s(costs: Costs, length: float, step_slowness: FloatArray, step_seats: FloatArray) -> FloatArray:
+    return step_slowness * (length * costs.step_base_s) + step_seats * (length * costs.step_seq_s)
 
 
 def _decode_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
     """Relay and the whole answer at each node, in seconds."""
     costs, block = fleet.costs, query.block_size
     missing = np.maximum(query.num_tokens - held * block, 0.0)
-    transfer = _transfer_s(costs, missing * fleet.token_bytes, fleet.link_slowness)
     length = min(costs.output_tokens, query.max_new_tokens) if query.max_new_tokens else costs.output_tokens
-    requests = fleet.requests + 1
-    answer = length * _step_s(costs, np.minimum(requests, fleet.capacity), fleet.step_slowness)
-    scores = transfer + answer
-    scores += _overload_s(fleet.requests * fleet.step_slowness)
-    crowd = requests - fleet.capacity
-    if crowd.max() > 0:
-        scores += answer * np.maximum(crowd, 0.0) / fleet.capacity
-    whole = -(-(query.num_tokens + query.max_new_tokens) // block)
-    if fleet.room.min() < whole:
+    answer = _answers_s(costs, length, fleet.step_slowness, fleet.step_seats)
+    scores = _transfer_s(costs, missing * fleet.token_bytes, fleet.link_slowness)
+    scores += answer
+    scores = _pass_over_crowds(scores, fleet.step_requests)
+    spare = fleet.spare_seats
+    if spare[spare.argmin()] < 0:
+        scores += answer * np.maximum(-spare, 0.0) / fleet.capacity
+    whole, room = -(-(query.num_tokens + query.max_new_tokens) // block), fleet.room
+    if room[room.argmin()] < whole:
         prompt = -(-query.num_tokens // block)
-        lacking = np.maximum(whole - held - fleet.room, 0.0)
-        scores += answer * lacking / fleet.total_blocks + _NO_ROOM_S * (prompt - held > fleet.room)
+        lacking = np.maximum(whole - held - room, 0.0)
+        scores += answer * lacking / fleet.total_blocks + _NO_ROOM_S * (prompt - held > room)
     return scores
 
 

@@ -44,12 +44,12 @@ def check_policy(name: str) -> str:
 
 def pick(policy: Policy, scores: FloatArray, fleet: Fleet, memory: Memory) -> int:
     """The row of the best score; of equal ones that with the least in the policy's `tie`, then in turn."""
-    best = scores.min()
-    near = np.flatnonzero(scores <= best + policy.slack * abs(best))
+    best = float(scores[scores.argmin()])
+    near = (scores <= best + policy.slack * abs(best)).nonzero()[0]
     if len(near) > 1:
         ties = fleet.table[fleet.columns[policy.tie].index][near]
-        near = near[ties <= ties.min()]
-    return int(near[np.argmin((near - memory.turn) % len(fleet))])
+        near = near[ties <= ties[ties.argmin()]]
+    return int(near[((near - memory.turn) % len(fleet)).argmin()])
 
 
 def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory, shown_count: int | None) -> tuple[int, Choice]:

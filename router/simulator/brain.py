@@ -14,7 +14,7 @@ from common.errors import Unavailable
 from common.hashing import BlockHash
 from common.protocol import Role
 from router.costs import CostModel
-from router.index import PrefixIndex
+from router.index import PrefixIndex, block_keys
 from router.policy import Fleet, Memory, Query, check_policy, place
 from router.simulator.decode import DecodeNode
 from router.simulator.events import Events
@@ -101,10 +101,10 @@ class Brain:
 
     def place(self, request: SimRequest) -> str | None:
         """Choose the request's nodes. Returns the reason if it is turned away."""
-        settings = self._settings
+        settings, keys = self._settings, block_keys(request.hashes)
         query = Query(
             request.input_tokens,
-            hits=self.index.match(request.hashes),
+            hits=self.index.match(keys),
             block_size=settings.block_tokens,
             max_new_tokens=request.output_tokens,
             session=request.session or request.hashes[0].hex(),
@@ -132,8 +132,9 @@ class Brain:
             request.prefill_node = prefill.node
             tokens = max(request.input_tokens - source.hit_tokens, 1)
             ticket.prefill = self._send(prefill, tokens, len(request.hashes), source.work_s)
-            self.index.expect(source.incarnation, request.hashes)
-        self.index.expect(target.incarnation, request.hashes)
+            self.index.expect(source.incarnation, keys, target.incarnation)
+        else:
+            self.index.expect(target.incarnation, keys)
         request.ticket = ticket
         return None
 

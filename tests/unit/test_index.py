@@ -88,6 +88,57 @@ def test_a_prefix_goes_on_with_held_blocks_after_expected_ones(few: int) -> None
     assert index.match(prompt) == {"a": 7}
 
 
+@pytest.mark.parametrize("few", [0, 1024])
+def test_it_grows_and_gives_up_the_oldest_segment_by_segment(few: int) -> None:
+    """Past many splits, and with room for half of what comes: as many as it may, the newest, nothing else."""
+    index, blocks = PrefixIndex(30_000, few=few), [os.urandom(16 * 300) for _ in range(200)]
+    for turn, blob in enumerate(blocks):
+        index.stored(f"n{turn % 7}", blob)
+        assert index.match(blob) == {f"n{turn % 7}": 300}
+        assert len(index) == sum(index.held(f"n{i}") for i in range(7)) <= 30_000
+    assert len(index) > 25_000
+    assert index.evicted + len(index) == 60_000
+    for turn, blob in enumerate(blocks[150:], 150):
+        assert index.match(blob) == {f"n{turn % 7}": 300}
+        index.removed(f"n{turn % 7}", blob)
+        assert index.match(blob) == {}
+
+
+def test_an_incarnation_holds_a_prefix_in_whatever_tiers_its_blocks_are() -> None:
+    index, prompt = PrefixIndex(), names(9)
+    index.stored("a", prompt[:3])
+    index.stored("a", prompt[3:8], "host")
+    index.stored("b", prompt[:2], "host")
+    assert index.match(prompt) == {"a": 8, "b": 2}
+    assert (index.tiers("a"), index.tiers("b")) == ({"device": 3, "host": 5}, {"device": 0, "host": 2})
+    index.removed("a", prompt[3:5], "host")
+    assert index.match(prompt) == {"a": 3, "b": 2}
+    index.drop("b")
+    assert index.match(prompt) == {"a": 3}
+    while index.tidy():
+        pass
+    assert len(index) == 6
+    index.stored("c", prompt[:1])
+    index.stored("d", prompt[:2])
+    assert index.match(prompt) == {"a": 3, "c": 1, "d": 2}
+
+
+@pytest.mark.parametrize("few", [0, 1024])
+def test_hits_are_a_mapping_and_a_column(few: int) -> None:
+    index, prompt = PrefixIndex(few=few), names(5)
+    for depth in range(1, 5):
+        index.stored(f"n{depth}", prompt[:depth])
+    index.expect("n1", prompt, "new")
+    hits = index.match(prompt)
+    assert hits == {"n1": 5, "n2": 2, "n3": 3, "n4": 4, "new": 5}
+    assert (len(hits), hits.get("n2"), hits.get("unknown"), "unknown" in hits) == (5, 2, None, False)
+    assert hits.column(hits.places(["n4", "unknown", "n1"])).tolist() == [4, 0, 5]
+    assert hits.without(["n1", "unknown"]) == {"n2": 2, "n3": 3, "n4": 4, "new": 5}
+    index.drop("n4")
+    assert hits["n4"] == 4, "what was answered stays"
+    assert index.match(names(3, 100)) == index.match([]) == {}
+
+
 def test_hashes_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError):
         PrefixIndex().stored("a", b"seventeen bytes!!")

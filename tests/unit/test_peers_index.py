@@ -77,6 +77,14 @@ def test_a_malformed_stream_entry_is_that_nodes_trouble_alone() -> None:
         entries = [(b"1-0", {b"at": b"soon", b"stored": b"short"}), (b"2-0", {b"stored": b"".join(chain(0))})]
         await follower._apply(followed, entries)
         assert (followed.last, index.match(chain(0))) == (2, {"a": 8})
+        more = chain(0, 12)
+        entries = [
+            (b"3-0", {b"tier": b"host", b"stored": b"".join(more[8:10])}),
+            (b"4-0", {b"tier": b"tape", b"stored": b"".join(more[10:])}),
+        ]
+        await follower._apply(followed, entries)
+        assert (followed.last, index.match(more)) == (4, {"a": 10})
+        assert index.tiers("a") == {"device": 8, "host": 2}
         await follower._client.aclose()
 
     asyncio.run(main())
