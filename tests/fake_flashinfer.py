@@ -91,7 +91,7 @@ def append_paged_kv_cache(
         assert rows.shape[1:] == (num_heads, head_dim)
         assert head_dim in (64, 128, 256, 512)
         where = kv_indptr[batch_indices] * page_size + positions
-        pages[kv_indices[where // page_size].long(), :, where.long() % page_size] = rows
+        _words(pages)[kv_indices[where // page_size].long(), :, where.long() % page_size] = _words(rows)
 
 
 class _PagedWrapper:
@@ -103,9 +103,6 @@ class _PagedWrapper:
         self.is_cuda_graph_enabled = use_cuda_graph
         self._planned = False
         self.num_plans = 0
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        assert int_workspace_buffer.dtype == torch.uint8
 
     def _keep(
         self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, buffers: tuple[Tensor, Tensor, Tensor] | None
@@ -142,7 +139,8 @@ class _PagedWrapper:
         for i, last in enumerate(self._last.tolist()):
             pages = self._indices[self._indptr[i] : self._indptr[i + 1]].long()
             length = (pages.numel() - 1) * self._page_size + last
-            k, v = (side[pages].float().transpose(0, 1).flatten(1, 2)[:, :length] for side in cache)
+            taken = (_words(side)[pages].view(side.dtype) for side in cache)
+            k, v = (side.float().transpose(0, 1).flatten(1, 2)[:, :length] for side in taken)
             k, v = (side.repeat_interleave(group, 0) for side in (k, v))
             rows = q[qo_indptr[i] : qo_indptr[i + 1]].float().transpose(0, 1)
             scores = rows @ k.transpose(1, 2) * (k_scale / math.sqrt(self._head_dim))
@@ -240,6 +238,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
             self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
             assert self._buffers[0].numel() == self._buffers[2].numel() + 1
 
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        assert int_workspace_buffer.dtype == torch.uint8
+
     def plan(
         self,
         indptr: Tensor,
@@ -274,6 +275,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
 
 def _scale(scale: float | None) -> float:
     return 1.0 if scale is None else scale
+
+
+def _words(x: Tensor) -> Tensor:
+    """FP8 as bytes, which can be indexed."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _same_dtype(*tensors: Tensor) -> None:

@@ -56,4 +56,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    """Of queries and results; the cache may have another."""
     block_size: int
+    max_context: int = 0
+    """Tokens of the longest sequence, which bounds the memory of `for_graph`; 0: as many as the cache holds."""

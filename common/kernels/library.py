@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import subprocess
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -43,5 +44,16 @@ def _find(device: torch.device) -> Library:
         flashinfer = importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
         return Library(None, f"flashinfer cannot be imported: {error}")
+    try:
+        _run_one(flashinfer, device)
+    except (ImportError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        return Library(None, f"flashinfer {flashinfer.__version__} cannot build or run its kernels: {error}")
     log.info("flashinfer %s", flashinfer.__version__)
     return Library(flashinfer)
+
+
+def _run_one(flashinfer: ModuleType, device: torch.device) -> None:
+    """Load or compile a small kernel, and run it: there may be no compiler here, or kernels for another card."""
+    x = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
+    flashinfer.rmsnorm(x, x[0])
+    torch.cuda.synchronize(device)

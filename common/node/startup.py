@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from common.attention.base import AttentionBackend, AttentionShape
-from common.attention.cpu import CpuAttention
+from common.attention.choose import choose_attention, worth_recording
 from common.config import NodeConfig
 from common.device import DeviceKind, card_name, default_dtype, rank_device, resolve_device, use_device
 from common.engine.graphs import CudaRecorder, DecodeGraphs, EagerRecorder, Recorder, graph_sizes
@@ -181,6 +181,9 @@ class LoadedRank:
         """
         if self._recorder is None:
             return
+        if not worth_recording(self._attention, self.blueprint.model.max_model_len):
+            log.warning("decode steps are not recorded: attention on gathered pages is slower so")
+            return
         layout, seqs = self.blueprint.layout, self.config.max_num_seqs
         pad_block = self.storage.num_blocks - 1
         use_device(self.device)
@@ -207,8 +210,9 @@ class LoadedRank:
             head_dim=config.head_dim,
             dtype=self._model.precision.wide,
             block_size=self.blueprint.layout.block_size,
+            max_context=self.blueprint.model.max_model_len,
         )
-        attention = CpuAttention(storage, shape)
+        attention = choose_attention(storage, shape)
         return ModelRunner(self._model, storage, attention), attention
 
     def describe(self, peak_bytes: int) -> str:

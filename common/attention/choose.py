@@ -1,0 +1,39 @@
+"""Which attention a rank uses. Decided once, when its KV memory is there."""
+
+from __future__ import annotations
+
+import logging
+
+from common.attention.base import AttentionBackend, AttentionShape
+from common.attention.cpu import CpuAttention
+from common.attention.flashinfer import FlashInferAttention, why_not
+from common.attention.gathered import GatheredAttention
+from common.kernels.library import find_flashinfer
+from common.kv.storage import KVStorage
+
+log = logging.getLogger(__name__)
+
+_SHORT_CONTEXT = 4096
+
+
+def choose_attention(storage: KVStorage, shape: AttentionShape) -> AttentionBackend:
+    """On a card flashinfer where it has kernels for this model, else gathered pages, which the log then says."""
+    device = storage.data.device
+    if device.type == "cpu":
+        return CpuAttention(storage, shape)
+    flashinfer = find_flashinfer(device).flashinfer
+    if flashinfer is None:
+        return GatheredAttention(storage, shape)
+    reason = why_not(shape, storage.data.dtype)
+    if reason:
+        log.warning("attention runs on gathered pages, which is slower: %s", reason)
+        return GatheredAttention(storage, shape)
+    return FlashInferAttention(storage, shape, flashinfer)
+
+
+def worth_recording(attention: AttentionBackend, max_context: int) -> bool:
+    """Whether a recorded decode step is faster than one that is launched.
+
+    On gathered pages it reads the longest possible context for every row, whatever the sequences' lengths.
+    """
+    return not isinstance(attention, GatheredAttention) or max_context <= _SHORT_CONTEXT

@@ -1,0 +1,267 @@
+"""Paged attention by flashinfer, on CUDA. Runs on a rank's engine thread, on its current stream.
+
+Rows that decode and rows of prompt chunks go through kernels of their own. A decode row uses tensor cores too: they
+take any number of query heads per KV head, and grouped heads share what is read. On Hopper prompts use FA3, where
+the cache is not FP8.
+
+flashinfer's `plan` works on the host and copies its result from pinned memory of its own, which the next plan
+overwrites: each plan first waits until the copies of the one before are done. They are queued before that step's
+kernels, so whoever prepares one step ahead of the running one waits for nothing.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.attention.base import AttentionMetadata, AttentionShape
+from common.attention.pages import host_int32, leading_decodes, page_lists
+from common.kernels.flashinfer_kernels import DTYPES, HEAD_DIMS
+from common.kv.float8 import E4M3, narrow
+from common.kv.layout import blocks_for
+from common.kv.storage import KVStorage
+
+_LAYOUT = "HND"
+_SPLIT_BYTES = 256 * 2**20
+"""For partial results of long sequences that several thread blocks share. 64 query heads of 128 need 140 MB."""
+_PLAN_BYTES = 8 * 2**20
+"""For the plan of one batch on the device."""
+
+
+def why_not(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
+    """Why flashinfer has no kernels for this model; empty if it has."""
+    if shape.dtype not in DTYPES:
+        return f"flashinfer attends in 16 bits, the model computes in {shape.dtype}"
+    if shape.head_dim not in HEAD_DIMS:
+        return f"flashinfer has kernels for heads of {HEAD_DIMS}, the model's have {shape.head_dim}"
+    if cache_dtype not in (shape.dtype, E4M3):
+        return f"flashinfer reads no {cache_dtype} cache for {shape.dtype} queries"
+    return ""
+
+
+def prefill_backend(device: torch.device, cache_dtype: torch.dtype) -> str:
+    """The kernels for prompts: FA3 is written for Hopper, and reads FP8 pages only for FP8 queries."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return "fa3" if hopper and cache_dtype != E4M3 else "fa2"
+
+
+class _Cache:
+    """The KV pages of all layers, and appending to them."""
+
+    def __init__(self, storage: KVStorage, flashinfer: ModuleType) -> None:
+        data = storage.data
+        self.device, self.dtype = data.device, data.dtype
+        self.scales = storage.scales
+        self.pages = [(data[layer, 0], data[layer, 1]) for layer in range(data.size(0))]
+        self._append = flashinfer.append_paged_kv_cache
+        # All blocks are taken for one sequence, in which a slot of the cache is a position.
+        num_blocks, block_size = data.size(2), data.size(4)
+        self._indices = torch.arange(num_blocks, dtype=torch.int32, device=data.device)
+        self._indptr = torch.tensor([0, num_blocks], dtype=torch.int32, device=data.device)
+        self._last_page_len = torch.tensor([block_size], dtype=torch.int32, device=data.device)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, sequence: Tensor) -> None:
+        """k, v: [T, kv_heads, head_dim]; slots: [T] int32; sequence: [T] int32 zeros."""
+        k_scale, v_scale = self.scales[layer]
+        self._append(
+            narrow(k, self.dtype, k_scale),
+            narrow(v, self.dtype, v_scale),
+            sequence,
+            slots,
+            self.pages[layer],
+            self._indices,
+            self._indptr,
+            self._last_page_len,
+            _LAYOUT,
+        )
+
+
+class _Fence:
+    """Between the copies of one plan and the next plan."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def mark(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+
+class FlashInferAttention:
+    """`AttentionBackend` for one rank's `KVStorage`. Not thread-safe; `forward` calls belong to the latest `plan`.
+
+    `for_graph` backends share its device memory: steps of all of them must be on one stream.
+    """
+
+    def __init__(self, storage: KVStorage, shape: AttentionShape, flashinfer: ModuleType) -> None:
+        """`shape` and `storage` must be some that `why_not` has nothing against."""
+        self._flashinfer = flashinfer
+        self._shape = shape
+        self._cache = _Cache(storage, flashinfer)
+        device = self._cache.device
+        self._pinned = device.type == "cuda"
+        self._fence = _Fence(device)
+        self._split = torch.zeros(_SPLIT_BYTES, dtype=torch.uint8, device=device)
+        self._plan = torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        backend = prefill_backend(device, self._cache.dtype)
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._split, _LAYOUT, backend=backend)
+        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._split, _LAYOUT, use_tensor_cores=True, backend="fa2"
+        )
+        self._max_pages = blocks_for(shape.max_context, shape.block_size) or storage.data.size(2)
+        self._graph_pages = torch.empty(0, dtype=torch.int32, device=device)
+        self._num_decodes = 0
+        self._slots = self._sequence = torch.empty(0, dtype=torch.int32, device=device)
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Prepare for the next step's `forward` calls, one per layer."""
+        self._slots = metadata.slot_mapping.to(self._cache.device, torch.int32)
+        self._sequence = torch.zeros_like(self._slots)
+        self._num_decodes = n = leading_decodes(metadata.query_lens)
+        self._fence.wait()
+        if n:
+            pages = page_lists(
+                metadata.context_lens[:n], metadata.block_tables[:n], self._shape.block_size, pinned=self._pinned
+            )
+            indices = pages.indices.to(self._cache.device, non_blocking=True)
+            plan_decode(self._decode, self._shape, self._cache.dtype, pages.indptr, indices, pages.last_page_len)
+        if n < len(metadata.query_lens):
+            self._plan_prefill(metadata, n)
+        self._fence.mark()
+
+    def _plan_prefill(self, metadata: AttentionMetadata, first: int) -> None:
+        """The sequences from `first` on, some of which may have a single row."""
+        shape = self._shape
+        pages = page_lists(
+            metadata.context_lens[first:], metadata.block_tables[first:], shape.block_size, pinned=self._pinned
+        )
+        rows = [0]
+        for query_len in metadata.query_lens[first:]:
+            rows.append(rows[-1] + query_len)
+        self._prefill.plan(
+            host_int32(rows, pinned=self._pinned),
+            pages.indptr,
+            pages.indices.to(self._cache.device, non_blocking=True),
+            pages.last_page_len,
+            shape.num_q_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            causal=True,
+            q_data_type=shape.dtype,
+            kv_data_type=self._cache.dtype,
+            non_blocking=True,
+        )
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
+
+        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
+        Returns [T, q_heads/tp, head_dim], q's dtype. Scale is 1/sqrt(head_dim).
+        """
+        cache, n = self._cache, self._num_decodes
+        cache.append(layer, k, v, self._slots, self._sequence)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        k_scale, v_scale = cache.scales[layer]
+        for wrapper, rows in ((self._decode, slice(0, n)), (self._prefill, slice(n, q.size(0)))):
+            if rows.start < rows.stop:
+                wrapper.run(q[rows], cache.pages[layer], k_scale=k_scale, v_scale=v_scale, out=out[rows])
+        return out
+
+    def for_graph(self, rows: int) -> FlashInferDecode:
+        """A backend over the same cache for batches of exactly `rows` decode rows, whose memory never moves.
+
+        Its `plan` copies into that memory and may work on the host; its `forward` may be recorded and replayed.
+        Ask for the largest first: the smaller ones share its list of pages.
+        """
+        needed = rows * self._max_pages
+        if self._graph_pages.numel() < needed:
+            self._graph_pages = torch.zeros(needed, dtype=torch.int32, device=self._cache.device)
+        return FlashInferDecode(
+            self._flashinfer, self._shape, self._cache, self._graph_pages[:needed], self._split, self._plan, rows
+        )
+
+
+class FlashInferDecode:
+    """`AttentionBackend` for steps of exactly `rows` decode rows, in memory that stays where it is."""
+
+    def __init__(
+        self,
+        flashinfer: ModuleType,
+        shape: AttentionShape,
+        cache: _Cache,
+        pages: Tensor,
+        split: Tensor,
+        plan: Tensor,
+        rows: int,
+    ) -> None:
+        """`pages` (int32), `split` and `plan` (bytes) may be shared with others that run at other times."""
+        self._shape = shape
+        self._cache = cache
+        self._pinned = cache.device.type == "cuda"
+        self._fence = _Fence(cache.device)
+        self._pages = pages
+        self._slots = torch.zeros(rows, dtype=torch.int32, device=cache.device)
+        self._sequence = torch.zeros_like(self._slots)
+        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            split,
+            _LAYOUT,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=torch.zeros(rows + 1, dtype=torch.int32, device=cache.device),
+            paged_kv_indices_buffer=pages,
+            paged_kv_last_page_len_buffer=torch.zeros(rows, dtype=torch.int32, device=cache.device),
+            backend="fa2",
+        )
+        # Instead of 8 MB of its own for each size.
+        self._wrapper.reset_workspace_buffer(split, plan)
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Copy a batch of exactly as many decode rows as this backend was made for."""
+        pages = page_lists(metadata.context_lens, metadata.block_tables, self._shape.block_size, pinned=self._pinned)
+        count = pages.indices.numel()
+        if count > self._pages.numel():
+            raise ValueError(f"{count} pages, more than the {self._pages.numel()} of the longest contexts")
+        self._fence.wait()
+        self._slots.copy_(metadata.slot_mapping, non_blocking=True)
+        self._pages[:count].copy_(pages.indices, non_blocking=True)
+        plan_decode(
+            self._wrapper, self._shape, self._cache.dtype, pages.indptr, self._pages[:count], pages.last_page_len
+        )
+        self._fence.mark()
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `FlashInferAttention.forward`."""
+        cache = self._cache
+        cache.append(layer, k, v, self._slots, self._sequence)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        k_scale, v_scale = cache.scales[layer]
+        return self._wrapper.run(q, cache.pages[layer], k_scale=k_scale, v_scale=v_scale, out=out)
+
+    def for_graph(self, rows: int) -> FlashInferDecode:
+        raise NotImplementedError("a recorded backend makes no others")
+
+
+def plan_decode(
+    wrapper: Any, shape: AttentionShape, cache_dtype: torch.dtype, indptr: Tensor, indices: Tensor, last: Tensor
+) -> None:
+    """indptr, last: in host memory, so that planning waits for no copy; indices: on the device."""
+    wrapper.plan(
+        indptr,
+        indices,
+        last,
+        shape.num_q_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.block_size,
+        q_data_type=shape.dtype,
+        kv_data_type=cache_dtype,
+        non_blocking=True,
+    )

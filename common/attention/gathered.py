@@ -1,0 +1,185 @@
+"""Paged attention by PyTorch alone, on any device: `scaled_dot_product_attention` on pages that are gathered first.
+
+What a card falls back to without flashinfer, and for dtypes and head sizes that flashinfer lacks. It computes in the
+dtype of the queries. Runs on a rank's engine thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.attention.base import AttentionMetadata, AttentionShape
+from common.attention.pages import leading_decodes
+from common.kv.float8 import narrow, widen, words_of
+from common.kv.layout import blocks_for
+from common.kv.storage import KVStorage
+
+_SCORES = 2**26
+"""Of a query block: its rows times all query heads times the context. In float32, 256 MB."""
+
+
+@dataclass(frozen=True)
+class _Decodes:
+    """Sequences of one row each, padded to equally many pages."""
+
+    pages: Tensor
+    """[B, P] int64"""
+    past: Tensor
+    """[B, P * block_size] bool, true past the end of the context."""
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """One sequence with rows [row_lo, row_hi) of the batch."""
+
+    row_lo: int
+    row_hi: int
+    context_len: int
+    pages: Tensor
+    """[P] int64"""
+
+
+class _Pages:
+    """One rank's KV memory: appending to it, and reading pages of it."""
+
+    def __init__(self, storage: KVStorage) -> None:
+        self.data = storage.data
+        self.scales = storage.scales
+        self.block_size = storage.data.size(4)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """k, v: [T, kv_heads, head_dim]; slots: [T] int64."""
+        where = (slots // self.block_size, slots % self.block_size)
+        for side, rows, scale in zip(self.data[layer], (k, v), self.scales[layer], strict=True):
+            by_slot = words_of(side).transpose(1, 2)
+            by_slot.index_put_(where, words_of(narrow(rows, side.dtype, scale)))
+
+    def gather(self, layer: int, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        """pages: [B, P]. Returns [2 (K, V), B, kv_heads, P * block_size, head_dim], without scales."""
+        cache = words_of(self.data[layer])
+        taken = cache.index_select(1, pages.flatten()).view(self.data.dtype)
+        return widen(taken).to(dtype).unflatten(1, pages.shape).transpose(2, 3).flatten(3, 4)
+
+    def attend_one_row_each(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
+        """q: [B, q_heads, head_dim]. Returns the same."""
+        gathered = self.gather(layer, decodes.pages, q.dtype)
+        # What a reused page holds past the end may be anything, and anything times zero may be NaN.
+        keys, values = gathered.masked_fill_(decodes.past[:, None, :, None], 0.0)
+        k_scale, v_scale = self.scales[layer]
+        rows = (q * k_scale).unflatten(1, (keys.size(1), -1))
+        seen = ~decodes.past[:, None, None]
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen).mul_(v_scale).reshape(q.shape)
+
+
+class GatheredAttention:
+    """`AttentionBackend` for one rank's `KVStorage`. Not thread-safe; `forward` calls belong to the latest `plan`."""
+
+    def __init__(self, storage: KVStorage, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._pages = _Pages(storage)
+        self._device = storage.data.device
+        self._max_pages = blocks_for(shape.max_context, shape.block_size) or storage.data.size(2)
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._decodes: _Decodes | None = None
+        self._prefills: list[_Prefill] = []
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Prepare for the next step's `forward` calls, one per layer."""
+        block_size = self._shape.block_size
+        self._slots = metadata.slot_mapping
+        n = leading_decodes(metadata.query_lens)
+        longest = max((blocks_for(context_len, block_size) for context_len in metadata.context_lens[:n]), default=0)
+        self._decodes = _decodes(metadata, n, longest, block_size, self._device) if n else None
+        self._prefills = []
+        row = n
+        for i in range(n, len(metadata.query_lens)):
+            context_len = metadata.context_lens[i]
+            table = metadata.block_tables[i][: blocks_for(context_len, block_size)]
+            pages = torch.tensor(table, device=self._device)
+            self._prefills.append(_Prefill(row, row + metadata.query_lens[i], context_len, pages))
+            row += metadata.query_lens[i]
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
+
+        q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
+        Returns [T, q_heads/tp, head_dim], q's dtype. Scale is 1/sqrt(head_dim).
+        """
+        self._pages.append(layer, k, v, self._slots)
+        parts: list[Tensor] = []
+        if self._decodes is not None:
+            parts.append(self._pages.attend_one_row_each(layer, self._decodes, q[: self._decodes.pages.size(0)]))
+        parts += [self._attend_prompt(layer, prefill, q[prefill.row_lo : prefill.row_hi]) for prefill in self._prefills]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_prompt(self, layer: int, seq: _Prefill, q: Tensor) -> Tensor:
+        """q: [C, q_heads, head_dim], the last C positions of the context. Returns the same."""
+        shape, num_rows = self._shape, q.size(0)
+        keys, values = self._pages.gather(layer, seq.pages[None], q.dtype)[:, 0, :, : seq.context_len]
+        k_scale, v_scale = self._pages.scales[layer]
+        group = shape.num_q_heads // shape.num_kv_heads
+        block = max(16, _SCORES // (shape.num_q_heads * seq.context_len))
+        parts: list[Tensor] = []
+        for lo in range(0, num_rows, block):
+            n = min(block, num_rows - lo)
+            seen = seq.context_len - num_rows + lo + n
+            mask = torch.ones(n, seen, dtype=torch.bool, device=self._device).tril_(seen - n)
+            # The query heads that share a KV head are rows of one product.
+            rows = (q[lo : lo + n] * k_scale).view(n, shape.num_kv_heads, group, -1).permute(1, 2, 0, 3).flatten(1, 2)
+            out = F.scaled_dot_product_attention(
+                rows, keys[:, :seen], values[:, :seen], attn_mask=mask.repeat(group, 1)
+            )
+            parts.append(out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2))
+        return torch.cat(parts).mul_(v_scale)
+
+    def for_graph(self, rows: int) -> GatheredDecode:
+        """A backend over the same cache for batches of exactly `rows` decode rows, whose memory never moves.
+
+        Its `forward` gathers the longest possible context for every row, so it pays for short ones only.
+        """
+        return GatheredDecode(self._pages, rows, self._max_pages)
+
+
+class GatheredDecode:
+    """`AttentionBackend` for steps of exactly `rows` decode rows, in memory that stays where it is."""
+
+    def __init__(self, pages: _Pages, rows: int, max_pages: int) -> None:
+        device, length = pages.data.device, max_pages * pages.block_size
+        self._pages = pages
+        self._slots = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._decodes = _Decodes(
+            torch.zeros(rows, max_pages, dtype=torch.int64, device=device),
+            torch.ones(rows, length, dtype=torch.bool, device=device),
+        )
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Copy a batch of exactly as many decode rows as this backend was made for."""
+        rows, max_pages = self._decodes.pages.shape
+        planned = _decodes(metadata, rows, max_pages, self._pages.block_size, self._slots.device)
+        self._slots.copy_(metadata.slot_mapping)
+        self._decodes.pages.copy_(planned.pages)
+        self._decodes.past.copy_(planned.past)
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `GatheredAttention.forward`."""
+        self._pages.append(layer, k, v, self._slots)
+        return self._pages.attend_one_row_each(layer, self._decodes, q)
+
+    def for_graph(self, rows: int) -> GatheredDecode:
+        raise NotImplementedError("a recorded backend makes no others")
+
+
+def _decodes(metadata: AttentionMetadata, num: int, num_pages: int, block_size: int, device: torch.device) -> _Decodes:
+    """The first `num` sequences, each padded with its own last page: nothing of another enters its sums."""
+    lens = metadata.context_lens[:num]
+    tables: list[list[int]] = []
+    for table, context_len in zip(metadata.block_tables[:num], lens, strict=True):
+        used = table[: blocks_for(context_len, block_size)]
+        tables.append(used + used[-1:] * (num_pages - len(used)))
+    ends = torch.tensor(lens, device=device)[:, None]
+    past = torch.arange(num_pages * block_size, device=device) >= ends
+    return _Decodes(torch.tensor(tables, device=device), past)
