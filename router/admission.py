@@ -35,6 +35,8 @@ class Objectives:
         that is wrong is put right by trying. Nothing is refused before anything was measured.
         Raises: Overloaded with the reason.
         """
+        if not (self.ttft_s or self.tpot_s):
+            return
         ttft_s, tpot_s = decision.ttft_s + ahead_s, decision.tpot_s
         source = decision.prefill
         decodes = decode.values(decision.decode.picked.incarnation)["requests"] > 0
@@ -57,7 +59,7 @@ def crowded(prefill: Fleet, decode: Fleet) -> str:
     """Why no node has use for another request now; empty if one has."""
     if len(decode) and (decode.requests >= decode.capacity * _SPARE).all():
         return "every decode node has more requests than it can run"
-    if len(prefill):
+    if len(prefill) and prefill.requests.min() > 0:  # an idle one has use for more: nearly always, and quickly seen
         queue_s = prefill.slowness * prefill.backlog * prefill.costs.queued_token_s
         full = (queue_s >= USEFUL_QUEUE_S) & (prefill.requests >= 2)
         if (full | (prefill.requests >= prefill.capacity * _SPARE)).all():
@@ -69,6 +71,8 @@ def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:
     """How long `tokens` of requests that wait here will keep those busy that compute prompts: without prefill nodes the
     decode nodes, at their own pace once it was measured.
     """
+    if not tokens:
+        return 0.0
     computing = prefill if len(prefill) or not decode.costs.prefills else decode
     return tokens * computing.costs.queued_token_s / max(1, len(prefill) or len(decode))
 

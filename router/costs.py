@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 
@@ -27,7 +28,7 @@ _PRIOR_WEIGHT = 0.1
 _BAND = 4.0
 _SETTLED = 20
 """Observations after which the band holds; a prior may be wrong by orders of magnitude."""
-_FIT_EVERY = 8
+_FIT_EVERY = 16
 """After the first observations, a fit for every so many."""
 _WELL_KNOWN, _ENTER_EVERY = 100, 4
 """After so many observations only one in four is entered: a router makes thousands a second."""
@@ -36,9 +37,12 @@ _NODE_GAIN = 0.1
 _OUTPUT_GAIN = 0.02
 
 
-@dataclass(frozen=True)
+@dataclass
 class Costs:
-    """Coefficients that all nodes of one role share. Their defaults are the priors."""
+    """Coefficients that all nodes of one role share. Their defaults are the priors.
+
+    Only their `CostModel` changes them, in place: a copy for every answer would cost more than learning from it.
+    """
 
     prefill_base_s: float = 0.004
     """Per prompt."""
@@ -71,17 +75,17 @@ class Line:
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
         """`scales`: the typical size of each input, which says how firm the prior is."""
-        self.values = np.array(prior, np.float64)
+        self.values = [float(value) for value in prior]
         self.count = 0
         prior_weight = _PRIOR_WEIGHT * np.square(np.array(scales, np.float64) / self.at(scales))
         self._prior = np.diag(prior_weight)
-        self._prior_pull = prior_weight * self.values
+        self._prior_pull = prior_weight * np.array(self.values)
         self._gram = np.zeros_like(self._prior)
-        self._pull = np.zeros_like(self.values)
+        self._pull = np.zeros_like(self._prior_pull)
 
     def at(self, inputs: Sequence[float]) -> float:
         """The expected value, above zero."""
-        return max(float(np.dot(self.values, inputs)), 1e-9)
+        return max(sum(map(mul, self.values, inputs)), 1e-9)
 
     def learn(self, inputs: Sequence[float], value: float) -> bool:
         """Enter one observation. Returns whether `values` changed."""
@@ -108,8 +112,9 @@ class Line:
         while solved.min() < 0 and len(used) > 1:
             del used[int(np.argmin(solved))]
             solved = np.linalg.solve(gram[np.ix_(used, used)], pull[used])
-        self.values = np.zeros_like(self.values)
-        self.values[used] = np.maximum(solved, 0.0)
+        self.values = [0.0] * len(pull)
+        for place, value in zip(used, solved.tolist(), strict=True):
+            self.values[place] = max(value, 0.0)
 
 
 @dataclass
@@ -159,13 +164,11 @@ class CostModel:
             return
         inputs = _prefill_inputs(tokens, context)
         if self._learn(self._prefill, self._node(incarnation).prefill, inputs, seconds):
-            base, token, attention = self._prefill.values.tolist()
-            count = self._prefill.count
-            self.costs = replace(
-                self.costs, prefill_base_s=base, prefill_token_s=token, prefill_context_s=attention, prefills=count
-            )
+            costs = self.costs
+            costs.prefill_base_s, costs.prefill_token_s, costs.prefill_context_s = self._prefill.values
+            costs.prefills = self._prefill.count
             if self._busy_tokens == 0:
-                self.costs = replace(self.costs, queued_token_s=self._prefill.at(inputs) / tokens)
+                costs.queued_token_s = self._prefill.at(inputs) / tokens
 
     def relayed(self, incarnation: str, size_bytes: int, seconds: float) -> None:
         """A relay of `size_bytes` kept a decode node waiting for `seconds` after the prompt was computed."""
@@ -173,16 +176,15 @@ class CostModel:
             return
         inputs = (1.0, float(size_bytes))
         if self._learn(self._transfer, self._node(incarnation).link, inputs, max(seconds, 1e-6)):
-            base, byte = self._transfer.values.tolist()
-            self.costs = replace(self.costs, transfer_base_s=base, transfer_byte_s=byte)
+            self.costs.transfer_base_s, self.costs.transfer_byte_s = self._transfer.values
 
     def stepped(self, incarnation: str, running: int, seconds: float) -> None:
         """A decode node's steps over `running` sequences take `seconds`."""
         if running <= 0 or not 0 < seconds < math.inf:
             return
         if self._learn(self._step, self._node(incarnation).step, (1.0, float(running)), seconds):
-            base, seq = self._step.values.tolist()
-            self.costs = replace(self.costs, step_base_s=base, step_seq_s=seq, steps=self._step.count)
+            self.costs.step_base_s, self.costs.step_seq_s = self._step.values
+            self.costs.steps = self._step.count
 
     def computed(self, tokens: int, busy_s: float) -> None:
         """A node computed `tokens` of prompts while it was busy with prompts for `busy_s`."""
@@ -190,12 +192,11 @@ class CostModel:
             keep = 0.98
             self._busy_s = self._busy_s * keep + busy_s
             self._busy_tokens = self._busy_tokens * keep + tokens
-            self.costs = replace(self.costs, queued_token_s=self._busy_s / self._busy_tokens)
+            self.costs.queued_token_s = self._busy_s / self._busy_tokens
 
     def answered(self, tokens: int) -> None:
         """An answer ended after so many tokens."""
-        known = self.costs.output_tokens
-        self.costs = replace(self.costs, output_tokens=known + _OUTPUT_GAIN * (tokens - known))
+        self.costs.output_tokens += _OUTPUT_GAIN * (tokens - self.costs.output_tokens)
 
     def drop(self, incarnation: str) -> None:
         """This incarnation is gone."""

@@ -94,6 +94,8 @@ class Placer:
         self._local_prefill_tokens = local_prefill_tokens
         self._memory = memory or Memory()
         self._loads: dict[str, NodeLoad] = {}
+        for role, model in self.models.items():
+            nodes.fleets[role].costs = model.costs
 
     def decide(self, order: Order, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
         """Pick nodes. `shown_count`: candidates that the decision names per leg; None: all.
@@ -181,7 +183,6 @@ class Placer:
     def answered(self, tokens: int) -> None:
         """An answer is complete."""
         self.models["decode"].answered(tokens)
-        self._nodes.fleets["decode"].costs = self.models["decode"].costs
 
     def keep(self, incarnations: set[str]) -> None:
         """Forget all other nodes."""
@@ -193,7 +194,6 @@ class Placer:
     def _tell(self, role: Role, incarnation: str) -> None:
         """Bring what was learned into the fleet's columns."""
         fleet, model = self._nodes.fleets[role], self.models[role]
-        fleet.costs = model.costs
         fleet.update(
             incarnation,
             slowness=model.slowness(incarnation),

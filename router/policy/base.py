@@ -51,7 +51,7 @@ class _Column:
         owner.columns[name] = self
 
     def __get__(self, fleet: Fleet, owner: type[Fleet]) -> FloatArray:
-        return fleet.table[self.index]
+        raise AttributeError("a fleet keeps a view of every column as an attribute of its own")  # which goes first
 
 
 class Fleet:
@@ -123,6 +123,9 @@ class Fleet:
         self._hit_slots: Mapping[str, int] | None = None
         """What `_hit_places` was made from."""
         self._hit_places: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        self.one_kind = False
+        """All of them are equal, and there is one."""
+        self._bind()
 
     def __len__(self) -> int:
         return len(self.incarnations)
@@ -176,13 +179,21 @@ class Fleet:
         other._hit_slots = self._hit_slots
         if self._hit_slots is not None:
             other._hit_places = self._hit_places[rows]
+        other.one_kind = len(set(other.kv_kinds)) == 1
+        other._bind()
         return other
 
+    def _bind(self) -> None:
+        """Keep a view of every column: a decision looks at dozens."""
+        vars(self).update({name: self.table[column.index] for name, column in self.columns.items()})
+
     def _reindex(self) -> None:
+        self._bind()
         self._hit_slots = None
         self._rows = {incarnation: row for row, incarnation in enumerate(self.incarnations)}
         self.node_hash = np.array([stable_hash(name) for name in self.node_ids], np.uint64)
         self.kind_hash = np.array([stable_hash(kind) for kind in self.kv_kinds], np.uint64)
+        self.one_kind = len(set(self.kv_kinds)) == 1
 
     # -- how they are
 
@@ -194,26 +205,34 @@ class Fleet:
                 self.table[self.columns[name].index, row] = value
             self._derive(row)
 
-    def bump(self, incarnation: str, **changes: float) -> None:
-        """Add to some columns. An incarnation that is not here is ignored."""
-        row = self._rows.get(incarnation)
-        if row is not None:
-            for name, change in changes.items():
-                self.table[self.columns[name].index, row] += change
-            self._derive(row)
-
     def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
         """This router sends a request there, with so many prompt tokens to compute and KV blocks to hold."""
-        self.bump(incarnation, in_flight=1, in_flight_tokens=tokens, in_flight_blocks=blocks, recent_s=work_s)
-        if work_s and len(self):
-            self.recent_s[:] *= 1 - 1 / (_RECENT * len(self))
+        row = self._rows.get(incarnation)
+        if row is None:
+            return
+        self._count(row, 1.0, tokens, blocks)
+        if work_s:
+            self.recent_s[row] += work_s
+            self.recent_s *= 1 - 1 / (_RECENT * len(self.incarnations))
 
     def over(self, incarnation: str, *, tokens: float, blocks: float, reported: bool) -> None:
         """Such a request is over there; `reported`: the node's last report includes it."""
+        row = self._rows.get(incarnation)
+        if row is None:
+            return
         if reported:
-            self.bump(incarnation, ended=1, ended_tokens=tokens)
+            self.ended[row] += 1
+            self.ended_tokens[row] += tokens
+            self._derive(row)
         else:
-            self.bump(incarnation, in_flight=-1, in_flight_tokens=-tokens, in_flight_blocks=-blocks)
+            self._count(row, -1.0, -tokens, -blocks)
+
+    def _count(self, row: int, requests: float, tokens: float, blocks: float) -> None:
+        """So many more in flight at one node."""
+        self.in_flight[row] += requests
+        self.in_flight_tokens[row] += tokens
+        self.in_flight_blocks[row] += blocks
+        self._derive(row)
 
     def _derive(self, row: int) -> None:
         """The columns that follow from the others, for one node."""

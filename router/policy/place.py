@@ -44,6 +44,8 @@ def check_policy(name: str) -> str:
 
 def pick(policy: Policy, scores: FloatArray, fleet: Fleet, memory: Memory) -> int:
     """The row of the best score; of equal ones that with the least in the policy's `tie`, then in turn."""
+    if len(scores) == 1:
+        return 0
     best = float(scores[scores.argmin()])
     near = (scores <= best + policy.slack * abs(best)).nonzero()[0]
     if len(near) > 1:
@@ -64,7 +66,7 @@ def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory, shown_cou
 
 def without(fleet: Fleet, avoid: frozenset[str]) -> Fleet:
     """`fleet` less the nodes to avoid."""
-    rows = [row for incarnation in avoid if (row := fleet.row(incarnation)) is not None]
+    rows = [row for incarnation in avoid if (row := fleet.row(incarnation)) is not None] if avoid else []
     if not rows:
         return fleet
     mask = np.ones(len(fleet), np.bool_)
@@ -74,8 +76,9 @@ def without(fleet: Fleet, avoid: frozenset[str]) -> Fleet:
 
 def with_kind(fleet: Fleet, kind: str) -> Fleet:
     """The nodes of `fleet` whose KV is of this kind."""
-    mask = fleet.kind_hash == stable_hash(kind)
-    return fleet if mask.all() else fleet.select(mask)
+    if fleet.one_kind and fleet.kv_kinds[0] == kind:
+        return fleet
+    return fleet.select(fleet.kind_hash == stable_hash(kind))
 
 
 def place(

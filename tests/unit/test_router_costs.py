@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_transfers_steps_and_answers_are_learned() -> None:
 
 def test_nonsense_teaches_nothing() -> None:
     model = CostModel()
-    before = model.costs
+    before = replace(model.costs)
     model.prefilled("a", 0, 10, 1.0)
     model.prefilled("a", 10, 0, 0.0)
     model.relayed("a", 0, 1.0)
@@ -90,7 +91,7 @@ def test_a_line_never_expects_less_than_nothing() -> None:
     for _ in range(100):
         x = rng.uniform(1, 10)
         line.learn((1.0, x), max(0.01, 5 - x))  # falls: no non-negative slope fits
-    assert (line.values >= 0).all()
+    assert min(line.values) >= 0
     assert line.at((1.0, 50.0)) > 0
 
 
@@ -129,7 +130,7 @@ def test_two_nodes_of_different_speed_get_work_in_proportion() -> None:
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_teaches_nothing(seconds: float) -> None:
     model = CostModel()
-    before = model.costs
+    before = replace(model.costs)
     model.prefilled("a", 100, 0, seconds)
     model.relayed("a", 10**6, seconds)
     model.stepped("a", 4, seconds)
