@@ -21,7 +21,7 @@ from common.errors import ConfigError, RankLost
 from common.node.address import rank_host
 from common.node.rank_messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
 from common.node.ranks import RankedExecutor, RankLinks
-from common.node.startup import WARM_UP, Blueprint, LoadedRank, load_rank, peak_memory_bytes, resident_bytes
+from common.node.startup import WARM_UP, Blueprint, LoadedRank, load_rank, own_device, peak_memory_bytes, resident_bytes
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import SOLO
 from common.protocol import Codec, Role
@@ -111,6 +111,7 @@ class Leader:
                 interface=rank_host(config),
                 timeout_s=config.rank_timeout_s,
                 same_host=same_host,
+                device=own_device(self._blueprint, config, self._blueprint.place(0)),
             )
             self.loaded = load_rank(self._blueprint, config, mesh, small_batches=small_batches)
             ready = links.collect(RankReady, config.start_timeout_s, "they load their shards")

@@ -34,7 +34,7 @@ from common.node.rank_messages import (
     RankStart,
     RankStarted,
 )
-from common.node.startup import Blueprint, LoadedRank, load_rank, peak_memory_bytes
+from common.node.startup import Blueprint, LoadedRank, load_rank, own_device, peak_memory_bytes
 from common.parallel.connect import connect_mesh
 from common.protocol import Codec
 from common.torch_setup import configure_torch
@@ -125,6 +125,7 @@ class RankProcess:
             interface=rank_host(self._config),
             timeout_s=self._config.rank_timeout_s,
             same_host=setup.same_host,
+            device=own_device(blueprint, self._config, blueprint.place(self._rank)),
         )
         loaded = load_rank(blueprint, self._config, mesh, small_batches=small_batches)
         self.report(RankReady(self._rank, loaded.max_blocks, peak_memory_bytes()))

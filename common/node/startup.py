@@ -222,10 +222,10 @@ class LoadedRank:
         )
 
 
-def own_device(blueprint: Blueprint, config: NodeConfig, mesh: Mesh) -> torch.device:
+def own_device(blueprint: Blueprint, config: NodeConfig, place: RankPlace) -> torch.device:
     """The card of this rank, or the CPU. Raises: ConfigError if there are fewer cards than ranks."""
     ranks_here = blueprint.world_size // config.nnodes
-    return rank_device(blueprint.device, mesh.place.rank % ranks_here, ranks_here)
+    return rank_device(blueprint.device, place.rank % ranks_here, ranks_here)
 
 
 def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_batches: bool) -> LoadedRank:
@@ -234,7 +234,7 @@ def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_bat
     `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
     Raises: ConfigError in one sentence for whatever is wrong with the weights or the sizes.
     """
-    device = own_device(blueprint, config, mesh)
+    device = own_device(blueprint, config, mesh.place)
     use_device(device)
     try:
         model = load_model(

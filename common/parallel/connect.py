@@ -9,10 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.device import CPU
 from common.errors import RankLost
 from common.parallel import futex
 from common.parallel.gloo import GlooGroup, PipelineLink, make_group
 from common.parallel.mesh import SOLO, Mesh, RankPlace
+from common.parallel.nccl import NcclGroup, make_nccl_group
 from common.parallel.rendezvous import Rendezvous
 from common.parallel.shared_memory import Segment, SharedMemoryGroup
 
@@ -73,6 +75,7 @@ def connect_mesh(
     timeout_s: float,
     same_host: bool,
     listener: socket.socket | None = None,
+    device: torch.device = CPU,
 ) -> Mesh:
     """Meet the node's other ranks. Blocks until all are here and connected.
 
@@ -80,6 +83,7 @@ def connect_mesh(
     takes over. Everything else is bound to `interface`, an interface's name or an address of this host.
     `timeout_s` bounds the meeting and later every single exchange, and must exceed the longest step.
     `same_host`: all ranks of a stage are on this host and may share memory; where they cannot, they use TCP.
+    `device`: what they exchange is there, on each rank's own card of one kind or on the CPU.
     Raises: RankLost naming who did not come in time; ConfigError if ranks disagree on the sizes, or for an
     address or interface that cannot be used.
     """
@@ -91,14 +95,19 @@ def connect_mesh(
         meeting.agree("layout", f"tensor-parallel {place.tp_size} x pipeline-parallel {place.pp_size}")
         group: TensorGroup | None = None
         if place.tp_size > 1:
-            group = _shared_memory(place, meeting, timeout_s) if same_host else None
-            group = group or _gloo(place, meeting, interface, timeout_s)
+            if device.type == "cuda":
+                group = _nccl(place, meeting, interface, timeout_s)
+            else:
+                group = _shared_memory(place, meeting, timeout_s) if same_host else None
+                group = group or _gloo(place, meeting, interface, timeout_s)
             opened.append(group)
         pipeline: PipelineLink | None = None
         if place.pp_size > 1:
             names = [stage * place.tp_size + place.tp_rank for stage in range(place.pp_size)]
             store = meeting.group_store(f"pipeline/{place.tp_rank}")
-            pipeline = PipelineLink(make_group(store, place.pp_rank, names, interface, timeout_s), place.pp_rank, names)
+            make = make_nccl_group if device.type == "cuda" else make_group
+            stages = make(store, place.pp_rank, names, interface, timeout_s)
+            pipeline = PipelineLink(stages, place.pp_rank, names, device)
             opened.append(pipeline)
         meeting.agree("connection", "made")
     except BaseException:
@@ -113,6 +122,12 @@ def _gloo(place: RankPlace, meeting: Rendezvous, interface: str, timeout_s: floa
     peers = place.tp_peers
     store = meeting.group_store(f"stage/{place.pp_rank}")
     return GlooGroup(make_group(store, place.tp_rank, peers, interface, timeout_s), place.tp_rank, peers)
+
+
+def _nccl(place: RankPlace, meeting: Rendezvous, interface: str, timeout_s: float) -> NcclGroup:
+    peers = place.tp_peers
+    store = meeting.group_store(f"stage/{place.pp_rank}")
+    return NcclGroup(make_nccl_group(store, place.tp_rank, peers, interface, timeout_s), place.tp_rank, peers)
 
 
 def _shared_memory(place: RankPlace, meeting: Rendezvous, timeout_s: float) -> SharedMemoryGroup | None:

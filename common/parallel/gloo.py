@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import GatherOptions, Store
 
+from common.device import CPU
 from common.errors import ConfigError, RankLost
 
 _T = TypeVar("_T")
@@ -83,8 +84,9 @@ class PipelineLink:
     still busy with an earlier one. Both ends count, so that what was sent first is received first.
     """
 
-    def __init__(self, group: _Group, pp_rank: int, names: list[int]) -> None:
+    def __init__(self, group: _Group, pp_rank: int, names: list[int], device: torch.device = CPU) -> None:
         self._group = group
+        self._device = device
         self._pp_rank = pp_rank
         self._names = names
         self._most_in_flight = len(names)
@@ -105,7 +107,7 @@ class PipelineLink:
 
     def recv(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """See `Mesh.recv_hidden`."""
-        out = torch.empty(rows, hidden, dtype=dtype)
+        out = torch.empty(rows, hidden, dtype=dtype, device=self._device)
         source = self._pp_rank - 1
         tag = _tag(self._received)
         _complete(lambda: self._group.recv([out], source, tag), f"hidden states from rank {self._names[source]}")

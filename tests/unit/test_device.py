@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracle import TINY, make_tiny
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from common.attention.base import AttentionMetadata
 from common.config import PrefillConfig
@@ -22,6 +23,7 @@ from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
 from common.model.weights import CheckpointWeights, Part
 from common.node.startup import plan_node
+from common.parallel.nccl import interface_name, make_nccl_group
 
 META = torch.device("meta")
 
@@ -162,3 +164,16 @@ def test_kv_cache_may_be_of_another_dtype_than_the_model(folder: dict[str, Path]
         ("float32", "bfloat16"),
         ("float32", "float8_e4m3"),
     ]
+
+
+def test_nccl_is_refused_in_one_sentence_where_pytorch_lacks_it() -> None:
+    if torch.distributed.is_nccl_available():
+        pytest.skip("this PyTorch has NCCL")
+    with pytest.raises(ConfigError, match="several ranks on CUDA cards need NCCL"):
+        make_nccl_group(HashStore(), 0, [0, 1], "127.0.0.1", 1.0)
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert interface_name("127.0.0.1") == "lo"
+    assert interface_name("eth7") == "eth7"
+    assert interface_name("192.0.2.77") == ""
