@@ -14,11 +14,14 @@ from common.device import CPU
 from common.kernels.base import Kernels
 from common.kernels.torch_kernels import TORCH
 from common.model.config import ModelConfig
+from common.model.float8 import Fp8Linear, Fp8Weight, can_multiply, join
 from common.model.linear import Linear
 from common.model.precision import Precision
 from common.model.weights import Part, WeightSource
 from common.parallel.mesh import SOLO, Mesh
 from common.parallel.split import HeadRange, even_range, head_range, vocab_range, vocab_rows
+
+AnyLinear = Linear | Fp8Linear
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Build:
     """Layers per pipeline stage; empty means one stage."""
     device: torch.device = CPU
     kernels: Kernels = TORCH
+    keeps_fp8: bool = False
+    """Whether weights that are stored in e4m3 stay so and are multiplied so; else they are widened."""
 
     @property
     def heads(self) -> HeadRange:
@@ -70,28 +75,57 @@ class Build:
     def read(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         return self.weights.read(name, shape, self.precision.weight, part).to(self.device)
 
-    def column_linear(self, names: list[str], shares: list[Share], in_features: int, *, bias: bool) -> Linear:
+    def column_linear(self, names: list[str], shares: list[Share], in_features: int, *, bias: bool) -> AnyLinear:
         """This rank's output features of several named layers, one after the other, as one layer."""
-        parts = list(zip(names, shares, strict=True))
+        parts = [(name, share, Part(0, share.lo, share.hi)) for name, share in zip(names, shares, strict=True)]
+        biases = [self.read(f"{name}.bias", share.size, part=part) for name, share, part in parts if bias]
+        whole_bias = torch.cat(biases) if bias else None
+        stored = [(f"{name}.weight", (share.size, in_features), part) for name, share, part in parts]
+        fp8 = self._read_fp8(stored)
+        if fp8 is not None:
+            return Fp8Linear(fp8, whole_bias)
         rows = sum(share.count for share in shares)
         weight = torch.empty(rows, in_features, dtype=self.precision.weight, device=self.device)
-        biases = torch.empty(rows, dtype=self.precision.weight, device=self.device) if bias else None
         at = 0
-        for name, share in parts:
-            part, place = Part(0, share.lo, share.hi), slice(at, at + share.count)
-            weight[place] = self.read(f"{name}.weight", share.size, in_features, part=part)
-            if biases is not None:
-                biases[place] = self.read(f"{name}.bias", share.size, part=part)
-            at += share.count
-        return Linear(weight, biases, self.precision)
+        for name, shape, part in stored:
+            weight[at : at + part.hi - part.lo] = self.read(name, *shape, part=part)
+            at += part.hi - part.lo
+        return Linear(weight, whole_bias, self.precision)
 
-    def row_linear(self, name: str, share: Share, out_features: int, *, bias: bool) -> Linear:
+    def row_linear(self, name: str, share: Share, out_features: int, *, bias: bool) -> AnyLinear:
         """A layer over this rank's input features; the sum of its outputs over the stage's ranks is the whole layer's."""
         part = Part(1, share.lo, share.hi)
-        weight = self.read(f"{name}.weight", out_features, share.size, part=part)
         # On one rank only, because the outputs are summed.
         has_bias = bias and self.mesh.place.tp_rank == 0
-        return Linear(weight, self.read(f"{name}.bias", out_features) if has_bias else None, self.precision)
+        own_bias = self.read(f"{name}.bias", out_features) if has_bias else None
+        fp8 = self._read_fp8([(f"{name}.weight", (out_features, share.size), part)])
+        if fp8 is not None:
+            return Fp8Linear(fp8, own_bias)
+        return Linear(self.read(f"{name}.weight", out_features, share.size, part=part), own_bias, self.precision)
+
+    def _read_fp8(self, stored: list[tuple[str, tuple[int, int], Part]]) -> Fp8Weight | None:
+        """These parts of matrices one below the other, as they are stored; None if they shall be read and widened."""
+        if not self.keeps_fp8:
+            return None
+        found: list[Fp8Weight] = []
+        for name, shape, part in stored:
+            weight = self.weights.read_fp8(name, shape, part)
+            if weight is None or not can_multiply(self.device, blocked=weight.is_blocked):
+                return None
+            found.append(weight)
+        return join(found)
+
+    def kv_scales(self, attention: str) -> tuple[float, float]:
+        """Those of K and of V that the checkpoint gives one layer's attention for an FP8 cache; 1 where it gives none."""
+        if self.config.quantization is None:
+            return 1.0, 1.0
+        k, v = (
+            self.weights.read_scalar(
+                [f"{attention}.{side}_scale", f"{attention}.{side}_proj.{side}_scale", f"{attention}.kv_scale"], 1.0
+            )
+            for side in "kv"
+        )
+        return k, v
 
     def vocabulary(self, name: str) -> Tensor:
         """This rank's rows of a [vocab, hidden] matrix, padded with zeros to as many as every rank has."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from common import demo
 from common.errors import ConfigError
+from common.model.quantization import Quantization, parse_quantization
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -58,6 +59,8 @@ class ModelConfig:
     """Of the weights in the files."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: Quantization | None = None
+    """Of linear layers' weights; None: all are stored in `dtype`."""
 
     @property
     def max_context(self) -> int:
@@ -207,6 +210,7 @@ class _Reader:
             dtype=self._dtype(),
             eos_token_ids=self._token_ids("eos_token_id"),
             bos_token_id=next(iter(self._token_ids("bos_token_id")), None),
+            quantization=self._quantization(),
         )
         if heads % kv_heads:
             raise self._error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -225,11 +229,17 @@ class _Reader:
         raise self._error(f"architecture {names or 'is not given, so it'} is not supported; supported: {known}")
 
     def _refuse_variants(self) -> None:
-        if self._raw.get("quantization_config") is not None:
-            raise self._error("the weights are quantized, which is not supported")
         act = self._raw.get("hidden_act", "silu")
         if act != "silu":
             raise self._error(f"hidden_act {act!r} is not supported; supported: silu")
+
+    def _quantization(self) -> Quantization | None:
+        # Older files of compressed-tensors use the second name.
+        raw = self._raw.get("quantization_config", self._raw.get("compression_config"))
+        try:
+            return parse_quantization(raw)
+        except ValueError as error:
+            raise self._error(str(error)) from None
 
     def _rope(self) -> RopeConfig:
         raw = self._raw.get("rope_parameters") or self._raw.get("rope_scaling") or {}

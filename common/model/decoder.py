@@ -74,6 +74,8 @@ class DecoderModel:
             prefix = f"model.layers.{number}"
             self._layers.append(DecoderLayer(build, prefix, i, self.build_attention(build, f"{prefix}.self_attn")))
             on_progress(i + 2, parts)
+        self.kv_scales = tuple(build.kv_scales(f"model.layers.{number}.self_attn") for number in build.layers)
+        """(K, V) of each layer of this rank, for an FP8 cache."""
         self._norm: RMSNorm | None = None
         self._head: Head | None = None
         if place.is_last_stage:

@@ -46,8 +46,8 @@ def load_model(
     """Build this rank's part of the model of `config`, of the weights in `path` or random ones (format "dummy").
 
     `dtype` "auto" takes the files' own. `small_batches` False leaves out what only single-row steps need
-    (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one stage. All ranks of `mesh`
-    load at the same time, with the same arguments; each reads the bytes of its own part alone.
+    (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one
+    stage. All ranks of `mesh` load at the same time, with the same arguments; each reads the bytes of its own part alone.
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
     cannot be split into and for ranks that would compute in different dtypes; RankLost.
     """
@@ -59,9 +59,13 @@ def load_model(
     precision = Precision.choose(config.resolve_dtype(dtype), small_batches=small_batches, device=device)
     # Hosts may differ in what they compute well in, and a stage expects hidden states of one dtype.
     mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
-    weights = DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(path)
+    weights = (
+        DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(path, config.quantization, device)
+    )
+    # A processor widens them: its FP8 products are slower than those of any other type.
+    keeps_fp8 = config.quantization is not None and device.type != "cpu"
     kernels = choose_kernels(device, precision.wide)
-    build = Build(config, weights, precision, mesh, pp_layers, device, kernels)
+    build = Build(config, weights, precision, mesh, pp_layers, device, kernels, keeps_fp8)
     started = time.monotonic()
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         model = MODELS[config.architecture](build, on_progress)

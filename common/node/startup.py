@@ -70,6 +70,8 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> B
     """
     path = resolve_model(config.model)
     model_config = load_model_config(path)
+    if config.quantization == "fp8" and model_config.quantization is None:
+        raise ConfigError(f"--quantization fp8: {path / 'config.json'} says nothing of FP8 weights")
     device = resolve_device(config.device)
     wanted = default_dtype(model_config.dtype, device) if config.dtype == "auto" else config.dtype
     dtype = model_config.resolve_dtype(wanted)
@@ -198,7 +200,8 @@ class LoadedRank:
 
     def _storage(self, num_blocks: int) -> KVStorage:
         try:
-            return KVStorage(self.blueprint.layout, self.shard, num_blocks, str(self.device))
+            scales = self._model.kv_scales
+            return KVStorage(self.blueprint.layout, self.shard, num_blocks, str(self.device), scales)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"no memory for {num_blocks} KV blocks on {self.device}: {_sentence(error)}") from error
 

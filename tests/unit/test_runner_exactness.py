@@ -31,14 +31,14 @@ def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_tiny(name, root / name) for name in TINY}
 
 
-def make_runner(path: Path, dtype: str = "float32") -> ModelRunner:
+def make_runner(path: Path, dtype: str = "float32", kv_dtype: str | None = None) -> ModelRunner:
     config = load_model_config(path)
-    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
-    # What a reused block may hold must never reach a result.
-    storage.data.fill_(1e4)
-    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, BLOCK)
     model = load_model(path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True)
+    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype)
+    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, scales=model.kv_scales)
+    # What a reused block may hold must never reach a result.
+    storage.data.fill_(min(1e4, torch.finfo(storage.data.dtype).max))
+    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, BLOCK)
     return ModelRunner(model, storage, CpuAttention(storage, shape))
 
 
