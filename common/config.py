@@ -17,7 +17,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Favor = Literal["itl", "balanced", "ttft"]
-KvTransport = Literal["auto", "zmq", "shm", "collective"]
+KvTransport = Literal["auto", "zmq", "shm", "cuda_ipc", "collective"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
 Quantization = Literal["auto", "fp8"]
@@ -161,7 +161,7 @@ def _quantization() -> Any:
 
 def _kv_transport() -> Any:
     text = (
-        "How KV travels: auto takes shared memory within one host, NCCL between CUDA devices, else ZMQ; "
+        "How KV travels: auto takes CUDA IPC or shared memory within one host, NCCL between CUDA devices, else ZMQ; "
         "collective is torch.distributed (gloo or NCCL)."
     )
     return _option("auto", text, "Network")

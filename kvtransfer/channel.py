@@ -11,6 +11,7 @@ All of it belongs to the I/O thread of its end and never blocks it. A message's 
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from common.errors import ConfigError, ProtocolError
 from common.protocol import AttemptKey
 from kvtransfer import wire
 from kvtransfer.choose import TransportOffer
+from kvtransfer.device import POLL_S, RelayDevice
 from kvtransfer.mailbox import Command
+from kvtransfer.state import Batch
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,23 @@ class EndContext:
     poller: zmq.Poller
     post: Callable[[Command], None]
     """Run a command on the end's I/O thread; from any thread."""
+    device: RelayDevice | None = None
+    """Where this rank's KV is, if not in CPU memory."""
+
+    @property
+    def make_host_buffer(self) -> Callable[[int], Buffer]:
+        """Makes buffers, [bytes] of uint8, from which and into which KV is copied best."""
+        return _host_buffer if self.device is None else self.device.host_buffer
+
+
+def poll(poller: zmq.Poller, timeout_ms: int, device_busy: object) -> Ready:
+    """What is readable within that time; while a device is at work, at the latest when it is worth a look again."""
+    if not device_busy or not timeout_ms:
+        return {socket for socket, _ in poller.poll(timeout_ms)}
+    ready = {socket for socket, _ in poller.poll(0)}
+    if not ready:
+        time.sleep(POLL_S)
+    return ready
 
 
 class Peer(ABC):
@@ -66,6 +86,11 @@ class Peer(ABC):
         self.last_progress = now
         self.proven = False
         """An ack has come: both ends can really use this transport."""
+        self.reserved = 0
+        """Messages whose buffers are being filled."""
+        self.lent: dict[int, Batch] = {}
+        """What the other end reads from our blocks themselves, by message; until its ack, or `take_back`."""
+        self.closed = False
         self._window = window
         self._sequence = 0
         self._in_flight: dict[int, Buffer] = {}
@@ -73,7 +98,7 @@ class Peer(ABC):
     @property
     def has_room(self) -> bool:
         """One more message may be sent."""
-        return len(self._in_flight) < self._window
+        return len(self._in_flight) + self.reserved < self._window
 
     @property
     def in_flight(self) -> int:
@@ -110,14 +135,31 @@ class Peer(ABC):
                 self.proven = True
                 yield ack
 
+    def take_back(self, sequence: int) -> Batch:
+        """End a loan: whatever the other end still reads of it, it will discard, even if it stands still now."""
+        return self.lent.pop(sequence)
+
+    def returned(self, sequence: int) -> Batch | None:
+        """The ack of message `sequence` has come: what it lent, if anything."""
+        return self.lent.pop(sequence, None)
+
     def close(self) -> None:
-        """Drop the connection and whatever is in flight on it."""
+        """Drop the connection and whatever is in flight on it. Loans are to be taken back before."""
+        assert not self.lent
+        self.closed = True
         self._in_flight.clear()
         self._close()
 
     @abstractmethod
     def stage(self) -> Buffer:
         """A buffer of at least `message_bytes`, contents undefined, to fill and give to `send` at once."""
+
+    def lend(self, buffer: Buffer, header: wire.SliceHeader, batch: Batch, blocks: np.ndarray) -> bool:
+        """Have the other end read `batch` from the sequence's `blocks` themselves; `buffer` then tells it where.
+
+        False where this transport moves copies.
+        """
+        return False
 
     @abstractmethod
     def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
@@ -162,14 +204,20 @@ class Connector(Protocol):
         ...
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Arrival:
-    """One message that has come. `payload` may be read until `acknowledge`."""
+    """One message that has come. `payload`, whose length is its bytes, may be read until `acknowledge`."""
 
     header: bytes | memoryview
     payload: np.ndarray | Any
     origin: Any
     """Where its ack goes; the listener's own business."""
+    revoked: Callable[[], bool] = _never
+    """Whether the payload was lent and has been taken back: what was read of it until now may be anything."""
 
 
 class Listener(Protocol):

@@ -2,7 +2,7 @@
 
 A receiving rank's data address lists its offers, `<transport>+<endpoint>` each, separated by spaces:
 
-    zmq+tcp://10.0.0.2:7001 shm+unix://3f2a9c.../kvrelay-71be...
+    zmq+tcp://10.0.0.2:7001 shm+unix://3f2a9c.../kvrelay-71be... nccl+tcp://10.0.0.2:7002#GPU-5e1c...
 
 A sender knows what it can do itself (the same offers without endpoints), and picks at the grant.
 """
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from common.errors import HandshakeRefused
 
-ZMQ, SHM, GLOO, NCCL = "zmq", "shm", "gloo", "nccl"
+ZMQ, SHM, GLOO, NCCL, CUDA_IPC = "zmq", "shm", "gloo", "nccl", "cuda_ipc"
 COLLECTIVE = (NCCL, GLOO)
+_ONE_HOST = (CUDA_IPC, SHM)
 _MAX_ADDRESS = 4096
 _NONE: Mapping[str, str] = {}
 
@@ -27,10 +28,12 @@ class TransportOffer:
     transport: str
     endpoint: str = ""
     host_id: str = ""
-    """Of shared memory: the ends must have the same one."""
+    """Of shared memory and CUDA IPC: the ends must have the same one."""
+    card: str = ""
+    """Of NCCL and CUDA IPC: where this end's KV is."""
 
     def __str__(self) -> str:
-        return f"{self.transport}+{self.endpoint}"
+        return f"{self.transport}+{self.endpoint}" + (f"#{self.card}" if self.card else "")
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ def parse_offers(address: str) -> list[TransportOffer]:
         scheme, separator, rest = endpoint.partition("://")
         if not (transport and plus and scheme and separator and rest):
             raise HandshakeRefused(f"{text[:80]!r} in a data address is not <transport>+<scheme>://<place>")
-        host_id = rest.partition("/")[0] if transport == SHM else ""
-        offers.append(TransportOffer(transport, endpoint, host_id))
+        host_id = rest.partition("/")[0] if transport in _ONE_HOST else ""
+        endpoint, _, card = endpoint.partition("#")
+        offers.append(TransportOffer(transport, endpoint, host_id, card))
     return offers
 
 
@@ -74,7 +78,8 @@ def choose(
     wanted: str = "auto",
     failed: Mapping[str, str] = _NONE,
 ) -> Choice:
-    """What `src` and `dst` use: shared memory on one host, else NCCL, else ZMQ; `wanted` may narrow it down.
+    """What `src` and `dst` use, the first that both can: CUDA IPC or shared memory on one host, NCCL between two
+    cards, ZMQ. `wanted` may narrow it down.
 
     `failed`: transports that did not come about between these two ends, with the reason; passed over while there is
     another.
@@ -82,12 +87,11 @@ def choose(
     Raises: HandshakeRefused naming both ends' offers if they share nothing that is wanted.
     """
     ours, theirs = {o.transport: o for o in src}, {o.transport: o for o in dst}
-    allowed = {"auto": (SHM, NCCL, ZMQ, GLOO), "collective": COLLECTIVE}.get(wanted, (wanted,))
-    common = [name for name in allowed if name in ours and name in theirs]
-    reasons: list[str] = []
-    if SHM in common and ours[SHM].host_id != theirs[SHM].host_id:
-        common.remove(SHM)
-        reasons.append("not on one host")
+    allowed = {"auto": (CUDA_IPC, NCCL, SHM, ZMQ, GLOO), "collective": COLLECTIVE}.get(wanted, (wanted,))
+    both = [name for name in allowed if name in ours and name in theirs]
+    unfit = {name: why for name in both if (why := _unfit(ours[name], theirs[name]))}
+    common = [name for name in both if name not in unfit]
+    reasons = list(dict.fromkeys(unfit.values()))
     if not common:
         raise HandshakeRefused(
             f"no common KV transport: {wanted} is wanted, the sending rank has {_names(ours)}, the receiving rank "
@@ -95,10 +99,26 @@ def choose(
         )
     name = next((name for name in common if name not in failed), common[0])
     reasons += [f"{other} failed: {failed[other]}" for other in common[: common.index(name)]]
-    why = {SHM: "both ends are on one host", NCCL: "both ends hold their KV on CUDA devices"}.get(
-        name, "; ".join(reasons) or "both ends offer it and nothing faster"
-    )
+    why = _WHY.get(name, "; ".join(reasons) or "both ends offer it and nothing faster")
+    if name in _WHY and reasons:
+        why += f" ({'; '.join(reasons)})"
     return Choice(theirs[name], why if wanted == "auto" else f"asked for {wanted}; {why}")
+
+
+_WHY = {
+    CUDA_IPC: "both ends are on one host and hold their KV on CUDA devices",
+    SHM: "both ends are on one host",
+    NCCL: "both ends hold their KV on CUDA devices",
+}
+
+
+def _unfit(ours: TransportOffer, theirs: TransportOffer) -> str:
+    """Why these two cannot use a transport that both have; empty if they can."""
+    if ours.transport in _ONE_HOST and ours.host_id != theirs.host_id:
+        return "not on one host"
+    if ours.transport == NCCL and ours.card and ours.card == theirs.card:
+        return "NCCL refuses two ranks on one card"
+    return ""
 
 
 def _names(offers: Iterable[str]) -> str:

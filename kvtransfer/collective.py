@@ -15,19 +15,17 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import numpy as np
-import torch
 import zmq
 from pydantic import ConfigDict, Field
 
 from common.clock import Clock, monotonic
-from common.errors import PeerLost, ProtocolError
+from common.errors import ConfigError, PeerLost, ProtocolError
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.protocol import Codec
@@ -96,11 +94,13 @@ class GroupReply:
 _CODEC = Codec(GroupRequest, GroupMeet, GroupLeave, GroupReply)
 
 
-def make_buffer(backend: str, size_bytes: int) -> Buffer:
-    """[size_bytes], uint8, where `backend` can send from and receive into."""
-    if backend == NCCL:
-        return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
-    return np.empty(size_bytes, dtype=np.uint8)
+def _buffer_maker(backend: str, end: EndContext) -> Callable[[int], Buffer]:
+    """Makes [bytes] of uint8 where `backend` can send from and receive into."""
+    if backend != NCCL:
+        return end.make_host_buffer
+    if end.device is None:
+        raise ConfigError("NCCL needs KV on a CUDA device")
+    return end.device.device_buffer
 
 
 class CollectivePeer(Peer):
@@ -206,7 +206,7 @@ class CollectivePeer(Peer):
 class CollectiveConnector:
     """One backend at a sender, whose sockets are bound to `interface`, an address of this host.
 
-    `staging_bytes` and `window` as of ZMQ.
+    `card` is where NCCL's end has its KV. `staging_bytes` and `window` as of ZMQ.
     """
 
     def __init__(
@@ -214,11 +214,12 @@ class CollectiveConnector:
         interface: str,
         *,
         backend: str = GLOO,
+        card: str = "",
         staging_bytes: int = 2 * 2**20,
         window: int = 8,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.offer = TransportOffer(backend)
+        self.offer = TransportOffer(backend, card=card)
         self._interface = interface
         self._backend = backend
         self._staging_bytes = staging_bytes
@@ -233,7 +234,7 @@ class CollectiveConnector:
         self._pool = StagingPool(
             fit_message(self._staging_bytes, context.unit_bytes),
             keep=2 * self._window,
-            make=partial(make_buffer, self._backend),
+            make=_buffer_maker(self._backend, context),
         )
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> CollectivePeer:
@@ -285,12 +286,14 @@ class CollectiveListener:
     Raises: ConfigError when it cannot listen on tcp `interface`:`port`.
     """
 
-    def __init__(self, interface: str, port: int, *, backend: str = GLOO, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, interface: str, port: int, *, backend: str = GLOO, card: str = "", timeout_s: float = TIMEOUT_S
+    ) -> None:
         self._interface = interface
         self._backend = backend
         self._timeout_s = timeout_s
         self._router = RouterSocket(interface, port, wire.MAX_HEADER_BYTES)
-        self.offer = TransportOffer(backend, self._router.endpoint)
+        self.offer = TransportOffer(backend, self._router.endpoint, card=card)
         self.malformed_messages = 0
         self._connections: dict[bytes, _Connection] = {}
         self._pairs: list[PairThread] = []
@@ -298,8 +301,9 @@ class CollectiveListener:
         self._now = 0.0
 
     def attach(self, context: EndContext) -> None:
-        """As `Listener.attach`."""
+        """As `Listener.attach`. Raises: ConfigError."""
         self._end = context
+        self._make_buffer = _buffer_maker(self._backend, context)
         context.poller.register(self._router.socket, zmq.POLLIN)
 
     def note(self, ready: Ready, now: float) -> None:
@@ -377,7 +381,7 @@ class CollectiveListener:
         except OSError as error:
             self._reply(identity, GroupReply(request.name, error=f"cannot open a store: {error}"))
             return
-        pool = StagingPool(request.message_bytes, keep=8, make=partial(make_buffer, self._backend))
+        pool = StagingPool(request.message_bytes, keep=8, make=self._make_buffer)
         self._connections[identity] = _Connection(identity, request.name, pair, pool, self._now)
         self._pairs.append(pair)
         pair.start()

@@ -16,24 +16,37 @@ import torch
 
 from common.errors import ConfigError
 from common.kv.storage import KVStorage
+from kvtransfer.device import Mark, RelayDevice
+from kvtransfer.device_copying import DeviceCopier
 from kvtransfer.wire import KVSlice
 
 
 class Copier(Protocol):
     """Copies slices of one rank's storage into and out of a connection's buffers, [bytes] of uint8."""
 
-    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> None:
-        """Gather `pieces` one after the other into `out`, at least their bytes; it is filled on return."""
+    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> Mark | None:
+        """Gather `pieces` one after the other into `out`, at least their bytes.
+
+        It is filled on return where that gives None, else once the mark is done; until then the blocks are read.
+        """
         ...
 
-    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> None:
-        """Scatter `pieces`, which lie one after the other in `payload`; it may be reused on return."""
+    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> Mark | None:
+        """Scatter `pieces`, which lie one after the other in `payload`.
+
+        It may be reused on return where that gives None, else once the mark is done; until then the blocks are written.
+        Raises: CorruptSlice if `payload` is no such thing; nothing is written then.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Until every copy has ended."""
         ...
 
 
-def make_copier(storage: KVStorage) -> Copier:
-    """What copies in `storage`, wherever it is."""
-    return SliceCopier(storage) if storage.words is not None else DeviceCopier(storage)
+def make_copier(storage: KVStorage, device: RelayDevice | None) -> Copier:
+    """What copies in `storage`, which is in CPU memory or on `device`. Raises: ConfigError."""
+    return SliceCopier(storage) if device is None else DeviceCopier(device, storage)
 
 
 class SliceCopier:
@@ -84,6 +97,9 @@ class SliceCopier:
             self.scatter(piece, blocks, payload[at : at + size_bytes])
             at += size_bytes
 
+    def wait(self) -> None:
+        """As `Copier.wait`: they have ended already."""
+
     def _rows(self, piece: KVSlice, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The piece's planes (K or V of a layer) as rows, and the index of the piece's rows, the same in each plane."""
         heads = self._shard.head_hi - self._shard.head_lo
@@ -94,57 +110,6 @@ class SliceCopier:
         index = first + np.arange(head_lo // run, (head_lo + wanted) // run)
         row = np.dtype((np.void, run * self._head_bytes))
         return self._planes[2 * lo : 2 * hi].view(row), index.reshape(-1)
-
-
-class DeviceCopier:
-    """As `SliceCopier`, for a storage on a CUDA device; buffers there or in CPU memory. Never run on a GPU so far.
-
-    The engine must call `blocks_final` only after the writes of that layer have ended on the device.
-    """
-
-    def __init__(self, storage: KVStorage) -> None:
-        self._data = storage.data.view(torch.uint8)
-        self._layout = storage.layout
-        self._shard = storage.shard
-
-    def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> None:
-        """As `Copier.gather_all`."""
-        target = as_tensor(out)
-        at = 0
-        for piece in pieces:
-            view, ids = self._select(piece, blocks)
-            part = view.index_select(2, ids).reshape(-1)
-            target[at : at + part.numel()].copy_(part)
-            at += part.numel()
-        self._wait()
-
-    def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> None:
-        """As `Copier.scatter_all`."""
-        source = as_tensor(payload)
-        at = 0
-        for piece in pieces:
-            view, ids = self._select(piece, blocks)
-            shape = (*view.shape[:2], len(ids), *view.shape[3:])
-            size_bytes = piece.size_bytes(self._layout)
-            part = source[at : at + size_bytes].to(self._data.device).reshape(shape)
-            view.index_copy_(2, ids, part)
-            at += size_bytes
-        self._wait()
-
-    def _select(self, piece: KVSlice, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """The piece's layers and heads of every block, and the ids of its blocks."""
-        shard = self._shard
-        view = self._data[
-            piece.layer_lo - shard.layer_lo : piece.layer_hi - shard.layer_lo,
-            :,
-            :,
-            piece.head_lo - shard.head_lo : piece.head_hi - shard.head_lo,
-        ]
-        return view, as_tensor(blocks[piece.block_lo : piece.block_hi]).to(self._data.device)
-
-    def _wait(self) -> None:
-        if self._data.is_cuda:
-            torch.cuda.current_stream(self._data.device).synchronize()
 
 
 def as_tensor(buffer: Any) -> torch.Tensor:

@@ -79,6 +79,11 @@ class SendingEnd:
             return []
         return state.destinations
 
+    @property
+    def ending(self) -> list[AttemptKey]:
+        """Attempts that have failed, but have a batch in hand."""
+        return list(self._ending)
+
     def take(self, key: AttemptKey, dst_rank: int, *, max_bytes: int, min_bytes: int = 1) -> Batch | None:
         """As `Outgoing.take`; None for what is not live."""
         state = self._open_state(key)
@@ -92,6 +97,12 @@ class SendingEnd:
         """The source of `batch` is not read any more; it was given to the wire, or its transfer has failed."""
         state = self._live[batch.key]
         state.handed(batch, now)
+        self._release_if_done(state)
+
+    def given_up(self, batch: Batch) -> None:
+        """The source of `batch` is not read any more, but its destination has not got it; its attempt has failed."""
+        state = self._live[batch.key]
+        state.give_up(batch.size_bytes)
         self._release_if_done(state)
 
     def acknowledged(self, key: AttemptKey, now: float) -> None:
@@ -114,8 +125,10 @@ class SendingEnd:
 
     def give_up_batches(self) -> None:
         """No batch is in hand any more, whatever became of it; for a shell that failed between two steps."""
-        for state in self._live.values():
-            state.in_hand = 0
+        for state in list(self._live.values()):
+            state.give_up(state.in_hand)
+            if state.transfer.key in self._ending:
+                self._release_if_done(state)
 
     def expire(self, now: float) -> None:
         """Stop every attempt that has made no progress for too long."""
@@ -227,6 +240,12 @@ class ReceivingEnd:
         for key in [*self._live, *self._failed]:
             self.abort(key)
 
+    def fail(self, key: AttemptKey, error: KvRelayError) -> None:
+        """Report an attempt as failed. Ignored if not live."""
+        state = self._live.get(key)
+        if state is not None:
+            self._fail(state, error)
+
     def fail_all(self, error: KvRelayError) -> None:
         """Report every live attempt as failed."""
         for state in list(self._live.values()):
@@ -234,9 +253,12 @@ class ReceivingEnd:
 
     def give_up_claims(self) -> None:
         """No claim is in hand any more, whatever became of it; for a shell that failed between two steps."""
-        for state in [*self._live.values(), *self._failed.values(), *self._aborted.values()]:
+        for state in [*self._live.values(), *self._failed.values()]:
             if state is not None:
                 state.in_hand = 0
+        for key in self._aborted:
+            self._events.append(DestinationReleased(key))
+        self._aborted.clear()
 
     def expire(self, now: float) -> None:
         """Fail every attempt that has made no progress for too long."""

@@ -8,6 +8,7 @@ connections' buffers, never KV blocks, and runs no operator that would start an 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import socket
 import threading
@@ -30,7 +31,9 @@ log = logging.getLogger(__name__)
 
 SENDING, RECEIVING = 0, 1
 """Ranks in the group."""
-_POLL_S = 50e-6
+_POLL_S, _SETTLE_S = 50e-6, 1.0
+_NO_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+"""By default torch ends the whole process when a peer is lost. Here only the pair ends."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class PairThread:
         self._on_ready, self._on_end = on_ready, on_end
         self._queue: queue.SimpleQueue[_Move | int | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._stream: torch.cuda.Stream | None = None
         self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -135,20 +139,36 @@ class PairThread:
         )
 
     def _transfer(self, group: Any, buffer: torch.Tensor) -> None:
-        if self._plan.rank == SENDING:
-            work = group.send([buffer], RECEIVING, 0)
-        else:
-            work = group.recv([buffer], SENDING, 0)
         if self._plan.backend == GLOO:
-            work.wait(timedelta(seconds=self._plan.timeout_s))
+            self._start(group, buffer).wait(timedelta(seconds=self._plan.timeout_s))
             return
-        # NCCL's `wait` only orders streams, and its own time limit would end the process.
-        deadline = time.monotonic() + self._plan.timeout_s
-        while not work.is_completed():
-            if time.monotonic() > deadline:
+        with torch.cuda.device(buffer.device):
+            self._transfer_on_card(group, buffer)
+
+    def _transfer_on_card(self, group: Any, buffer: torch.Tensor) -> None:
+        """NCCL's stream waits for what is current on this thread: one of its own, not the engine's default stream."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(buffer.device)
+        stream = self._stream
+        with torch.cuda.stream(stream):
+            work = self._start(group, buffer)
+            work.wait()  # only orders `stream` behind it
+            done = torch.cuda.Event()
+            done.record(stream)
+        deadline, failed_at = time.monotonic() + self._plan.timeout_s, 0.0
+        while not done.query():
+            now = time.monotonic()
+            # `is_completed` is also true of work that failed, which the event of the kernel's end never is.
+            failed_at = failed_at or (now + _SETTLE_S if work.is_completed() else 0.0)
+            if now > deadline or (failed_at and now > failed_at):
                 group.abort()
-                raise PeerLost(f"a payload took longer than {self._plan.timeout_s} s")
+                raise PeerLost("NCCL lost the peer" if failed_at else f"a payload took over {self._plan.timeout_s} s")
             time.sleep(_POLL_S)
+
+    def _start(self, group: Any, buffer: torch.Tensor) -> Any:
+        if self._plan.rank == SENDING:
+            return group.send([buffer], RECEIVING, 0)
+        return group.recv([buffer], SENDING, 0)
 
 
 def _make_group(plan: GroupPlan, store: Store) -> Any:
@@ -160,11 +180,14 @@ def _make_group(plan: GroupPlan, store: Store) -> Any:
 
 
 def _make_nccl(store: Store, rank: int) -> Any:
-    """Never run on a GPU so far. NCCL itself connects at the first payload."""
+    """Never run on a GPU so far. NCCL itself connects at the first payload, over the interfaces that it finds or
+    NCCL_SOCKET_IFNAME names."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
         raise ConfigError("this build of torch has no NCCL")
+    for name in _NO_WATCHDOG:
+        os.environ.setdefault(name, "0")
     options = nccl.Options()
-    # Beyond every deadline of ours: NCCL's watchdog ends the whole process when it finds one exceeded.
+    # Beyond every deadline of ours.
     options._timeout = timedelta(days=1)
     return nccl(store, rank, 2, options)

@@ -15,17 +15,19 @@ from math import ceil
 import zmq
 
 from common.clock import Clock, monotonic
-from common.errors import ProtocolError, TransferError
+from common.errors import CorruptSlice, ProtocolError, TransferAborted, TransferError
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.protocol import AttemptKey
 from kvtransfer import wire
 from kvtransfer.base import DestinationReleased, IncomingTransfer, OnReceiverEvent, Received, ReceiverEvent
-from kvtransfer.channel import Arrival, EndContext, Listener, Ready
+from kvtransfer.channel import Arrival, EndContext, Listener, poll
 from kvtransfer.choose import format_offers
 from kvtransfer.copying import make_copier
+from kvtransfer.device import Mark, Pending, RelayDevice
 from kvtransfer.ends import ReceivingEnd
 from kvtransfer.iothread import IOThread
+from kvtransfer.state import Claim
 from kvtransfer.traffic import Tally
 
 log = logging.getLogger(__name__)
@@ -49,17 +51,23 @@ class Receiver:
         on_event: OnReceiverEvent,
         listeners: Sequence[Listener],
         *,
+        device: RelayDevice | None = None,
         clock: Clock = monotonic,
         incarnation: str | None = None,
     ) -> None:
         self._listeners = listeners
+        self._device = device
+        self._copying = Pending()
+        """Messages that the device is writing."""
+        self._blocks_free: dict[AttemptKey, Mark] = {}
+        """When the device has done with what it computed in these blocks before."""
         self._address = format_offers(listener.offer for listener in listeners)
         self._bytes: dict[str, int] = {listener.offer.transport: 0 for listener in listeners}
         self._clock = clock
         self._more = False
         """Some listener had more to give than a turn takes."""
         try:
-            self._copier = make_copier(storage)
+            self._copier = make_copier(storage, device)
         except BaseException:
             for listener in listeners:
                 listener.close()
@@ -73,7 +81,7 @@ class Receiver:
         shard = layout.shards()[rank]
         unit_bytes = layout.slice_bytes_per_block * (shard.head_hi - shard.head_lo)
         for listener in listeners:
-            listener.attach(EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put))
+            listener.attach(EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device))
         self._poller.register(self._thread.mailbox.fileno(), zmq.POLLIN)
         self._thread.start()
 
@@ -97,7 +105,8 @@ class Receiver:
 
         Raises: TransferError if this key is open already or the receiver is closed.
         """
-        self._thread.begin(transfer.key, lambda: self._end.open(transfer, self._clock()))
+        mark = None if self._device is None else self._device.mark()
+        self._thread.begin(transfer.key, partial(self._open, transfer, mark))
 
     def abort(self, key: AttemptKey) -> None:
         """As `KVReceiver.abort`."""
@@ -110,8 +119,10 @@ class Receiver:
     # ------------------------------------------------------------ the I/O thread
 
     def _turn(self) -> None:
-        ready: Ready = {socket for socket, _ in self._poller.poll(self._poll_timeout_ms())}
+        ready = poll(self._poller, self._poll_timeout_ms(), self._copying)
         self._thread.run_commands()
+        for command in self._copying.due():
+            command()
         self._more = False
         now = self._clock()
         for listener in self._listeners:
@@ -128,6 +139,11 @@ class Receiver:
         self._end.expire(self._clock())
         self._report()
 
+    def _open(self, transfer: IncomingTransfer, mark: Mark | None) -> None:
+        self._end.open(transfer, self._clock())
+        if mark is not None:
+            self._blocks_free[transfer.key] = mark
+
     def _on_message(self, listener: Listener, arrival: Arrival) -> None:
         try:
             header = wire.decode_header(arrival.header)
@@ -135,21 +151,43 @@ class Receiver:
             log.warning("dropped a data message: %s", error)
             listener.acknowledge(arrival, None)
             return
-        ack = wire.SliceAck(header.key, header.sequence)
         try:
-            self._write(header, arrival)
-            transport, size_bytes = listener.offer.transport, len(arrival.payload)
-            self._bytes[transport] += size_bytes
-            self._tally.add(header.key, header.src_rank, transport, "", size_bytes)
+            claim = self._end.accept(header, len(arrival.payload))
         except TransferError as error:
-            log.info("refused a data message: %s", error)
-            ack = wire.SliceAck(header.key, header.sequence, error.code, error.message[:1024])
-        listener.acknowledge(arrival, ack)
+            self._refuse(listener, arrival, header, error)
+            return
+        done = partial(self._placed, listener, arrival, header, claim)
+        try:
+            mark = self._write(claim, arrival)
+        except CorruptSlice as error:
+            self._end.fail(claim.key, error)
+            self._end.placed(claim, self._clock())
+            self._refuse(listener, arrival, header, error)
+            return
+        if mark is None:
+            done()
+        else:
+            self._copying.add(mark, done)
 
-    def _write(self, header: wire.SliceHeader, arrival: Arrival) -> None:
-        claim = self._end.accept(header, len(arrival.payload))
-        self._copier.scatter_all(claim.slices, self._end.state_of(claim).blocks, arrival.payload)
+    def _refuse(self, listener: Listener, arrival: Arrival, header: wire.SliceHeader, error: TransferError) -> None:
+        log.info("refused a data message: %s", error)
+        listener.acknowledge(arrival, wire.SliceAck(header.key, header.sequence, error.code, error.message[:1024]))
+
+    def _write(self, claim: Claim, arrival: Arrival) -> Mark | None:
+        """Begin to place a message; None if that is done. Raises: CorruptSlice."""
+        before = self._blocks_free.get(claim.key)
+        if self._device is not None and before is not None and not before.done():
+            self._device.follow(before)
+        return self._copier.scatter_all(claim.slices, self._end.state_of(claim).blocks, arrival.payload)
+
+    def _placed(self, listener: Listener, arrival: Arrival, header: wire.SliceHeader, claim: Claim) -> None:
+        if arrival.revoked():
+            self._end.fail(claim.key, TransferAborted(f"{claim.key}: its sender took the blocks back"))
         self._end.placed(claim, self._clock())
+        transport = listener.offer.transport
+        self._bytes[transport] += claim.size_bytes
+        self._tally.add(header.key, header.src_rank, transport, "", claim.size_bytes)
+        listener.acknowledge(arrival, wire.SliceAck(header.key, header.sequence))
 
     def _poll_timeout_ms(self) -> int:
         """0 while messages wait that no socket tells of, else until the next deadline, at most a second."""
@@ -168,14 +206,21 @@ class Receiver:
                 continue
             if isinstance(event, DestinationReleased):
                 self._tally.take(event.key)
+                self._blocks_free.pop(event.key, None)
             yield event
 
     def _recover(self, error: Exception) -> None:
-        self._end.give_up_claims()
+        self._stop_copying()
         self._end.fail_all(TransferError(f"the receiver's I/O thread failed: {error}"))
         self._report()
 
+    def _stop_copying(self) -> None:
+        self._copier.wait()
+        self._copying.clear()
+        self._end.give_up_claims()
+
     def _finish(self) -> None:
+        self._stop_copying()
         self._end.abort_all()
         self._report()
         for listener in self._listeners:

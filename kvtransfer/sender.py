@@ -20,13 +20,15 @@ from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.protocol import AttemptKey, Grant
 from kvtransfer.base import OnSenderEvent, OutgoingTransfer, SenderEvent
-from kvtransfer.channel import Connector, EndContext, Peer, Ready
+from kvtransfer.channel import Buffer, Connector, EndContext, Peer, Ready, poll
 from kvtransfer.choose import Choice, choose, parse_offers
 from kvtransfer.copying import make_copier
+from kvtransfer.device import Mark, Pending, RelayDevice
 from kvtransfer.ends import SendingEnd
 from kvtransfer.iothread import IOThread
 from kvtransfer.state import Batch
 from kvtransfer.traffic import Tally
+from kvtransfer.wire import SliceHeader
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class Pair:
 class Sender:
     """`KVSender` over the given transports, one of them for each pair of ranks.
 
-    `wanted` narrows the choice down, as in `kvtransfer.choose`. `min_message_bytes` is what is worth a message of
+    `device` is where the KV is, if not in CPU memory; `open` and `blocks_final` then speak of what the calling thread
+    has started there. `wanted` narrows the choice down, as in `kvtransfer.choose`. `min_message_bytes` is what is worth a message of
     its own while more will follow, `idle_s` after how long without an ack a connection is given up.
 
     Raises: ConfigError if some transport's messages cannot carry one block of one layer.
@@ -60,12 +63,18 @@ class Sender:
         on_event: OnSenderEvent,
         connectors: Sequence[Connector],
         *,
+        device: RelayDevice | None = None,
         wanted: str = "auto",
         clock: Clock = monotonic,
         min_message_bytes: int = 256 * 2**10,
         idle_s: float = 30.0,
     ) -> None:
-        self._copier = make_copier(storage)
+        self._device = device
+        self._copier = make_copier(storage, device)
+        self._final = Pending()
+        """Reports of final blocks, which the device has yet to compute."""
+        self._copying = Pending()
+        """Messages whose buffers the device has yet to fill."""
         self._end = SendingEnd(layout, rank, storage.num_blocks)
         self._rank = rank
         self._wanted = wanted
@@ -86,7 +95,8 @@ class Sender:
         )
         shard = layout.shards()[rank]
         unit_bytes = layout.slice_bytes_per_block * (shard.head_hi - shard.head_lo)
-        context = EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put)
+        self._num_layers = shard.layer_hi - shard.layer_lo
+        context = EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device)
         try:
             for connector in connectors:
                 connector.attach(context)
@@ -113,7 +123,12 @@ class Sender:
 
         Raises: TransferError if this key is open already or the sender is closed.
         """
-        self._thread.begin(transfer.key, partial(self._end.open, transfer))
+        if self._device is None:
+            self._thread.begin(transfer.key, partial(self._end.open, transfer))
+            return
+        # What the cache holds may still be under way: an earlier step is computing it.
+        mark, waiting = self._device.mark(), replace(transfer, final_blocks=0)
+        self._thread.begin(transfer.key, partial(self._open_after, mark, waiting, transfer.final_blocks))
 
     def grant(self, grant: Grant) -> None:
         """As `KVSender.grant`."""
@@ -121,7 +136,10 @@ class Sender:
 
     def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
         """As `KVSender.blocks_final`."""
-        self._thread.mailbox.put(partial(self._on_blocks_final, key, layer, num_blocks))
+        command = partial(self._on_blocks_final, key, layer, num_blocks)
+        if self._device is not None:
+            command = partial(self._final.add, self._device.mark(), command)
+        self._thread.mailbox.put(command)
 
     def abort(self, key: AttemptKey) -> None:
         """As `KVSender.abort`."""
@@ -134,19 +152,29 @@ class Sender:
     # ------------------------------------------------------------ the I/O thread
 
     def _turn(self) -> None:
-        ready: Ready = {socket for socket, _ in self._poller.poll(self._poll_timeout_ms())}
+        ready = poll(self._poller, self._poll_timeout_ms(), self._final or self._copying)
         self._thread.run_commands()
+        for pending in (self._final, self._copying):
+            for command in pending.due():
+                command()
         now = self._clock()
         for address, peer in list(self._peers.items()):
             self._take_acks(address, peer, ready, now)
         self._end.expire(now)
         self._drop_idle(now)
+        self._take_back()
         self._report()
         # One message per peer and turn: commands and acks get their turn between any two.
         for peer in self._peers.values():
             if peer.has_room:
                 self._send_next(peer)
         self._report()
+
+    def _open_after(self, mark: Mark, transfer: OutgoingTransfer, final_blocks: int) -> None:
+        self._end.open(transfer)
+        if final_blocks:
+            for layer in range(self._num_layers):
+                self._final.add(mark, partial(self._on_blocks_final, transfer.key, layer, final_blocks))
 
     def _on_grant(self, grant: Grant) -> None:
         for dst_rank in self._end.grant(grant, self._clock()):
@@ -173,6 +201,8 @@ class Sender:
                     self._end.fail(ack.key, error)
                 else:
                     self._end.acknowledged(ack.key, now)
+                if (batch := peer.returned(ack.sequence)) is not None:
+                    self._end.handed(batch, now)
         except PeerLost as error:
             if not peer.proven:
                 self._note_failure(address, peer.transport, error.message)
@@ -253,19 +283,48 @@ class Sender:
     def _send(self, peer: Peer, batch: Batch) -> None:
         state = self._end.state_of(batch)
         buffer = peer.stage()
-        self._copier.gather_all(batch.slices, state.blocks, buffer)
-        now = self._clock()
-        peer.send(state.header(batch, peer.incarnation, peer.next_sequence()), buffer, batch.size_bytes, now)
+        header = state.header(batch, peer.incarnation, peer.next_sequence())
+        if peer.lend(buffer, header, batch, state.blocks):
+            self._put(peer, batch, header, buffer)
+            return
+        mark = self._copier.gather_all(batch.slices, state.blocks, buffer)
+        if mark is None:
+            self._put(peer, batch, header, buffer)
+            self._end.handed(batch, self._clock())
+        else:
+            peer.reserved += 1
+            self._copying.add(mark, partial(self._gathered, peer, batch, header, buffer))
+
+    def _gathered(self, peer: Peer, batch: Batch, header: SliceHeader, buffer: Buffer) -> None:
+        peer.reserved -= 1
+        if peer.closed:
+            self._end.given_up(batch)
+        else:
+            self._put(peer, batch, header, buffer)
+            self._end.handed(batch, self._clock())
+
+    def _put(self, peer: Peer, batch: Batch, header: SliceHeader, buffer: Buffer) -> None:
+        peer.send(header, buffer, batch.size_bytes, self._clock())
         self._bytes[peer.transport] += batch.size_bytes
         self._tally.add(batch.key, batch.dst_rank, peer.transport, peer.why, batch.size_bytes)
-        self._end.handed(batch, now)
+
+    def _take_back(self) -> None:
+        """End the loans of attempts that have failed: their blocks are wanted back, whatever their readers do."""
+        for key in self._end.ending:
+            for peer in self._peers.values():
+                for sequence, batch in list(peer.lent.items()):
+                    if batch.key == key:
+                        self._end.given_up(peer.take_back(sequence))
 
     def _lose(self, address: str, reason: str) -> None:
         """Close a connection; its transfers fail."""
         peer = self._peers.pop(address)
+        lent = [peer.take_back(sequence) for sequence in list(peer.lent)]
         peer.close()
         for key in peer.transfers:
             self._end.fail(key, PeerLost(f"{key}: lost {address} ({peer.incarnation}): {reason}"))
+        for batch in lent:
+            self._end.given_up(batch)
 
     def _drop_idle(self, now: float) -> None:
         for address, peer in list(self._peers.items()):
@@ -273,7 +332,7 @@ class Sender:
                 continue
             if peer.in_flight:
                 self._lose(address, f"no ack for {self._idle_s} s")
-            elif not peer.transfers:
+            elif not peer.transfers and not peer.reserved:
                 self._lose(address, "idle")
 
     def _poll_timeout_ms(self) -> int:
@@ -292,16 +351,23 @@ class Sender:
         self._thread.report(events)
 
     def _recover(self, error: Exception) -> None:
-        self._end.give_up_batches()
         self._end.fail_all(TransferError(f"the sender's I/O thread failed: {error}"))
         for address in list(self._peers):
             self._lose(address, "the I/O thread failed")
+        self._stop_copying()
         self._report()
+
+    def _stop_copying(self) -> None:
+        self._copier.wait()
+        self._final.clear()
+        self._copying.clear()
+        self._end.give_up_batches()
 
     def _finish(self) -> None:
         self._end.fail_all(TransferAborted("the sender was closed"))
-        self._report()
         for address in list(self._peers):
             self._lose(address, "closed")
+        self._stop_copying()
+        self._report()
         for connector in self._connectors.values():
             connector.close()

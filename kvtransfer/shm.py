@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -43,23 +43,33 @@ _MAX_CONNECTIONS = 1024
 
 
 class ShmPeer(Peer):
-    """One connection with a ring of its own.
+    """One connection with a ring of its own. A transport on top of it greets with more, and passes more descriptors.
 
     Raises: PeerLost if there can be none.
     """
 
     def __init__(
-        self, name: str, poller: zmq.Poller, incarnation: str, *, num_pages: int, page_bytes: int, now: float
+        self,
+        name: str,
+        poller: zmq.Poller,
+        incarnation: str,
+        *,
+        num_pages: int,
+        page_bytes: int,
+        now: float,
+        transport: str = SHM,
+        greeting: bytes = b"",
+        fds: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(SHM, incarnation, message_bytes=page_bytes, window=num_pages, now=now)
+        super().__init__(transport, incarnation, message_bytes=page_bytes, window=num_pages, now=now)
         self._poller = poller
         self._broken = ""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._socket.connect("\0" + name)
-            self._ring, fd, greeting = ring.create(num_pages, page_bytes)
+            self._ring, fd, of_ring = ring.create(num_pages, page_bytes)
             try:
-                socket.send_fds(self._socket, [greeting], [fd])
+                socket.send_fds(self._socket, [of_ring + greeting], [fd, *fds])
             finally:
                 os.close(fd)
         except OSError as error:
@@ -74,7 +84,7 @@ class ShmPeer(Peer):
     def stage(self) -> Buffer:
         """As `Peer.stage`: a page of the ring."""
         page = self._free_pages.pop()
-        buffer = self._ring.payload(page, self.message_bytes)
+        buffer = self._ring.payload(page, self._ring.page_bytes)
         self._page_of[id(buffer)] = page
         return buffer
 
@@ -122,7 +132,7 @@ class ShmConnector:
     def __init__(self, *, page_bytes: int = PAGE_BYTES, num_pages: int = NUM_PAGES) -> None:
         self._page_bytes = page_bytes
         self._num_pages = num_pages
-        self.offer = TransportOffer(SHM, host_id=_required_host_id())
+        self.offer = TransportOffer(SHM, host_id=required_host_id())
 
     def attach(self, context: EndContext) -> None:
         """As `Connector.attach`. Raises: ConfigError."""
@@ -138,23 +148,33 @@ class ShmConnector:
         """As `Connector.close`."""
 
 
-class _Connection:
+class Connection:
     """One sender at a receiver. Its ring is known once the greeting has come."""
+
+    greeting_bytes, num_fds = ring.GREETING_BYTES, 1
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self.ring: ring.Ring | None = None
 
     def greet(self) -> None:
-        """Take the greeting and its descriptor. Raises: OSError, ProtocolError."""
-        data, fds, _, _ = socket.recv_fds(self.socket, ring.GREETING_BYTES, 1)
+        """Take the greeting and its descriptors. Raises: OSError, ProtocolError."""
+        data, fds, _, _ = socket.recv_fds(self.socket, self.greeting_bytes, self.num_fds)
         try:
-            if len(fds) != 1:
+            if len(fds) != self.num_fds:
                 raise ProtocolError("a greeting without memory" if data else "closed before its greeting")
-            self.ring = ring.accept(data, fds[0])
+            self.ring = self.accept(data, fds)
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def accept(self, greeting: bytes, fds: list[int]) -> ring.Ring:
+        """The ring of a greeting. Raises: OSError, ProtocolError."""
+        return ring.accept(greeting, fds[0])
+
+    def forget(self) -> None:
+        """Let go of the memory, which is unmapped when the last view of it is gone."""
+        self.ring = None
 
     def take(self, shared: ring.Ring) -> Arrival | None:
         """The next message; None if the other end has closed. Raises: OSError, ProtocolError."""
@@ -164,29 +184,35 @@ class _Connection:
         if len(data) != _MESSAGE.size:
             raise ProtocolError(f"a message of {len(data)} bytes")
         page, header_bytes, payload_bytes = _MESSAGE.unpack(data)
-        if (
-            page >= shared.num_pages
-            or header_bytes > wire.MAX_HEADER_BYTES
-            or not 0 < payload_bytes <= shared.page_bytes
-        ):
+        if page >= shared.num_pages or header_bytes > wire.MAX_HEADER_BYTES or not payload_bytes:
             raise ProtocolError(f"page {page} with {header_bytes} + {payload_bytes} bytes is not in the ring")
         # Copied before it is checked: the other end could still write there.
-        return Arrival(shared.header(page, header_bytes).tobytes(), shared.payload(page, payload_bytes), self)
+        return self.arrival(shared, page, shared.header(page, header_bytes).tobytes(), payload_bytes)
+
+    def arrival(self, shared: ring.Ring, page: int, header: bytes, payload_bytes: int) -> Arrival:
+        """A message whose header is as given. Raises: ProtocolError."""
+        if payload_bytes > shared.page_bytes:
+            raise ProtocolError(f"page {page} with {payload_bytes} bytes is not in the ring")
+        return Arrival(header, shared.payload(page, payload_bytes), self)
 
 
 class ShmListener:
     """Shared memory at a receiver: a Unix socket with a random abstract name, for processes of our own user only.
 
-    Raises: ConfigError where memory cannot be shared this way.
+    `connection` makes the connections of a transport on top of it. Raises: ConfigError where memory cannot be shared
+    this way.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, transport: str = SHM, card: str = "", connection: Callable[[socket.socket], Connection] = Connection
+    ) -> None:
         name = f"kvrelay-{secrets.token_hex(16)}"
-        host = _required_host_id()
-        self.offer = TransportOffer(SHM, f"unix://{host}/{name}", host)
+        host = required_host_id()
+        self.offer = TransportOffer(transport, f"unix://{host}/{name}", host, card)
         self.malformed_messages = 0
-        self._connections: dict[int, _Connection] = {}
-        self._readable: deque[_Connection] = deque()
+        self._connect = connection
+        self._connections: dict[int, Connection] = {}
+        self._readable: deque[Connection] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._socket.bind("\0" + name)
         self._socket.listen(128)
@@ -215,7 +241,7 @@ class ShmListener:
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
         """As `Listener.acknowledge`."""
-        connection: _Connection = arrival.origin
+        connection: Connection = arrival.origin
         if ack is None:
             self._malformed(connection, "its header cannot be read")
             return
@@ -230,7 +256,7 @@ class ShmListener:
             self._drop(connection, "closed by us")
         self._socket.close()
 
-    def _read(self, connection: _Connection) -> Arrival | None:
+    def _read(self, connection: Connection) -> Arrival | None:
         """One message; None if none waits now, or none will ever come again."""
         try:
             if connection.ring is None:
@@ -258,27 +284,28 @@ class ShmListener:
                     log.warning("refused a sender of user %d, %d are connected", uid, len(self._connections))
                     connected.close()
                     continue
-                self._connections[connected.fileno()] = _Connection(connected)
+                self._connections[connected.fileno()] = self._connect(connected)
                 self._poller.register(connected.fileno(), zmq.POLLIN)
 
-    def _malformed(self, connection: _Connection, reason: str) -> None:
+    def _malformed(self, connection: Connection, reason: str) -> None:
         self.malformed_messages += 1
         log.warning("a sender on this host speaks nonsense: %s", reason)
         self._drop(connection, reason)
 
-    def _drop(self, connection: _Connection, reason: str) -> None:
+    def _drop(self, connection: Connection, reason: str) -> None:
         """Close a connection and let go of its memory. No transfer fails: its slices may come again another way."""
         if self._connections.pop(connection.socket.fileno(), None) is None:
             return
         log.debug("dropped a connection: %s", reason)
         self._poller.unregister(connection.socket.fileno())
         connection.socket.close()
-        connection.ring = None
+        connection.forget()
         with suppress(ValueError):
             self._readable.remove(connection)
 
 
-def _required_host_id() -> str:
+def required_host_id() -> str:
+    """Of this host. Raises: ConfigError where memory cannot be shared."""
     host = host_id()
     if host is None:
         raise ConfigError("shared memory needs Linux with memfd and /proc")

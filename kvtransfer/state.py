@@ -55,6 +55,7 @@ class Outgoing:
         """When to give up unless there is progress; None before the grant."""
         self.bytes_sent = 0
         self.in_hand = 0
+        self._given_up = False
         self._layout = layout
         self._rank = rank
         shard = layout.shards()[rank]
@@ -74,7 +75,9 @@ class Outgoing:
     @property
     def complete(self) -> bool:
         """Granted, and nothing is left to read or to send."""
-        return self._routes is not None and not self.in_hand and not any(r.unsent_bytes for r in self._routes.values())
+        if self._routes is None or self.in_hand or self._given_up:
+            return False
+        return not any(r.unsent_bytes for r in self._routes.values())
 
     def grant(self, grant: Grant, now: float) -> None:
         """Learn who wants what. A second grant changes nothing.
@@ -141,6 +144,11 @@ class Outgoing:
         self.progress(now)
         self.in_hand -= batch.size_bytes
         self.bytes_sent += batch.size_bytes
+
+    def give_up(self, size_bytes: int) -> None:
+        """So much of what was in hand is not read any more, and did not reach the other end: this is never complete."""
+        self._given_up = self._given_up or size_bytes > 0
+        self.in_hand -= size_bytes
 
     def header(self, batch: Batch, dst_incarnation: str, sequence: int) -> SliceHeader:
         """What to say of `batch` to the destination; its hashes are of the smallest run that holds all slices."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from common.config import NodeConfig
 from common.errors import ConfigError
@@ -12,8 +11,11 @@ from common.kv.storage import KVStorage
 from common.node.address import source_address
 from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.channel import Connector, Listener
-from kvtransfer.choose import GLOO, NCCL
+from kvtransfer.choose import CUDA_IPC, GLOO, NCCL, SHM, ZMQ
 from kvtransfer.collective import CollectiveConnector, CollectiveListener
+from kvtransfer.cuda import CudaDevice
+from kvtransfer.cuda_ipc import CudaIpcConnector, CudaIpcListener
+from kvtransfer.device import RelayDevice
 from kvtransfer.host import host_id
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -28,8 +30,9 @@ def make_sender(config: NodeConfig, storage: KVStorage, layout: KVLayout, rank: 
 
     Raises: ConfigError if there is none on this host, or one cannot work with these sizes.
     """
-    connectors: list[Connector] = [_CONNECTORS[name](config) for name in _allowed(config.kv_transport, storage)]
-    return Sender(storage, layout, rank, on_event, connectors, wanted=config.kv_transport)
+    device = _device(storage)
+    connectors = [_connector(name, config, storage, device) for name in _allowed(config.kv_transport, storage)]
+    return Sender(storage, layout, rank, on_event, connectors, device=device, wanted=config.kv_transport)
 
 
 def make_receiver(
@@ -47,30 +50,37 @@ def make_receiver(
 
     Raises: ConfigError if there is none on this host, or it cannot listen.
     """
+    device = _device(storage)
     listeners: list[Listener] = []
     try:
         for name in _allowed(config.kv_transport, storage):
-            listeners.append(_LISTENERS[name](config, port))
-            port = 0 if name != "shm" else port
+            listeners.append(_listener(name, config, storage, device, port))
+            port = 0 if name not in (SHM, CUDA_IPC) else port
     except BaseException:
         for listener in listeners:
             listener.close()
         raise
-    return Receiver(storage, layout, rank, on_event, listeners, incarnation=incarnation)
+    return Receiver(storage, layout, rank, on_event, listeners, device=device, incarnation=incarnation)
+
+
+def _device(storage: KVStorage) -> RelayDevice | None:
+    return None if storage.words is not None else CudaDevice(storage)
 
 
 def _allowed(wanted: str, storage: KVStorage) -> list[str]:
     """The transports of this end, by name. Raises: ConfigError if there is none."""
-    on_device = storage.words is None
+    on_device, one_host = storage.words is None, host_id() is not None
     collective = NCCL if on_device else GLOO
-    shares_memory = not on_device and host_id() is not None
     if wanted == "collective":
         return [collective]
     if wanted == "auto":
         # gloo does nothing that ZMQ does not, so nobody listens for it unasked.
-        return ["zmq", *(["shm"] if shares_memory else []), *([NCCL] if on_device else [])]
-    if wanted == "shm" and not shares_memory:
-        raise ConfigError("kv_transport is shm, but memory cannot be shared here: it needs Linux, and KV in CPU memory")
+        local = [SHM, *([CUDA_IPC] if on_device else [])]
+        return [ZMQ, *(local if one_host else []), *([NCCL] if on_device else [])]
+    if wanted == SHM and not one_host:
+        raise ConfigError("kv_transport is shm, but memory cannot be shared here: it needs Linux")
+    if wanted == CUDA_IPC and not (on_device and one_host):
+        raise ConfigError("kv_transport is cuda_ipc, which needs Linux, and KV on a CUDA device")
     return [wanted]
 
 
@@ -79,15 +89,25 @@ def _interface(config: NodeConfig) -> str:
     return source_address(config.redis_url) if config.host in ("0.0.0.0", "::", "*", "") else config.host
 
 
-_CONNECTORS: dict[str, Callable[[NodeConfig], Connector]] = {
-    "zmq": lambda config: ZmqConnector(),
-    "shm": lambda config: ShmConnector(),
-    GLOO: lambda config: CollectiveConnector(_interface(config), backend=GLOO),
-    NCCL: lambda config: CollectiveConnector(_interface(config), backend=NCCL),
-}
-_LISTENERS: dict[str, Callable[[NodeConfig, int], Listener]] = {
-    "zmq": lambda config, port: ZmqListener(config.host, port),
-    "shm": lambda config, port: ShmListener(),
-    GLOO: lambda config, port: CollectiveListener(_interface(config), port, backend=GLOO),
-    NCCL: lambda config, port: CollectiveListener(_interface(config), port, backend=NCCL),
-}
+def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None) -> Connector:
+    match name:
+        case "zmq":
+            return ZmqConnector()
+        case "shm":
+            return ShmConnector()
+        case "cuda_ipc" if device is not None:
+            return CudaIpcConnector(device, storage)
+        case _:
+            return CollectiveConnector(_interface(config), backend=name, card=device.card if device else "")
+
+
+def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
+    match name:
+        case "zmq":
+            return ZmqListener(config.host, port)
+        case "shm":
+            return ShmListener()
+        case "cuda_ipc" if device is not None:
+            return CudaIpcListener(device, storage)
+        case _:
+            return CollectiveListener(_interface(config), port, backend=name, card=device.card if device else "")

@@ -124,7 +124,9 @@ class ZmqConnector:
     def attach(self, context: EndContext) -> None:
         """As `Connector.attach`. Raises: ConfigError."""
         self._poller = context.poller
-        self._pool = StagingPool(fit_message(self._staging_bytes, context.unit_bytes), keep=2 * self._window)
+        self._pool = StagingPool(
+            fit_message(self._staging_bytes, context.unit_bytes), 2 * self._window, context.make_host_buffer
+        )
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:
         """As `Connector.connect`. Raises: PeerLost."""

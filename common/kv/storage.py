@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.kv.cuda_pages import allocate_shareable
 from common.kv.float8 import E4M3
 from common.kv.layout import DTYPE_BYTES, KVLayout, RankShard
 
@@ -52,7 +53,14 @@ class KVStorage:
             layout.block_size,
             layout.head_dim,
         )
-        self.data: Tensor = torch.empty(shape, dtype=_TORCH_DTYPE[layout.dtype], device=device)
+        dtype, where = _TORCH_DTYPE[layout.dtype], torch.device(device)
+        size_bytes = math.prod(shape) * DTYPE_BYTES[layout.dtype]
+        self.shared = allocate_shareable(where, size_bytes) if where.type == "cuda" else None
+        """On a card: its memory, if other processes can map it."""
+        if self.shared is None:
+            self.data: Tensor = torch.empty(shape, dtype=dtype, device=where)
+        else:
+            self.data = self.shared.tensor(where).view(dtype).view(shape)
         if device == "cpu":
             _advise_huge_pages(self.data)
         self.data.zero_()

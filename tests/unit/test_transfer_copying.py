@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
+from host_device import CopyRuns, HostDevice, copy_runs
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigError
+from common.errors import ConfigError, CorruptSlice
 from common.kv.layout import KVLayout, RankShard
 from common.kv.storage import KVStorage
-from kvtransfer.copying import DeviceCopier, SliceCopier
+from kvtransfer.copying import SliceCopier
+from kvtransfer.cuda import copy_by_index
+from kvtransfer.device import LentBlocks, Mark, pages_of
+from kvtransfer.device_copying import DeviceCopier
 from kvtransfer.wire import KVSlice
 
 NUM_BLOCKS = 9
@@ -75,21 +78,99 @@ def test_storage_outside_cpu_memory_is_refused() -> None:
         SliceCopier(KVStorage(kv, kv.shard(0, 0), 1, device="meta"))
 
 
-@given(cases())
-def test_device_copier_does_the_same_by_tensors(case: tuple[KVStorage, KVSlice, np.ndarray]) -> None:
-    """On CPU tensors here; what it copies does not depend on the device."""
+def finish(mark: Mark | None) -> None:
+    """As an I/O thread does: look again and again."""
+    assert mark is not None
+    assert not mark.done(), "nothing is copied before somebody has looked twice"
+    while not mark.done():
+        pass
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["direct", "by-way-of-pinned-memory"])
+@pytest.mark.parametrize("copy_runs", [copy_runs, copy_by_index], ids=["kernel", "torch"])
+@settings(deadline=None, max_examples=50)
+@given(case=cases())
+def test_device_copier_does_the_same_with_runs(
+    case: tuple[KVStorage, KVSlice, np.ndarray], reached: bool, copy_runs: CopyRuns
+) -> None:
+    """The arithmetic of the kernel, by its emulation, and what PyTorch does where the kernel is not compiled."""
     storage, piece, blocks = case
+    device = HostDevice(storage, copy_runs)
     assert storage.words is not None
     size = piece.size_bytes(storage.layout)
-    want, got = np.zeros(size + 3, dtype=np.uint8), torch.zeros(size + 3, dtype=torch.uint8)
+    make = device.device_buffer if reached else lambda size: np.zeros(size, dtype=np.uint8)
+    got, want = make(size + 3), np.zeros(size + 3, dtype=np.uint8)
+    got[:] = 0
     SliceCopier(storage).gather_all([piece], blocks, want)
-    DeviceCopier(storage).gather_all([piece], blocks, got)
-    np.testing.assert_array_equal(got.numpy(), want)
-    payload = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
-    payload.setflags(write=False)
+    copier = DeviceCopier(device, storage)
+    finish(copier.gather_all([piece], blocks, got))
+    np.testing.assert_array_equal(got, want)
+    payload = make(size)
+    payload[:] = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
     before = storage.words.copy()
     SliceCopier(storage).scatter_all([piece], blocks, payload)
     after = storage.words.copy()
     storage.words[:] = before
-    DeviceCopier(storage).scatter_all([piece], blocks, payload)
+    payload.setflags(write=False)
+    finish(copier.scatter_all([piece], blocks, payload))
     np.testing.assert_array_equal(storage.words, after)
+
+
+@pytest.mark.parametrize("copy_runs", [copy_runs, copy_by_index], ids=["kernel", "torch"])
+@settings(deadline=None, max_examples=50)
+@given(case=cases(), data=st.data())
+def test_lent_blocks_are_copied_as_if_they_had_been_sent(
+    case: tuple[KVStorage, KVSlice, np.ndarray], data: st.DataObject, copy_runs: CopyRuns
+) -> None:
+    """Source and destination hold other heads and layers, and have other numbers of blocks."""
+    storage, piece, blocks = case
+    layers, heads = piece.layer_hi - piece.layer_lo, piece.head_hi - piece.head_lo
+    more = [data.draw(st.integers(0, 2)) for _ in range(4)]
+    shard = RankShard(
+        0,
+        0,
+        max(0, piece.layer_lo - more[0]),
+        piece.layer_lo + layers + more[1],
+        max(0, piece.head_lo - more[2]),
+        piece.head_lo + heads + more[3],
+    )
+    theirs = KVStorage(storage.layout, shard, NUM_BLOCKS + 4)
+    lender = HostDevice(theirs)
+    assert storage.words is not None
+    assert theirs.words is not None
+    theirs.words[:] = np.arange(theirs.words.size).reshape(theirs.words.shape) % 50_000
+    their_blocks = np.array(data.draw(st.permutations(range(NUM_BLOCKS + 4)))[:NUM_BLOCKS], dtype=np.int64)
+    payload = np.zeros(piece.size_bytes(storage.layout), dtype=np.uint8)
+    SliceCopier(theirs).gather_all([piece], their_blocks, payload)
+    want = storage.words.copy()
+    want[selected(storage, piece, blocks)] = payload.view(want.dtype).reshape(
+        want[selected(storage, piece, blocks)].shape
+    )
+    lo = data.draw(st.integers(0, piece.block_lo))
+    lent = LentBlocks(pages_of(theirs, lender), len(payload), lo, their_blocks[lo:])
+    finish(DeviceCopier(HostDevice(storage, copy_runs), storage).scatter_all([piece], blocks, lent))
+    np.testing.assert_array_equal(storage.words, want)
+
+
+@pytest.mark.parametrize(
+    ("ids", "first", "piece"),
+    [
+        ([0, 1, 2], 0, KVSlice(0, 1, 0, 1, 0, 4)),  # too few
+        ([0, 1, 2], 1, KVSlice(0, 1, 0, 1, 0, 2)),  # begins too late
+        ([0, 99], 0, KVSlice(0, 1, 0, 1, 0, 2)),
+        ([0, -1], 0, KVSlice(0, 1, 0, 1, 0, 2)),
+        ([0, 1], 0, KVSlice(0, 2, 0, 1, 0, 2)),  # a layer that is not there
+        ([0, 1], 0, KVSlice(0, 1, 0, 2, 0, 2)),
+    ],
+)
+def test_lent_blocks_that_do_not_exist_are_refused_before_anything_is_copied(
+    ids: list[int], first: int, piece: KVSlice
+) -> None:
+    kv = KVLayout("m", 2, 2, 4, "float32")
+    ours, theirs = KVStorage(kv, kv.shard(0, 0), 4), KVStorage(kv, RankShard(0, 0, 0, 1, 0, 1), 4)
+    device = HostDevice(ours)
+    lent = LentBlocks(pages_of(theirs, HostDevice(theirs)), 1, first, np.array(ids, dtype=np.int64))
+    good = KVSlice(0, 1, 0, 1, first, first + 1)
+    with pytest.raises(CorruptSlice):
+        DeviceCopier(device, ours).scatter_all([good, piece], np.arange(4), lent)
+    assert device.copies == 0

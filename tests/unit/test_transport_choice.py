@@ -31,6 +31,16 @@ GLOO = TransportOffer("gloo", "tcp://10.0.0.1:2")
 NCCL = TransportOffer("nccl", "tcp://10.0.0.1:3")
 
 
+def on_card(card: str, host: str = "host-a") -> list[TransportOffer]:
+    """What a rank with its KV on a card offers."""
+    return [
+        ZMQ,
+        TransportOffer("shm", f"unix://{host}/name", host),
+        TransportOffer("cuda_ipc", f"unix://{host}/other", host, card),
+        TransportOffer("nccl", "tcp://10.0.0.1:3", card=card),
+    ]
+
+
 @pytest.mark.parametrize(
     ("src", "dst", "wanted", "taken", "why"),
     [
@@ -42,6 +52,12 @@ NCCL = TransportOffer("nccl", "tcp://10.0.0.1:3")
         ([ZMQ, SHM], [ZMQ, SHM], "zmq", "zmq", "asked for zmq"),
         ([ZMQ, GLOO], [ZMQ, GLOO], "collective", "gloo", "asked for collective"),
         ([NCCL, GLOO], [ZMQ, NCCL, GLOO], "collective", "nccl", "CUDA"),
+        (on_card("A"), on_card("A"), "auto", "cuda_ipc", "CUDA"),
+        (on_card("A"), on_card("B"), "auto", "cuda_ipc", "CUDA"),
+        (on_card("A"), on_card("B", "host-b"), "auto", "nccl", "not on one host"),
+        (on_card("A"), [ZMQ, SHM], "auto", "shm", "one host"),
+        ([ZMQ, SHM], on_card("A", "host-b"), "auto", "zmq", "not on one host"),
+        (on_card("A"), on_card("A"), "shm", "shm", "asked for shm"),
     ],
 )
 def test_choice(src: list[TransportOffer], dst: list[TransportOffer], wanted: str, taken: str, why: str) -> None:
@@ -68,8 +84,20 @@ def test_what_failed_is_passed_over_while_there_is_another(
 
 
 @pytest.mark.parametrize(
+    ("other_card", "taken", "why"),
+    [("A", "shm", "NCCL refuses two ranks on one card"), ("B", "nccl", "no peer access")],
+)
+def test_cards_that_cannot_share_memory_take_nccl_or_else_pinned_memory(other_card: str, taken: str, why: str) -> None:
+    choice = choose(on_card("A"), on_card(other_card), "auto", {"cuda_ipc": "no peer access"})
+    assert choice.transport == taken
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
     ("src", "dst", "wanted"),
     [
+        (on_card("A"), on_card("A", "host-b"), "cuda_ipc"),
+        (on_card("A"), on_card("A"), "collective"),
         ([ZMQ], [GLOO], "auto"),
         ([], [ZMQ], "auto"),
         ([ZMQ, SHM], [ZMQ], "shm"),
@@ -86,7 +114,7 @@ def test_nothing_in_common_is_refused_by_naming_both_ends(
         assert offer.transport in refused.value.message
 
 
-@given(st.lists(st.sampled_from([ZMQ, SHM, GLOO, NCCL]), unique=True))
+@given(st.lists(st.sampled_from([ZMQ, SHM, GLOO, NCCL, *on_card("GPU-5e1c-77")]), unique=True))
 def test_offers_survive_their_address(offers: list[TransportOffer]) -> None:
     assert parse_offers(format_offers(offers)) == offers
 
@@ -222,3 +250,13 @@ def test_host_that_cannot_share_memory_offers_zmq_and_refuses_to_be_told_otherwi
     assert [offer.transport for offer in parse_offers(receiver.address)] == ["zmq"]
     with pytest.raises(ConfigError, match="Linux"):
         transports.make_sender(DecodeConfig(kv_transport="shm"), storage, kv, 0, Recorder())
+
+
+def test_card_offers_what_it_may_and_a_processor_refuses_cuda_ipc() -> None:
+    kv = layout()
+    on_card, in_memory = KVStorage(kv, kv.shard(0, 0), 4, device="meta"), KVStorage(kv, kv.shard(0, 0), 4)
+    assert transports._allowed("auto", on_card) == ["zmq", "shm", "cuda_ipc", "nccl"]
+    assert transports._allowed("collective", on_card) == ["nccl"]
+    assert transports._allowed("cuda_ipc", on_card) == ["cuda_ipc"]
+    with pytest.raises(ConfigError, match="CUDA device"):
+        transports.make_sender(DecodeConfig(kv_transport="cuda_ipc"), in_memory, kv, 0, Recorder())  # type: ignore[arg-type]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from host_device import HostDevice
 from transfer_harness import Cluster, Recorder, layout, wait_until
 
 from common.clock import Clock, MockClock
@@ -25,9 +28,12 @@ from kvtransfer.base import (
     SourceReleased,
 )
 from kvtransfer.collective import CollectiveReceiver, CollectiveSender
+from kvtransfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kvtransfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
-from kvtransfer.shm import ShmReceiver, ShmSender
-from kvtransfer.zmq import ZmqReceiver, ZmqSender
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from kvtransfer.shm import ShmConnector, ShmListener, ShmReceiver, ShmSender
+from kvtransfer.zmq import ZmqConnector, ZmqListener, ZmqReceiver, ZmqSender
 
 
 class ZmqTransport:
@@ -77,7 +83,44 @@ class CollectiveTransport:
         return CollectiveReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, clock, incarnation="dst-1")
 
 
+class CudaIpcTransport:
+    """On a stand-in for the card; small messages and marks that come late."""
+
+    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> CudaIpcSender:
+        device = HostDevice(storage)
+        return CudaIpcSender(
+            storage, kv, rank, on_event, device, clock=clock, message_bytes=1024, window=4, min_message_bytes=1
+        )
+
+    def receiver(
+        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
+    ) -> CudaIpcReceiver:
+        return CudaIpcReceiver(storage, kv, rank, on_event, HostDevice(storage), clock=clock, incarnation="dst-1")
+
+
+class StagedTransport:
+    """KV on a stand-in for a card, through host memory: pinned buffers over ZMQ, by way of such ones over shared memory."""
+
+    def __init__(self, connector: Any, listener: Any) -> None:
+        self._connector, self._listener = connector, listener
+
+    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Sender:
+        device = HostDevice(storage)
+        return Sender(storage, kv, rank, on_event, [self._connector()], device=device, clock=clock, min_message_bytes=1)
+
+    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Receiver:
+        device = HostDevice(storage)
+        return Receiver(
+            storage, kv, rank, on_event, [self._listener()], device=device, clock=clock, incarnation="dst-1"
+        )
+
+
 TRANSPORTS = {
+    "cuda_ipc": CudaIpcTransport,
+    "staged-zmq": lambda: StagedTransport(
+        partial(ZmqConnector, staging_bytes=1024, window=4), partial(ZmqListener, "127.0.0.1", 0)
+    ),
+    "staged-shm": lambda: StagedTransport(partial(ShmConnector, page_bytes=1024, num_pages=4), ShmListener),
     "zmq": ZmqTransport,
     "loopback": LoopbackTransport,
     "shm": ShmTransport,
@@ -650,4 +693,5 @@ def test_nothing_is_left_after_close(make: Any, transport: Any) -> None:
     for _ in range(3):
         cycle()
     assert not _threads()
+    gc.collect()  # the stand-in for a card goes with its storage
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "file descriptors return")

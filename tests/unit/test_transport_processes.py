@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host_device import HostDevice
 from transfer_harness import Recorder, layout, wait_until
 
 from common.clock import Clock, MockClock, monotonic
@@ -27,6 +28,7 @@ from kvtransfer.base import (
     SourceReleased,
 )
 from kvtransfer.collective import CollectiveReceiver, CollectiveSender
+from kvtransfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kvtransfer.shm import ShmReceiver, ShmSender
 from kvtransfer.zmq import ZmqReceiver, ZmqSender
 
@@ -37,7 +39,7 @@ IDS = list(range(BLOCKS))
 KV = layout()
 BIG = KVLayout("model", 4, 2, 512, "float32", block_size=64)
 """1 MiB for each block of one layer: several messages, which no socket buffer swallows whole."""
-TRANSPORTS = ("zmq", "shm", "collective")
+TRANSPORTS = ("zmq", "shm", "cuda_ipc", "collective")
 
 
 def make_sender(transport: str, storage: KVStorage, on_event: Any) -> Any:
@@ -46,6 +48,8 @@ def make_sender(transport: str, storage: KVStorage, on_event: Any) -> Any:
             return ZmqSender(storage, storage.layout, 0, on_event, min_message_bytes=1)
         case "shm":
             return ShmSender(storage, storage.layout, 0, on_event, min_message_bytes=1)
+        case "cuda_ipc":
+            return CudaIpcSender(storage, storage.layout, 0, on_event, HostDevice(storage), min_message_bytes=1)
         case _:
             return CollectiveSender(storage, storage.layout, 0, "127.0.0.1", on_event, min_message_bytes=1, timeout_s=1)
 
@@ -56,6 +60,8 @@ def make_receiver(transport: str, storage: KVStorage, on_event: Any, clock: Cloc
             return ZmqReceiver(storage, storage.layout, 0, "127.0.0.1", 0, on_event, clock)
         case "shm":
             return ShmReceiver(storage, storage.layout, 0, on_event, clock=clock)
+        case "cuda_ipc":
+            return CudaIpcReceiver(storage, storage.layout, 0, on_event, HostDevice(storage), clock=clock)
         case _:
             return CollectiveReceiver(storage, storage.layout, 0, "127.0.0.1", 0, on_event, clock, timeout_s=1)
 

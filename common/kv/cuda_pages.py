@@ -1,0 +1,179 @@
+"""`pages.cu` from Python: memory of a card that other processes may map, and copies of runs. From any thread.
+
+The library is compiled by nvcc when first needed, some seconds once per machine, or ahead by
+
+    python -m common.kv.cuda_pages
+
+It lies beside flashinfer's own kernels, so that one folder carries both: `$FLASHINFER_WORKSPACE_BASE/.cache/kvrelay`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("pages.cu")
+_ARCHITECTURES = ("compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90")
+"""The last one is for later cards, whose driver compiles the rest."""
+_COMPILE_S = 300.0
+
+
+class CardMemory:
+    """Memory on a card, mapped here. It is unmapped when nobody refers to this any more, and goes when no process
+    maps it: also when the one that allocated it has died."""
+
+    def __init__(self, library: PagesLibrary, address: int, mapped_bytes: int, size_bytes: int, fd: int = -1) -> None:
+        self.address = address
+        self._library = library
+        self._mapped_bytes = mapped_bytes
+        self._fd = fd
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """[size_bytes], uint8: this memory, which stays while the tensor does."""
+        return torch.as_tensor(self, device=device)
+
+    def export(self) -> int:
+        """A descriptor for another process; the caller closes it. Raises: OSError."""
+        return os.dup(self._fd)
+
+    def __del__(self) -> None:
+        self._library.unmap(self.address, self._mapped_bytes)
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class PagesLibrary:
+    """The compiled `pages.cu`. Raises: OSError if it cannot be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._calls: Any = ctypes.CDLL(str(path))
+        self._calls.kv_error.restype = c_char_p
+        place = [POINTER(c_void_p), POINTER(c_size_t)]
+        self._calls.kv_allocate.argtypes = [c_int, c_size_t, *place, POINTER(c_int)]
+        self._calls.kv_open.argtypes = [c_int, c_int, c_size_t, *place]
+        self._calls.kv_unmap.argtypes = [c_void_p, c_size_t]
+        side = [c_void_p, c_int64, c_int64, c_void_p]
+        self._calls.kv_copy_runs.argtypes = [c_int, c_void_p, *side, *side, c_int64, c_int64, c_int64, c_int]
+
+    def allocate(self, device: torch.device, size_bytes: int) -> CardMemory:
+        """Memory that `CardMemory.export` can share. Raises: OSError."""
+        address, mapped, fd = c_void_p(), c_size_t(), c_int()
+        self._check(self._calls.kv_allocate(_index(device), size_bytes, byref(address), byref(mapped), byref(fd)))
+        return CardMemory(self, address.value or 0, mapped.value, size_bytes, fd.value)
+
+    def open(self, device: torch.device, fd: int, size_bytes: int) -> CardMemory:
+        """Memory of another process, for `device` to read. `fd` stays the caller's. Raises: OSError."""
+        address, mapped = c_void_p(), c_size_t()
+        self._check(self._calls.kv_open(_index(device), fd, size_bytes, byref(address), byref(mapped)))
+        return CardMemory(self, address.value or 0, mapped.value, size_bytes)
+
+    def unmap(self, address: int, mapped_bytes: int) -> None:
+        """End a mapping."""
+        if self._calls.kv_unmap(address, mapped_bytes):
+            log.warning("could not unmap memory of a card: %s", self._calls.kv_error().decode())
+
+    def copy_runs(
+        self,
+        stream: torch.cuda.Stream,
+        dst: tuple[int, int, int, int],
+        src: tuple[int, int, int, int],
+        planes: int,
+        blocks: int,
+        run_bytes: int,
+        grid: int,
+    ) -> None:
+        """Start a copy on `stream`. A side is (address, bytes of a plane, bytes of a block, address of ids or 0).
+
+        Raises: OSError.
+        """
+        device, handle = _index(stream.device), stream.cuda_stream
+        self._check(self._calls.kv_copy_runs(device, handle, *dst, *src, planes, blocks, run_bytes, grid))
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise OSError(self._calls.kv_error().decode())
+
+
+@functools.cache
+def pages_library() -> PagesLibrary | None:
+    """The library of this process, compiled if need be; None where that is impossible, which is said once."""
+    try:
+        return PagesLibrary(_compiled())
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("KV is copied by PyTorch and cannot be shared between processes of a card: %s", error)
+        return None
+
+
+def allocate_shareable(device: torch.device, size_bytes: int) -> CardMemory | None:
+    """Memory for KV that other processes may map; None where that is impossible, which is said."""
+    library = pages_library()
+    if library is None:
+        return None
+    try:
+        return library.allocate(device, size_bytes)
+    except OSError as error:
+        log.warning("KV on %s cannot be shared between processes: %s", device, error)
+        return None
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _compiled() -> Path:
+    """Raises: OSError or SubprocessError."""
+    source = _SOURCE.read_bytes()
+    digest = hashlib.sha256(source + "".join(_ARCHITECTURES).encode()).hexdigest()[:16]
+    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
+    target = base / ".cache" / "kvrelay" / f"pages-{digest}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may do the same now: whoever is last replaces an equal file.
+        unfinished = target.with_suffix(f".{os.getpid()}")
+        try:
+            compile_pages(unfinished)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return target
+
+
+def compile_pages(target: Path) -> None:
+    """Compile `pages.cu` into the shared library `target`. Raises: OSError without nvcc, SubprocessError."""
+    home = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or shutil.which(str(home / "bin" / "nvcc"))
+    if nvcc is None:
+        raise FileNotFoundError("pages.cu is not compiled yet, and there is no nvcc; set CUDA_HOME")
+    architectures = [word for arch in _ARCHITECTURES for word in ("-gencode", f"arch={arch}")]
+    command = [nvcc, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *architectures, "-o", str(target)]
+    done = subprocess.run([*command, str(_SOURCE)], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+    if done.returncode:
+        raise OSError(f"nvcc failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+
+
+if __name__ == "__main__":
+    try:
+        print(_compiled())
+    except (OSError, subprocess.SubprocessError) as failure:
+        sys.exit(str(failure))

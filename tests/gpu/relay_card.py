@@ -1,0 +1,179 @@
+"""Two processes that relay KV on one card: the receiving one is a child. For the tests, and for `scripts/gpu-bench`."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import queue
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from common.config import DecodeConfig, PrefillConfig
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from common.protocol import AttemptKey, Grant, PeerRef
+from kvtransfer.base import DestinationReleased, IncomingTransfer, OutgoingTransfer, Received, SourceReleased
+from kvtransfer.transports import make_receiver, make_sender
+
+DEADLINE_S = 60.0
+
+
+def hashes_of(count: int) -> list[bytes]:
+    """Any, as long as both ends have the same."""
+    return [i.to_bytes(16, "little") for i in range(count)]
+
+
+def random_storage(kv: KVLayout, rank: int, num_blocks: int, seed: int, device: str = "cuda") -> KVStorage:
+    """Every byte of it random."""
+    storage = KVStorage(kv, kv.shards()[rank], num_blocks, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    held = storage.data.view(torch.uint8)
+    held.copy_(torch.randint(0, 256, held.shape, dtype=torch.uint8, device=device, generator=generator))
+    return storage
+
+
+def digest(storage: KVStorage, blocks: list[int]) -> str:
+    """Of all that lies in these blocks."""
+    held = storage.data.view(torch.uint8)[:, :, blocks].cpu().contiguous()
+    return hashlib.sha256(held.numpy().tobytes()).hexdigest()
+
+
+def _receive(pipe: Connection, kv: KVLayout, num_blocks: int, transport: str, device: str) -> None:
+    """The child: opens, waits and tells, one order after the other."""
+    storage = random_storage(kv, 0, num_blocks, 2, device)
+    if storage.data.is_cuda:
+        torch.cuda.set_device(storage.data.device)
+        torch.cuda.synchronize()
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    config = DecodeConfig(kv_transport=transport)  # type: ignore[arg-type]
+    receiver = make_receiver(config, storage, kv, 0, events.put, port=0, incarnation="dst-1")
+    pipe.send(receiver.address)
+    while (order := pipe.recv()) is not None:
+        kind, value = order
+        match kind:
+            case "open":
+                pipe.send(receiver.open(value))
+            case "abort":
+                pipe.send(receiver.abort(value))
+            case "next event":
+                event = events.get(timeout=DEADLINE_S)
+                pipe.send((type(event).__name__, str(getattr(event, "error", ""))))
+            case _:
+                pipe.send(digest(storage, value))
+    receiver.close()
+
+
+class CardPair:
+    """A prefill rank here, a decode rank in a child process, each on its device."""
+
+    def __init__(
+        self, kv: KVLayout, num_blocks: int, transport: str = "auto", devices: tuple[str, str] = ("cuda:0", "cuda:0")
+    ) -> None:
+        self.kv = kv
+        self.storage = random_storage(kv, 0, num_blocks, 1, devices[0])
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        config = PrefillConfig(kv_transport=transport)  # type: ignore[arg-type]
+        self.sender = make_sender(config, self.storage, kv, 0, self.events.put)
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.child = context.Process(target=_receive, args=(theirs, kv, num_blocks, transport, devices[1]), daemon=True)
+        self.child.start()
+        theirs.close()
+        self.address = self._hear()
+
+    def ask(self, kind: str, value: object = None) -> Any:
+        """An order to the child, and its answer."""
+        self.pipe.send((kind, value))
+        return self._hear()
+
+    def open(
+        self, key: AttemptKey, src_blocks: list[int], dst_blocks: list[int], timeout_s: float = DEADLINE_S
+    ) -> None:
+        """Both ends, and the grant."""
+        hashes = hashes_of(len(src_blocks))
+        tokens = len(hashes) * self.kv.block_size
+        source = PeerRef("p", "src-1", "", [])
+        self.ask("open", IncomingTransfer(key, source, self.kv, dst_blocks, hashes, 0, timeout_s))
+        self.sender.open(OutgoingTransfer(key, "src-1", src_blocks, hashes, tokens, timeout_s))
+        self.sender.grant(Grant(key, PeerRef("d", "dst-1", "", [self.address]), self.kv, 0, dst_blocks))
+
+    def final(self, key: AttemptKey, num_blocks: int) -> None:
+        """Every layer, as the engine reports it."""
+        for layer in range(self.kv.num_layers):
+            self.sender.blocks_final(key, layer, num_blocks)
+
+    def finish(self) -> None:
+        """Wait for success at both ends. Raises: RuntimeError, TransferError."""
+        for wanted in (Received.__name__, DestinationReleased.__name__):
+            kind, error = self.ask("next event")
+            if kind != wanted:
+                raise RuntimeError(f"{kind} instead of {wanted}: {error}")
+        released = self.released()
+        if released.error is not None:
+            raise released.error
+
+    def released(self) -> SourceReleased:
+        """The sender's next event."""
+        return self.events.get(timeout=DEADLINE_S)
+
+    def close(self) -> None:
+        """Stop both."""
+        self.sender.close()
+        if self.child.is_alive():
+            self.pipe.send(None)
+        self.child.join(DEADLINE_S)
+        self.child.kill()
+        self.child.join(DEADLINE_S)
+        self.pipe.close()
+
+    def _hear(self) -> Any:
+        if not self.pipe.poll(DEADLINE_S):
+            raise TimeoutError("the receiving process says nothing")
+        return self.pipe.recv()
+
+
+def relay_bytes_per_s(
+    kv: KVLayout, tokens: int, transfers: int, transport: str = "auto", device: str = "cuda:0"
+) -> float:
+    """KV bytes per second of the median of `transfers`, final all at once, until the sender has its blocks back."""
+    count = tokens // kv.block_size
+    pair = CardPair(kv, count, transport, (device, device))
+    try:
+        took: list[float] = []
+        for number in range(transfers + 2):
+            key = AttemptKey(f"r{number}", 1)
+            pair.open(key, torch.randperm(count).tolist(), torch.randperm(count).tolist())
+            started = time.perf_counter()
+            pair.final(key, count)
+            released = pair.released()
+            took.append(time.perf_counter() - started)
+            if released.error is not None:
+                raise released.error
+            for _ in (Received, DestinationReleased):
+                pair.ask("next event")
+        return count * kv.bytes_per_block / sorted(took[2:])[transfers // 2]
+    finally:
+        pair.close()
+
+
+def copy_bytes_per_s(size_bytes: int = 2**30) -> float:
+    """The limit: bytes copied per second from one place of the card to another, each read once and written once."""
+    a, b = (torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    a.random_(0, 256)
+    return size_bytes / _median_s(lambda: b.copy_(a))
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    took: list[float] = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        took.append(start.elapsed_time(end) / 1000)
+    return sorted(took[2:])[5]
