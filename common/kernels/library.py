@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import subprocess
 from dataclasses import dataclass
 from types import ModuleType
@@ -40,6 +41,8 @@ def _find(device: torch.device) -> Library:
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
         return Library(None, f"flashinfer needs compute capability 8.0, this card has {capability[0]}.{capability[1]}")
+    # From 0.7 on norms would come from another compiler where that is installed; ours are compiled ahead.
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     try:
         flashinfer = importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
