@@ -22,6 +22,7 @@ from common.kv.storage import KVStorage
 CARD = torch.device("cuda", 0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Absolute, of results of about 1: K and V are rounded alike on both sides, queries, probabilities and results here."""
+# Each pair of a dtype and a head size is a module that may have to be compiled: FP8 and float16 keep to heads of 64.
 SHAPES = {"1:1": (4, 4, 64), "4:1": (8, 2, 128), "7:1": (14, 2, 64), "8:1": (8, 1, 128)}
 
 
@@ -40,15 +41,19 @@ def check(case: Case, layer: int, atol: float) -> None:
         torch.testing.assert_close(out.double(), case.expected(i), atol=atol, rtol=atol)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
 def test_attends_causally_over_pages(
-    make_backend: MakeBackend, shape: tuple[int, int, int], lens: list[tuple[int, int]], dtype: str
+    make_backend: MakeBackend, shape: tuple[int, int, int], lens: list[tuple[int, int]]
 ) -> None:
-    query_dtype = getattr(torch, dtype)
-    case = Case(make_backend, shape, lens, dtype, query_dtype=query_dtype, device=CARD)
-    check(case, 1, TOLERANCE[query_dtype])
+    case = Case(make_backend, shape, lens, "bfloat16", query_dtype=torch.bfloat16, device=CARD)
+    check(case, 1, TOLERANCE[torch.bfloat16])
+
+
+def test_attends_in_float16(make_backend: MakeBackend) -> None:
+    lens = LENS["decode and chunks interleaved"]
+    case = Case(make_backend, (14, 2, 64), lens, "float16", query_dtype=torch.float16, device=CARD)
+    check(case, 1, TOLERANCE[torch.float16])
 
 
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
@@ -61,7 +66,7 @@ def test_gathered_pages_in_float32_are_exact(lens: list[tuple[int, int]]) -> Non
 def test_fp8_cache_is_read_through_its_scales(
     make_backend: MakeBackend, lens: list[tuple[int, int]], scales: tuple[tuple[float, float], ...]
 ) -> None:
-    case = Case(make_backend, (8, 2, 128), lens, "float8_e4m3", scales, torch.bfloat16, CARD)
+    case = Case(make_backend, (14, 2, 64), lens, "float8_e4m3", scales, torch.bfloat16, CARD)
     check(case, 1, 2 * TOLERANCE[torch.bfloat16])
 
 
