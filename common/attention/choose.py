@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from common.attention.base import AttentionBackend, AttentionShape
@@ -26,9 +27,15 @@ def choose_attention(storage: KVStorage, shape: AttentionShape) -> AttentionBack
         return GatheredAttention(storage, shape)
     reason = why_not(shape, storage.data.dtype)
     if reason:
-        log.warning("attention runs on gathered pages, which is slower: %s", reason)
+        _announce(reason)
         return GatheredAttention(storage, shape)
     return FlashInferAttention(storage, shape, flashinfer)
+
+
+@functools.cache
+def _announce(reason: str) -> None:
+    """Once for each reason, however often memory is laid out."""
+    log.warning("attention runs on gathered pages, which is slower: %s", reason)
 
 
 def worth_recording(attention: AttentionBackend, max_context: int) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import fake_flashinfer
 import pytest
@@ -68,6 +70,20 @@ def test_with_flashinfer_16_bits_compute_with_its_kernels(card: pytest.MonkeyPat
     card.setitem(sys.modules, "flashinfer", fake_flashinfer)
     assert isinstance(choose_kernels(CARD, torch.float16), FlashInferKernels)
     assert choose_kernels(CARD, torch.float32) is TORCH
+
+
+def test_a_model_without_kernels_attends_to_gathered_pages_which_is_said_once(
+    card: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    card.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    on_card = SimpleNamespace(device=CARD, dtype=torch.bfloat16, size=lambda axis: 16)
+    storage: Any = SimpleNamespace(data=on_card, scales=())
+    for _ in range(2):
+        assert isinstance(choose_attention(storage, shape(head_dim=96)), GatheredAttention)
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "attention runs on gathered pages, which is slower: "
+        "flashinfer has kernels for heads of (64, 128, 256), the model's have 96"
+    ]
 
 
 def test_cards_older_than_bfloat16_do_without(card: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
