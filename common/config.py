@@ -23,6 +23,10 @@ KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m
 Quantization = Literal["auto", "fp8"]
 
 
+PREFILL_ROWS, DECODE_ROWS = (512, 8192), (256, 2048)
+"""Tokens that one step may compute where nobody says: on a CPU, on a card."""
+
+
 @dataclass(frozen=True)
 class FieldInfo:
     """All about one field that its type does not say."""
@@ -101,9 +105,12 @@ def _max_num_seqs() -> Any:
     return _option(64, "Sequences that one step may hold.", "Capacity", low=1)
 
 
-def _max_num_batched_tokens(default: int) -> Any:
-    text = "Tokens that one step may compute; smaller steps mean smoother streams, larger ones more throughput."
-    return _option(default, text, "Capacity", low=1, own=True)
+def _max_num_batched_tokens(on_cpu: int, on_card: int) -> Any:
+    text = (
+        "Tokens that one step may compute; smaller steps mean smoother streams, larger ones more throughput. By default "
+        f"{on_cpu}, on a GPU {on_card}."
+    )
+    return _option(None, text, "Capacity", low=1, own=True)
 
 
 def _kv_blocks() -> Any:
@@ -288,6 +295,9 @@ class RouterConfig(ServiceConfig):
 class NodeConfig(ServiceConfig):
     """What prefill and decode nodes share."""
 
+    default_rows: ClassVar[tuple[int, int]] = PREFILL_ROWS
+    """Of `max_num_batched_tokens`: on a CPU, on a card."""
+
     model: str = _option(
         "demo", "Model folder or hub name; demo is the small model that comes along.", "Model", "--model-path"
     )
@@ -313,7 +323,7 @@ class NodeConfig(ServiceConfig):
     seed: int = _seed()
     max_model_len: int | None = _max_model_len()
     max_num_seqs: int = _max_num_seqs()
-    max_num_batched_tokens: int = _max_num_batched_tokens(512)
+    max_num_batched_tokens: int | None = _max_num_batched_tokens(*PREFILL_ROWS)
     kv_blocks: int | None = _kv_blocks()
     kv_memory_gb: float | None = _kv_memory_gb()
     device: DeviceName = _device()
@@ -365,8 +375,9 @@ class DecodeConfig(NodeConfig):
     """A node that generates: it receives KV and runs continuous batching."""
 
     section: ClassVar[str] = "decode"
+    default_rows: ClassVar[tuple[int, int]] = DECODE_ROWS
 
-    max_num_batched_tokens: int = _max_num_batched_tokens(256)
+    max_num_batched_tokens: int | None = _max_num_batched_tokens(*DECODE_ROWS)
     pipeline_parallel_size: int = _option(
         1,
         "Stages that this node's layers are split into, each of --tensor-parallel-size ranks.",

@@ -10,7 +10,7 @@ from common.clock import monotonic
 from common.node.leader import Leader, follow, share_cores
 from common.node.rank_messages import rank_codec
 from common.node.shell import NodeShell
-from common.node.startup import fit_memory, make_record, make_scheduler, node_id_for, plan_node
+from common.node.startup import batched_tokens, fit_memory, make_record, make_scheduler, node_id_for, plan_node
 from kvtransfer.ranked import ORDER_TYPES, RankedSender, TransferReport
 from kvtransfer.transports import make_sender
 from prefill_node.node import PrefillNode
@@ -52,7 +52,7 @@ async def serve(config: PrefillConfig) -> None:
             shell.me,
             blueprint.layout,
             blueprint.model.vocab_size,
-            make_scheduler(config, blueprint, leader.num_blocks, prefill_chunk=config.max_num_batched_tokens),
+            make_scheduler(config, blueprint, leader.num_blocks, prefill_chunk=batched_tokens(config, blueprint)),
             leader.executor(sender.blocks_final),
             sender,
             shell.outbox,

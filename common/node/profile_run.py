@@ -145,15 +145,18 @@ def profile_run(
 def _graph_bytes(
     runner: ModelRunner, attention: AttentionBackend, largest: Largest, meter: MemoryMeter, sizes: list[int]
 ) -> int:
-    """Attention's static memory for every size, the pool that all share, and what the driver keeps of each."""
+    """Attention's static memory, part of which all sizes share, the pool that all share, and what the driver keeps of
+    each."""
     if not sizes:
         return 0
     before = meter.used()
-    backend = attention.for_graph(sizes[-1])
-    each = meter.used() - before
-    del backend
+    backends = [attention.for_graph(sizes[-1])]
+    shared = meter.used() - before
+    backends.append(attention.for_graph(sizes[-1]))
+    each = meter.used() - before - shared
+    del backends
     before = meter.used()
     meter.start()
     runner.execute(decode_step(largest, sizes[-1]))
     pool = meter.peak() - before
-    return len(sizes) * (each + GRAPH_BYTES) + pool
+    return shared + len(sizes) * (each + GRAPH_BYTES) + pool

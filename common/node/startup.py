@@ -101,6 +101,12 @@ def _kv_dtype(wanted: str, model_dtype: str) -> str:
     return "float8_e4m3" if wanted.startswith("fp8") else wanted
 
 
+def batched_tokens(config: NodeConfig, blueprint: Blueprint) -> int:
+    """`--max-num-batched-tokens`, which by default depends on the device."""
+    on_cpu, on_card = config.default_rows
+    return config.max_num_batched_tokens or (on_cpu if blueprint.device == "cpu" else on_card)
+
+
 def _parse_layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text else ()
@@ -162,7 +168,7 @@ class LoadedRank:
         config = self.config
         # The profile's steps go through all ranks, so all must have loaded.
         self.mesh.agree("weights", "loaded", config.start_timeout_s)
-        rows = max(config.max_num_batched_tokens, config.max_num_seqs)
+        rows = max(batched_tokens(config, self.blueprint), config.max_num_seqs)
         largest = Largest(rows, self.blueprint.model.max_model_len, config.max_num_seqs)
         sizes = [] if self._recorder is None else graph_sizes(config.max_num_seqs)
         use = profile_run(self._storage, self._runner, largest, meter, sizes)
@@ -310,7 +316,7 @@ def make_scheduler(config: NodeConfig, blueprint: Blueprint, num_blocks: int, *,
         SchedulerConfig(
             max_model_len=blueprint.model.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=batched_tokens(config, blueprint),
             prefill_chunk=prefill_chunk,
             num_groups=blueprint.layout.pp_size,
         ),

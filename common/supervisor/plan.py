@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig, field_infos
 from common.config_sources import ENV_PREFIX, Source
+from common.supervisor.cards import VISIBLE, NodeCards, share_cards
 
 ServiceRole = Literal["redis", "router", "prefill", "decode"]
 STOP_ORDER: tuple[ServiceRole, ...] = ("router", "prefill", "decode", "redis")
@@ -46,8 +47,10 @@ def plan_children(
     host_name: str,
     admin_token: str,
     admin_port: int,
+    cards: list[str],
 ) -> list[ChildSpec]:
-    """The children in order of start. `own_redis` is the command of a Redis to run, None for a foreign one.
+    """The children in order of start. `own_redis` is the command of a Redis to run, None for a foreign one; `cards`
+    are the CUDA cards that the nodes may use, which are shared among them.
 
     All services get `admin_token`, `admin_port` is the router's.
 
@@ -60,6 +63,8 @@ def plan_children(
     router = {"host": config.host, "port": str(port), "redis_url": redis_url, "cluster": config.cluster}
     router |= {"admin_token": admin_token, "admin_port": str(admin_port), "admin_host": ADMIN_HOST}
     children.append(_service("router", RouterConfig, config, sources, router, None))
+    ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
+    shares = iter(share_cards(cards if config.device != "cpu" else [], ranks))
     for role, cls, count in (("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)):
         for index in range(count):
             name = f"{role}-{index}"
@@ -68,10 +73,14 @@ def plan_children(
             node_id = name if own_redis is not None else f"{name}-{host_name}-{port}"
             own |= {"node_id": node_id, "host": "127.0.0.1", "port": "0", "data_port": "0"}
             own |= {"admin_token": admin_token, "admin_port": "0", "admin_host": ADMIN_HOST}
-            own |= _ranks(role, config) | _share_of_card(role, config)
+            share = next(shares)
+            own |= _ranks(role, config) | _utilization(role, config, share)
             if yields(config.favor) == role:
                 own["nice"] = str(_YIELDING_NICE)
-            children.append(_service(name, cls, config, sources, own, node_id))
+            node = _service(name, cls, config, sources, own, node_id)
+            if share is not None:
+                node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})
+            children.append(node)
     return children
 
 
@@ -87,10 +96,12 @@ def _ranks(role: str, config: UpConfig) -> dict[str, str]:
     return options
 
 
-def _share_of_card(role: str, config: UpConfig) -> dict[str, str]:
-    """What each node of `role` may take of its card, where that is said."""
-    share = config.prefill_gpu_memory_utilization if role == "prefill" else config.decode_gpu_memory_utilization
-    return {} if share is None else {"gpu_memory_utilization": str(share)}
+def _utilization(role: str, config: UpConfig, share: NodeCards | None) -> dict[str, str]:
+    """What a node of `role` may take of its cards, where there are any or somebody said it."""
+    stated = config.prefill_gpu_memory_utilization if role == "prefill" else config.decode_gpu_memory_utilization
+    if stated is None and share is not None:
+        stated = share.utilization
+    return {} if stated is None else {"gpu_memory_utilization": str(stated)}
 
 
 def yields(favor: str) -> str | None:

@@ -25,6 +25,7 @@ from common.membership import Directory
 from common.protocol import NodeRecord
 from common.redis_client import check_redis
 from common.redis_server import free_port, redis_command
+from common.supervisor.cards import find_cards
 from common.supervisor.child import Child
 from common.supervisor.console import Console, banner, failure_line
 from common.supervisor.pid_file import PidEntry, PidFile
@@ -72,6 +73,7 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
             host_name=socket.gethostname(),
             admin_token=admin_token,
             admin_port=admin_port,
+            cards=find_cards(os.environ),
         )
         with announced(running, runtime_folder(os.environ)):
             await Cluster(config, specs, redis_url, port, pid_file).run()

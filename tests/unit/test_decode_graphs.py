@@ -10,16 +10,15 @@ import pytest
 import torch
 from oracle import TINY, make_tiny
 from replaying import ReplayingRecorder
-from torch import Tensor
-from torch.nn import functional as F
 
-from common.attention.base import AttentionMetadata, AttentionShape
+from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
+from common.attention.gathered import GatheredAttention, GatheredDecode
 from common.engine.graphs import DecodeGraphs, EagerRecorder, Recorder, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.step import RelayProgress, SampleSpec, StepInput
 from common.errors import EngineError
-from common.kv.layout import KVLayout, blocks_for
+from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
@@ -35,46 +34,11 @@ PAD = POOL
 """The block behind the pool's."""
 
 
-class StaticDecode:
-    """Attention over one row per sequence, in memory that never moves; `plan` fills it, `forward` is tensors only."""
-
-    def __init__(self, storage: KVStorage, shape: AttentionShape, rows: int) -> None:
-        self._storage = storage
-        self._group = shape.num_q_heads // shape.num_kv_heads
-        self._pages = torch.zeros(rows, MAX_PAGES, dtype=torch.int64)
-        self._lens = torch.zeros(rows, 1, dtype=torch.int64)
-        self._slots = torch.zeros(rows, dtype=torch.int64)
-
-    def plan(self, metadata: AttentionMetadata) -> None:
-        assert metadata.query_lens == [1] * self._pages.size(0)
-        for i, (table, length) in enumerate(zip(metadata.block_tables, metadata.context_lens, strict=True)):
-            pages = table[: blocks_for(length)]
-            self._pages[i] = torch.tensor(pages + pages[-1:] * (MAX_PAGES - len(pages)))
-            self._lens[i] = length
-        self._slots.copy_(metadata.slot_mapping)
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        where = (self._slots // BLOCK, self._slots % BLOCK)
-        both: list[Tensor] = []
-        for cache, new in ((self._storage.keys(layer), k), (self._storage.values(layer), v)):
-            by_slot = cache.transpose(1, 2)
-            by_slot.index_put_(where, new.to(cache.dtype))
-            both.append(by_slot[self._pages].flatten(1, 2).float().transpose(1, 2).repeat_interleave(self._group, 1))
-        past = torch.arange(MAX_PAGES * BLOCK) >= self._lens
-        keys, values = both
-        values = values.masked_fill(past[:, None, :, None], 0.0)
-        mask = torch.zeros(past.shape).masked_fill(past, -torch.inf)[:, None, None]
-        return F.scaled_dot_product_attention(q.float()[:, :, None], keys, values, attn_mask=mask)[:, :, 0].to(q.dtype)
-
-    def for_graph(self, rows: int) -> StaticDecode:
-        raise AssertionError("it is for a graph")
-
-
 class PlainOrStatic(CpuAttention):
-    """The CPU's attention, whose recorded sizes are really static."""
+    """The CPU's attention, whose recorded sizes are gathered pages: memory that never moves, and tensors only."""
 
-    def for_graph(self, rows: int) -> StaticDecode:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return StaticDecode(self._storage, self._shape, rows)
+    def for_graph(self, rows: int) -> GatheredDecode:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return GatheredAttention(self._storage, self._shape).for_graph(rows)
 
 
 @dataclass
@@ -97,7 +61,8 @@ def make_rig(path: Path, recorder: Recorder, *, place: RankPlace | None = None) 
         mesh.place, pp_layers = place, (1, config.num_layers - 1)
     storage = KVStorage(layout, layout.shard(0, 0), POOL + 1)
     storage.data.normal_(generator=torch.Generator().manual_seed(3))
-    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, BLOCK)
+    heads = (config.num_q_heads, config.num_kv_heads, config.head_dim)
+    shape = AttentionShape(*heads, torch.float32, BLOCK, max_context=MAX_PAGES * BLOCK)
     model = load_model(
         path, config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp_layers
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from common.attention.base import AttentionMetadata
-from common.config import PrefillConfig
+from common.config import DecodeConfig, PrefillConfig
 from common.device import CPU, default_dtype, rank_device, resolve_device
 from common.errors import ConfigError
 from common.model.config import load_model_config
@@ -22,7 +22,7 @@ from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
 from common.model.weights import CheckpointWeights, Part
-from common.node.startup import plan_node
+from common.node.startup import batched_tokens, plan_node
 from common.parallel.nccl import interface_name, make_nccl_group
 
 META = torch.device("meta")
@@ -177,3 +177,11 @@ def test_an_interface_is_found_by_its_address() -> None:
     assert interface_name("127.0.0.1") == "lo"
     assert interface_name("eth7") == "eth7"
     assert interface_name("192.0.2.77") == ""
+
+
+def test_steps_are_larger_on_a_card_unless_somebody_says_otherwise(folder: dict[str, Path]) -> None:
+    plan = plan_node(PrefillConfig(model=str(folder["llama"])))
+    on_card = replace(plan, device="cuda")
+    assert [batched_tokens(PrefillConfig(), each) for each in (plan, on_card)] == [512, 8192]
+    assert [batched_tokens(DecodeConfig(), each) for each in (plan, on_card)] == [256, 2048]
+    assert batched_tokens(DecodeConfig(max_num_batched_tokens=7), on_card) == 7

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config_sources import Resolved, resolve
+from common.supervisor.cards import share_cards, visible_cards
 from common.supervisor.plan import ChildSpec, plan_children
 from common.supervisor.restarts import GiveUp, RestartAfter, RestartPolicy
 
 CLASSES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 
 
-def plan(up: Resolved[UpConfig], *, own_redis: bool = True) -> list[ChildSpec]:
+def plan(up: Resolved[UpConfig], *, own_redis: bool = True, cards: tuple[str, ...] = ()) -> list[ChildSpec]:
     return plan_children(
         up.config,
         up.sources,
@@ -23,6 +24,7 @@ def plan(up: Resolved[UpConfig], *, own_redis: bool = True) -> list[ChildSpec]:
         host_name="box",
         admin_token="the-admin-token",
         admin_port=9001,
+        cards=list(cards),
     )
 
 
@@ -30,10 +32,21 @@ def resolved(*, environ: dict[str, str] | None = None, file: str | None = None, 
     return resolve(UpConfig, flags=flags, environ=environ or {}, file=file)
 
 
+def on_cards(cards: tuple[str, ...], **flags: str) -> dict[str, tuple[str | None, float]]:
+    """Of each node, the cards that it sees and the part of them that it may take."""
+    up = resolve(UpConfig, flags=flags, environ={}, file=None)
+    specs = [spec for spec in plan(up, cards=cards) if spec.role in ("prefill", "decode")]
+    return {
+        spec.name: (spec.environ.get("CUDA_VISIBLE_DEVICES"), as_the_child_sees_it(spec).gpu_memory_utilization)
+        for spec in specs
+    }
+
+
 def as_the_child_sees_it(spec: ChildSpec, file: str | None = None):
     arguments = list(spec.argv[spec.argv.index("common.cli") + 2 :])
     flags = {flag[2:].replace("-", "_"): value for flag, value in zip(arguments[::2], arguments[1::2], strict=True)}
-    return resolve(CLASSES[spec.role], flags=flags, environ=dict(spec.environ), file=file).config
+    environ = {name: value for name, value in spec.environ.items() if name.startswith("KVRELAY_")}
+    return resolve(CLASSES[spec.role], flags=flags, environ=environ, file=file).config
 
 
 def test_default_is_one_of_each_with_redis_first() -> None:
@@ -139,3 +152,42 @@ def test_once_ready_every_death_leads_to_a_bounded_restart(events: list[tuple[bo
         decision = policy.died(now_s, 1)
         assert isinstance(decision, RestartAfter)
         assert 0 <= decision.delay_s <= 30
+
+
+def test_two_nodes_on_one_card_share_it_evenly_unless_fractions_are_stated() -> None:
+    assert on_cards(("0",)) == {"prefill-0": ("0", 0.45), "decode-0": ("0", 0.45)}
+    stated = {"prefill_gpu_memory_utilization": "0.3", "decode_gpu_memory_utilization": "0.6"}
+    assert on_cards(("0",), **stated) == {"prefill-0": ("0", 0.3), "decode-0": ("0", 0.6)}
+
+
+def test_no_card_is_shared_while_another_is_free() -> None:
+    assert on_cards(("0", "1")) == {"prefill-0": ("0", 0.9), "decode-0": ("1", 0.9)}
+    assert on_cards(("4", "5", "6"), prefill="1", prefill_tp="2", decode="2") == {
+        "prefill-0": ("4,5", 0.45),
+        "decode-0": ("6", 0.9),
+        "decode-1": ("4", 0.45),
+    }
+
+
+def test_nodes_on_the_cpu_hear_nothing_of_cards() -> None:
+    assert on_cards(("0",), device="cpu") == on_cards(()) == {"prefill-0": (None, 0.9), "decode-0": (None, 0.9)}
+
+
+def test_cards_are_those_that_cuda_would_see() -> None:
+    files = ["null", "nvidia1", "nvidia0", "nvidiactl", "nvidia-uvm"]
+    assert visible_cards(None, files) == ["0", "1"]
+    assert visible_cards("1", files) == ["1"]
+    assert visible_cards("GPU-8f2, 0,-1,1", files) == ["GPU-8f2", "0"]
+    assert visible_cards("", files) == visible_cards("-1", files) == visible_cards("0", ["null"]) == []
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 4), min_size=1, max_size=8))
+def test_every_rank_of_a_node_has_a_card_of_its_own_and_no_card_is_promised_twice(cards: int, ranks: list[int]) -> None:
+    shares = share_cards([str(i) for i in range(cards)], ranks)
+    promised = dict.fromkeys(range(cards), 0.0)
+    for count, share in zip(ranks, shares, strict=True):
+        assert share is not None
+        assert len(set(share.visible)) == len(share.visible) == min(count, cards)
+        for card in share.visible:
+            promised[int(card)] += share.utilization
+    assert max(promised.values()) <= 0.901
