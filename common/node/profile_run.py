@@ -5,6 +5,7 @@ Runs on the thread that loads the model, on all ranks of a node at the same time
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated(self._device)
 
     def card(self) -> tuple[int, int]:
+        gc.collect()  # what refers to itself would keep the profile's KV memory
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)
