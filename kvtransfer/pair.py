@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from common.clock import Clock, monotonic
 from common.errors import ConfigError, KvRelayError, PeerLost
 from common.parallel.gloo import make_group
+from common.parallel.nccl import interface_name
 from kvtransfer.choose import GLOO
 from kvtransfer.mailbox import Command
 
@@ -155,15 +157,10 @@ class PairThread:
             work.wait()  # only orders `stream` behind it
             done = torch.cuda.Event()
             done.record(stream)
-        deadline, failed_at = time.monotonic() + self._plan.timeout_s, 0.0
-        while not done.query():
-            now = time.monotonic()
-            # `is_completed` is also true of work that failed, which the event of the kernel's end never is.
-            failed_at = failed_at or (now + _SETTLE_S if work.is_completed() else 0.0)
-            if now > deadline or (failed_at and now > failed_at):
-                group.abort()
-                raise PeerLost("NCCL lost the peer" if failed_at else f"a payload took over {self._plan.timeout_s} s")
-            time.sleep(_POLL_S)
+        reason = wait_for_card(done.query, work.is_completed, self._plan.timeout_s)
+        if reason:
+            group.abort()
+            raise PeerLost(reason)
 
     def _start(self, group: Any, buffer: torch.Tensor) -> Any:
         if self._plan.rank == SENDING:
@@ -171,23 +168,48 @@ class PairThread:
         return group.recv([buffer], SENDING, 0)
 
 
+def wait_for_card(
+    moved: Callable[[], bool],
+    is_over: Callable[[], bool],
+    timeout_s: float,
+    clock: Clock = monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Wait until a payload has `moved`; gives why it never will, or nothing.
+
+    `is_over` of NCCL's work is also true of work that failed, whose end on the card never comes.
+    """
+    deadline, over_since = clock() + timeout_s, None
+    while not moved():
+        now = clock()
+        if over_since is None and is_over():
+            over_since = now
+        if over_since is not None and now > over_since + _SETTLE_S:
+            return "NCCL lost the peer"
+        if now > deadline:
+            return f"a payload took longer than {timeout_s} s"
+        sleep(_POLL_S)
+    return ""
+
+
 def _make_group(plan: GroupPlan, store: Store) -> Any:
     """Raises: RankLost, ConfigError or RuntimeError if that fails."""
     prefixed = PrefixStore(plan.name, store)
     if plan.backend == GLOO:
         return make_group(prefixed, plan.rank, [SENDING, RECEIVING], plan.interface, plan.timeout_s)
-    return _make_nccl(prefixed, plan.rank)
+    return _make_nccl(prefixed, plan)
 
 
-def _make_nccl(store: Store, rank: int) -> Any:
-    """Never run on a GPU so far. NCCL itself connects at the first payload, over the interfaces that it finds or
-    NCCL_SOCKET_IFNAME names."""
+def _make_nccl(store: Store, plan: GroupPlan) -> Any:
+    """Never run on a GPU so far. NCCL itself connects at the first payload, over this end's interface."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
         raise ConfigError("this build of torch has no NCCL")
     for name in _NO_WATCHDOG:
         os.environ.setdefault(name, "0")
+    if name := interface_name(plan.interface):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     options = nccl.Options()
     # Beyond every deadline of ours.
     options._timeout = timedelta(days=1)
-    return nccl(store, rank, 2, options)
+    return nccl(store, plan.rank, 2, options)

@@ -1,10 +1,9 @@
 """`pages.cu` from Python: memory of a card that other processes may map, and copies of runs. From any thread.
 
-The library is compiled by nvcc when first needed, some seconds once per machine, or ahead by
+The library is compiled by nvcc when first needed, some seconds once per user and machine, or ahead into a folder that
+then is on PYTHONPATH, as `scripts/gpu-build` does for all kernels:
 
-    python -m common.kv.cuda_pages
-
-It lies beside flashinfer's own kernels, so that one folder carries both: `$FLASHINFER_WORKSPACE_BASE/.cache/kvrelay`.
+    python -m common.kv.cuda_pages FOLDER
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ _SOURCE = Path(__file__).with_name("pages.cu")
 _ARCHITECTURES = ("compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90")
 """The last one is for later cards, whose driver compiles the rest."""
 _COMPILE_S = 300.0
+_FOLDER = "kvrelay_kernels"
 
 
 class CardMemory:
@@ -51,7 +51,10 @@ class CardMemory:
 
     def tensor(self, device: torch.device) -> Tensor:
         """[size_bytes], uint8: this memory, which stays while the tensor does."""
-        return torch.as_tensor(self, device=device)
+        # With the very card: PyTorch would copy the memory to any other device, the processor included.
+        seen = torch.as_tensor(self, device=torch.device("cuda", _index(device)))
+        assert seen.data_ptr() == self.address, "PyTorch has copied the memory"
+        return seen
 
     def export(self) -> int:
         """A descriptor for another process; the caller closes it. Raises: OSError."""
@@ -143,20 +146,16 @@ def _index(device: torch.device) -> int:
 
 def _compiled() -> Path:
     """Raises: OSError or SubprocessError."""
-    source = _SOURCE.read_bytes()
-    digest = hashlib.sha256(source + "".join(_ARCHITECTURES).encode()).hexdigest()[:16]
-    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-    target = base / ".cache" / "kvrelay" / f"pages-{digest}.so"
+    carried = (Path(entry) / _FOLDER / _name() for entry in sys.path)
+    target = next((path for path in carried if path.exists()), Path.home() / ".cache" / _FOLDER / _name())
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may do the same now: whoever is last replaces an equal file.
-        unfinished = target.with_suffix(f".{os.getpid()}")
-        try:
-            compile_pages(unfinished)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        compile_pages(target)
     return target
+
+
+def _name() -> str:
+    digest = hashlib.sha256(_SOURCE.read_bytes() + "".join(_ARCHITECTURES).encode()).hexdigest()
+    return f"pages-{digest[:16]}.so"
 
 
 def compile_pages(target: Path) -> None:
@@ -165,15 +164,31 @@ def compile_pages(target: Path) -> None:
     nvcc = shutil.which("nvcc") or shutil.which(str(home / "bin" / "nvcc"))
     if nvcc is None:
         raise FileNotFoundError("pages.cu is not compiled yet, and there is no nvcc; set CUDA_HOME")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may do the same now: whoever is last replaces an equal file.
+    unfinished = target.with_suffix(f".{os.getpid()}")
     architectures = [word for arch in _ARCHITECTURES for word in ("-gencode", f"arch={arch}")]
-    command = [nvcc, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *architectures, "-o", str(target)]
-    done = subprocess.run([*command, str(_SOURCE)], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
-    if done.returncode:
-        raise OSError(f"nvcc failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+    command = [nvcc, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *architectures, "-o", str(unfinished)]
+    try:
+        done = subprocess.run([*command, str(_SOURCE)], capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+        if done.returncode:
+            raise OSError(f"nvcc failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Compile into the folder that the command line names."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m common.kv.cuda_pages FOLDER")
+    target = Path(sys.argv[1]) / _FOLDER / _name()
+    try:
+        compile_pages(target)
+    except (OSError, subprocess.SubprocessError) as error:
+        sys.exit(str(error))
+    print(target)
 
 
 if __name__ == "__main__":
-    try:
-        print(_compiled())
-    except (OSError, subprocess.SubprocessError) as failure:
-        sys.exit(str(failure))
+    main()

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
 
-from common.clock import Clock
+from common.clock import Clock, MockClock
 from common.errors import PeerLost
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
@@ -18,6 +18,7 @@ from common.protocol import PeerRef
 from kvtransfer import collective
 from kvtransfer.base import SourceReleased
 from kvtransfer.collective import CollectiveReceiver, CollectiveSender, GroupMeet, GroupReply, GroupRequest
+from kvtransfer.pair import wait_for_card
 
 ENCODE = collective._CODEC.encode
 
@@ -179,3 +180,23 @@ def test_group_is_torn_down_with_either_end_and_made_again(cluster: Cluster) -> 
     cluster.senders[0].end.close()
     listener: Any = again._listeners[0]
     wait_until(lambda: not listener._connections, "the receiver has noticed")
+
+
+@pytest.mark.parametrize(
+    ("moved_at", "over_at", "says"),
+    [
+        (0.0, 0.0, ""),
+        (0.3, 9.9, ""),
+        (0.3, 0.2, ""),  # over a moment before its event is
+        (9.9, 0.2, "lost the peer"),  # work that failed is over and never ends
+        (9.9, 9.9, "longer than 2.0 s"),
+    ],
+)
+def test_wait_for_a_card_tells_what_failed_from_what_is_done(moved_at: float, over_at: float, says: str) -> None:
+    clock = MockClock()
+    reason = wait_for_card(
+        lambda: clock() >= moved_at, lambda: clock() >= over_at, 2.0, clock, lambda _: clock.advance(0.01)
+    )
+    assert says in reason
+    assert bool(reason) == bool(says)
+    assert clock() <= 2.1

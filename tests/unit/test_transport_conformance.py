@@ -27,7 +27,7 @@ from kvtransfer.base import (
     ReceiveFailed,
     SourceReleased,
 )
-from kvtransfer.collective import CollectiveReceiver, CollectiveSender
+from kvtransfer.collective import CollectiveConnector, CollectiveListener, CollectiveReceiver, CollectiveSender
 from kvtransfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kvtransfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from kvtransfer.receiver import Receiver
@@ -119,6 +119,10 @@ TRANSPORTS = {
     "cuda_ipc": CudaIpcTransport,
     "staged-zmq": lambda: StagedTransport(
         partial(ZmqConnector, staging_bytes=1024, window=4), partial(ZmqListener, "127.0.0.1", 0)
+    ),
+    "staged-collective": lambda: StagedTransport(
+        partial(CollectiveConnector, "127.0.0.1", staging_bytes=1024, window=4),
+        partial(CollectiveListener, "127.0.0.1", 0),
     ),
     "staged-shm": lambda: StagedTransport(partial(ShmConnector, page_bytes=1024, num_pages=4), ShmListener),
     "zmq": ZmqTransport,
