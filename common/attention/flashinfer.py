@@ -26,7 +26,9 @@ from common.kv.storage import KVStorage
 
 _LAYOUT = "HND"
 _SPLIT_BYTES = 256 * 2**20
-"""For partial results of long sequences that several thread blocks share. 64 query heads of 128 need 140 MB."""
+"""For partial results of long sequences that several thread blocks share; enough where nothing is recorded."""
+_DECODE_TILES = (16, 128)
+"""Query rows that a thread block of a decode step takes, those of one KV head: of groups up to 16, of larger ones."""
 _PLAN_BYTES = 8 * 2**20
 """For the plan of one batch on the device."""
 
@@ -184,6 +186,8 @@ class FlashInferAttention:
         needed = rows * self._max_pages
         if self._graph_pages.numel() < needed:
             self._graph_pages = torch.zeros(needed, dtype=torch.int32, device=self._cache.device)
+        if self._split.numel() < split_bytes(self._shape, rows):
+            self._split = torch.zeros(split_bytes(self._shape, rows), dtype=torch.uint8, device=self._cache.device)
         return FlashInferDecode(
             self._flashinfer, self._shape, self._cache, self._graph_pages[:needed], self._split, self._plan, rows
         )
@@ -247,6 +251,14 @@ class FlashInferDecode:
 
     def for_graph(self, rows: int) -> FlashInferDecode:
         raise NotImplementedError("a recorded backend makes no others")
+
+
+def split_bytes(shape: AttentionShape, rows: int) -> int:
+    """What a recorded step of `rows` rows needs for partial results: float32, a tile for each row and a few more."""
+    group = shape.num_q_heads // shape.num_kv_heads
+    tile = _DECODE_TILES[group > _DECODE_TILES[0]]
+    tiles = rows + blocks_for(rows * group, tile)
+    return shape.num_q_heads * tiles * tile * (shape.head_dim + 1) * 4 + 2**20
 
 
 def plan_decode(

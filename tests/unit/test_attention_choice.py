@@ -15,7 +15,7 @@ import torch
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.choose import choose_attention, worth_recording
 from common.attention.cpu import CpuAttention
-from common.attention.flashinfer import FlashInferAttention, why_not
+from common.attention.flashinfer import FlashInferAttention, split_bytes, why_not
 from common.attention.gathered import GatheredAttention
 from common.attention.pages import leading_decodes, page_lists
 from common.kernels import library
@@ -128,3 +128,9 @@ def test_a_context_beyond_the_longest_is_refused_rather_than_written_elsewhere()
     graph = FlashInferAttention(storage, shape(max_context=32), fake_flashinfer).for_graph(1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="more than the 2 of the longest"):
         graph.plan(AttentionMetadata([1], [33], [[0, 1, 2]], torch.tensor([32])))
+
+
+def test_partial_results_of_large_recorded_steps_get_the_memory_that_flashinfer_plans() -> None:
+    """64 query heads of 128 over 8 KV heads, 512 rows: 767 tiles of 16 rows, their values and sums in float32."""
+    large = AttentionShape(64, 8, 128, torch.bfloat16, 16)
+    assert split_bytes(large, 512) >= 64 * (512 * 8 // 16 + 511) * 16 * 129 * 4
