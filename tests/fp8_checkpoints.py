@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,19 @@ def _of_tensor(weight: Tensor) -> Tensor:
     return weight.abs().amax() / 448
 
 
-def _of_blocks(weight: Tensor) -> Tensor:
-    rows = [
-        torch.stack([block.abs().amax() for block in band.split(BLOCK[1], 1)]) / 448 for band in weight.split(BLOCK[0])
-    ]
-    return torch.stack(rows)
+def _of_blocks(weight: Tensor, size: tuple[int, int] = BLOCK) -> Tensor:
+    bands = [[block.abs().amax() for block in band.split(size[1], 1)] for band in weight.split(size[0])]
+    return torch.stack([torch.stack(band) for band in bands]) / 448
 
 
-def _spread_blocks(scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    return scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[: shape[0], : shape[1]]
+def _spread_blocks(scale: Tensor, shape: tuple[int, int], size: tuple[int, int] = BLOCK) -> Tensor:
+    return scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)[: shape[0], : shape[1]]
+
+
+def blocks_style(size: tuple[int, int]) -> Style:
+    """quant_method "fp8" with blocks of this size."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(size)}
+    return Style(config, "_scale_inv", partial(_of_blocks, size=size), partial(_spread_blocks, size=size))
 
 
 def _compressed(strategy: str, **more: Any) -> dict[str, Any]:
@@ -62,12 +67,7 @@ STYLES: dict[str, Style] = {
         _of_tensor,
         lambda scale, shape: scale,
     ),
-    "fp8 blocks": Style(
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK)},
-        "_scale_inv",
-        _of_blocks,
-        _spread_blocks,
-    ),
+    "fp8 blocks": blocks_style(BLOCK),
     "compressed tensor": Style(
         _compressed("tensor"), "_scale", lambda w: _of_tensor(w).bfloat16().reshape(1), lambda scale, shape: scale
     ),
@@ -81,7 +81,7 @@ STYLES: dict[str, Style] = {
 def quantise(
     folder: Path, style: Style, target: Path, kv_scales: tuple[float, float] | None = None
 ) -> tuple[Path, Path]:
-    """From the float32 model in `folder` one with FP8 weights, and the plain model of the same weights.
+    """From the model in `folder` one with FP8 weights, and the plain model of the same weights.
 
     `kv_scales`: (K, V) for every layer's cache, as a calibrated checkpoint has them. Returns both folders, in `target`.
     """
@@ -93,9 +93,10 @@ def quantise(
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         stored, widened = dict(tensors), dict(tensors)
-        for name, weight in tensors.items():
+        for name, original in tensors.items():
             if name.split(".")[-2] not in LINEAR or not name.endswith("weight"):
                 continue
+            weight = original.float()
             scale = style.stored_scale(weight)
             each = style.spread(scale.float(), (weight.size(0), weight.size(1)))
             values = (weight / each).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from common.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.kv.layout import KVLayout, blocks_for
@@ -32,13 +33,15 @@ SENDERS = {
     "zmq": ("kvtransfer.zmq:ZmqSender", ()),
     "collective": ("kvtransfer.collective:CollectiveSender", ("127.0.0.1",)),
     "shm": ("kvtransfer.shm:ShmSender", ()),
+    "cuda_ipc": ("kvtransfer.cuda_ipc:CudaIpcSender", ()),
 }
 RECEIVERS = {
     "zmq": ("kvtransfer.zmq:ZmqReceiver", ("127.0.0.1", 0)),
     "collective": ("kvtransfer.collective:CollectiveReceiver", ("127.0.0.1", 0)),
     "shm": ("kvtransfer.shm:ShmReceiver", ()),
+    "cuda_ipc": ("kvtransfer.cuda_ipc:CudaIpcReceiver", ()),
 }
-"""Class, and what it takes between the rank and the callback."""
+"""Class, and what it takes between the rank and the callback; after it, on a card, the device that copies."""
 
 
 class _End:
@@ -55,6 +58,7 @@ class _End:
         seed: int,
         layout: tuple[int, int] = (1, 1),
         rank: int = 0,
+        device: str = "cpu",
     ) -> None:
         """`layout`: tp and pp of this end's node; `rank`: which of its ranks this is."""
         self._model = (layers, kv_heads, head_dim)
@@ -62,7 +66,8 @@ class _End:
         self.rank = rank
         self.shard = self.layout.shards()[rank]
         each = blocks_for(tokens)
-        self.storage = KVStorage(self.layout, self.shard, each * transfers)
+        self.storage = KVStorage(self.layout, self.shard, each * transfers, device)
+        self.bits = self.storage.data.view(torch.int16)
         self.tokens = tokens
         blocks = list(range(each * transfers))
         if shuffled:
@@ -86,16 +91,22 @@ class _End:
         return [AttemptKey(f"bench-{i}", number) for i in range(len(self.blocks))]
 
     @cached_property
-    def truth(self) -> np.ndarray:
+    def truth(self) -> torch.Tensor:
         """This rank's share of what every rank of every layout must hold, blocks in the order of the sequences."""
         layers, kv_heads, head_dim = self._model
-        words = self.storage.words
-        assert words is not None
-        whole = np.random.default_rng(1).integers(
-            0, 2**16, size=(layers, 2, words.shape[2], kv_heads, BLOCK_SIZE, head_dim), dtype=words.dtype
-        )
+        shape = (layers, 2, self.bits.size(2), kv_heads, BLOCK_SIZE, head_dim)
+        whole = np.random.default_rng(1).integers(-(2**15), 2**15, size=shape, dtype=np.int16)
         shard = self.shard
-        return whole[shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi]
+        own = whole[shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi]
+        return torch.from_numpy(own).to(self.bits.device)
+
+    def more(self) -> dict[str, Any]:
+        """What a transport on a card takes beside the others."""
+        if self.bits.device.type == "cpu":
+            return {}
+        from kvtransfer.cuda import CudaDevice
+
+        return {"device": CudaDevice(self.storage)}
 
     def order(self) -> list[int]:
         """All blocks in the order of the sequences."""
@@ -136,9 +147,9 @@ class RelaySource(_End):
 
     def __init__(self, transport: str = "zmq", **sizes: Any) -> None:
         super().__init__(**sizes, seed=1)
-        words = self.storage.words
-        assert words is not None
-        words[:, :, self.order()] = self.truth
+        self.bits[:, :, self.order()] = self.truth
+        if self.bits.is_cuda:
+            torch.cuda.synchronize()
         self.sender: Any = None
         self.use(transport)
 
@@ -146,7 +157,7 @@ class RelaySource(_End):
         """Send over `transport` from now on."""
         self.close()
         make, between = _named(SENDERS[transport])
-        self.sender = make(self.storage, self.layout, self.rank, *between, self._on_event)
+        self.sender = make(self.storage, self.layout, self.rank, *between, self._on_event, **self.more())
 
     def _on_event(self, event: SenderEvent) -> None:
         if isinstance(event, SourceReleased):
@@ -190,7 +201,7 @@ class RelayDestination(_End):
         """Receive over `transport` from now on."""
         self.close()
         make, between = _named(RECEIVERS[transport])
-        self.receiver = make(self.storage, self.layout, self.rank, *between, self._on_event)
+        self.receiver = make(self.storage, self.layout, self.rank, *between, self._on_event, **self.more())
 
     def _on_event(self, event: ReceiverEvent) -> None:
         if isinstance(event, ReceiveFailed):
@@ -219,10 +230,8 @@ class RelayDestination(_End):
 
     def intact(self) -> bool:
         """Whether all KV is as the sources had it. Forgets it, so that the next relay has to bring it again."""
-        words = self.storage.words
-        assert words is not None
-        same = bool((words[:, :, self.order()] == self.truth).all())
-        words[...] = 0
+        same = torch.equal(self.bits[:, :, self.order()], self.truth)
+        self.bits.zero_()
         return same
 
     def close(self) -> None:

@@ -102,9 +102,9 @@ def save(result: Result, machine: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def print_table(results: Sequence[Result], machine: dict[str, Any], console: Console) -> None:
+def print_table(results: Sequence[Result], machine: dict[str, Any], console: Console, title: str = "") -> None:
     """One table of all results."""
-    title = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+    title = title or f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
     table = Table(title=title, title_justify="left", caption_justify="left", show_lines=False)
     for name, justify in (
         ("figure", "left"),

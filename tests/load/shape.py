@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 model's dimensions."""
+    """A Qwen2 or Llama model's dimensions."""
 
     name: str
     hidden: int
@@ -24,6 +24,8 @@ class Shape:
     intermediate: int
     vocab: int
     head_dim: int = 64
+    is_llama: bool = False
+    """Else Qwen2, whose head is the embedding."""
 
     @property
     def layer_weights(self) -> int:
@@ -32,7 +34,7 @@ class Shape:
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     def weight_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """Bytes of weights that one decode step of one sequence must read: all layers and the (tied) head."""
+        """Bytes of weights that one decode step of one sequence must read: all layers and the head."""
         return element_bytes * (self.layer_weights + self.vocab * self.hidden)
 
     def prefill_flop(self, tokens: int) -> float:
@@ -48,6 +50,7 @@ class Shape:
 
 SHAPES = {
     "0.5b": Shape("0.5b", hidden=896, layers=24, q_heads=14, kv_heads=2, intermediate=4864, vocab=151_936),
+    "8b": Shape("8b", 4096, 32, 32, 8, intermediate=14_336, vocab=128_256, head_dim=128, is_llama=True),
     # To see that the benchmarks themselves run; its figures mean nothing.
     "tiny": Shape("tiny", hidden=256, layers=2, q_heads=4, kv_heads=2, intermediate=512, vocab=20_000),
 }
@@ -61,8 +64,8 @@ def make_model_folder(shape: Shape, parent: Path) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "architectures": ["LlamaForCausalLM" if shape.is_llama else "Qwen2ForCausalLM"],
+        "model_type": "llama" if shape.is_llama else "qwen2",
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
@@ -74,7 +77,7 @@ def make_model_folder(shape: Shape, parent: Path) -> Path:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": not shape.is_llama,
         "torch_dtype": "bfloat16",
         "bos_token_id": 0,
         "eos_token_id": 0,

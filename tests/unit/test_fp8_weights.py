@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,24 @@ import pytest
 import torch
 from fp8_checkpoints import BLOCK, STYLES, quantise
 from oracle import TINY, make_tiny
+from runner_cases import check, drive, prompt
 from safetensors.torch import load_file, save_file
-from test_runner_exactness import check, drive, make_runner, prompt
+from test_runner_exactness import make_runner
+from tokenizers import Tokenizer
 
+from common import demo
+from common.demo.samples import SAMPLES, prompt_text
 from common.errors import ConfigError
-from common.model.build import Build
+from common.model.build import Build, Share
 from common.model.config import load_model_config
+from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint
 from common.model.float8 import Fp8Linear, Fp8Weight, dequantise, join
+from common.model.llama import LlamaModel
 from common.model.loader import load_model
 from common.model.precision import Precision
 from common.model.quantization import Quantization
+from common.model.registry import MODELS
 from common.model.weights import CheckpointWeights, Part
 
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -127,6 +135,30 @@ def test_kept_weights_give_each_rank_the_rows_and_columns_that_are_its_own(
         expected = whole if part is None else whole.narrow(part.dim, part.lo, part.hi - part.lo)
         assert torch.equal(found.widened(), expected)
     assert weights_of(plain).read_fp8(NAME, (64, 112)) is None
+
+
+def test_a_model_on_kept_weights_answers_like_the_widened_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card, by PyTorch's CPU product of e4m3 rows: activations in e4m3 too."""
+    fp8, _ = quantise(demo.MODEL_PATH, STYLES["compressed channel"], tmp_path)
+    tokenizer = Tokenizer.from_file(str(demo.MODEL_PATH / "tokenizer.json"))
+    prompts = [tokenizer.encode(prompt_text(sample), add_special_tokens=False).ids for sample in SAMPLES]
+    widened = drive(make_runner(fp8, "bfloat16"), prompts, 64, 1)
+    built: list[Build] = []
+
+    def keeping(build: Build, on_progress: Any) -> DecoderModel:
+        built.append(replace(build, keeps_fp8=True))
+        return LlamaModel(built[-1], on_progress)
+
+    monkeypatch.setitem(MODELS, "LlamaForCausalLM", keeping)
+    monkeypatch.setattr("common.model.build.can_multiply", lambda device, blocked: not blocked)
+    kept = drive(make_runner(fp8, "bfloat16"), prompts, 64, 1)
+    assert isinstance(
+        built[0].row_linear("model.layers.0.self_attn.o_proj", Share(256, 0, 256), 256, bias=False), Fp8Linear
+    )
+    assert [s.generated for s in kept] == [s.generated for s in widened]
+    errors = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(kept, widened, strict=True)]
+    print(f"largest change of a log-probability {max(errors):.3f}")
+    assert 0 < max(errors) < 0.5
 
 
 def test_kv_scales_come_from_the_checkpoint_one_pair_for_each_layer_of_the_rank(

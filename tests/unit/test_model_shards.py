@@ -17,8 +17,9 @@ import torch
 from oracle import Tiny, make_tiny
 from rank_jobs import Recording
 from rank_processes import Case, Outcome, run_ranks
+from runner_cases import drive, prompt
 from safetensors.torch import load_file
-from test_runner_exactness import drive, make_runner, prompt
+from test_runner_exactness import make_runner
 from transformers import LlamaConfig
 
 from common.engine.runner import ModelRunner

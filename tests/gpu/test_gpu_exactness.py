@@ -1,0 +1,98 @@
+"""A node's runner on a card against `transformers` in float32, in bfloat16 and in FP8; recorded steps against launched ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fp8_checkpoints import STYLES, blocks_style, quantise
+from gpu_suite import make_runner
+from oracle import TINY, agreed, greedy, make_tiny
+from runner_cases import Sequence, check, drive, prompt
+from tokenizers import Tokenizer
+
+from common import demo
+from common.demo.samples import SAMPLES, prompt_text
+
+BF16_TOLERANCE = 0.25
+"""Of the log-probability of a drawn token, up to the first token that differs: bf16 keeps 8 bits of every activation."""
+FP8_TOLERANCE = 1.0
+"""As that, with e4m3 activations, weights or KV, which keep 3 bits of mantissa."""
+PROMISED = 0.8
+"""Share of the demo model's promised answers that must come out with FP8 somewhere; all with bf16."""
+
+
+@pytest.fixture(scope="module")
+def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: make_tiny(name, root / name) for name in TINY}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_float32_tokens_are_those_of_transformers(tiny_dirs: dict[str, Path], name: str) -> None:
+    """Alone, in batches, in chunks; the difference of two equal logits is excused, as on a processor."""
+    runner = make_runner(tiny_dirs[name], dtype="float32")
+    vocab = TINY[name].config.vocab_size
+    prompts = [prompt(n, vocab) for n in (1, 15, 16, 17, 100)]
+    for chunk in (16, 10**6):
+        check(tiny_dirs[name], prompts, drive(runner, prompts, chunk))
+    check(tiny_dirs[name], prompts[-1:], drive(runner, prompts[-1:], 64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_recorded_and_launched_steps_are_equal_bit_for_bit(tiny_dirs: dict[str, Path], dtype: str, batch: int) -> None:
+    prompts = [prompt(20 + 3 * i, 300) for i in range(batch)]
+    recorded, launched = (
+        drive(make_runner(tiny_dirs["qwen2"], dtype=dtype, enforce_eager=eager), prompts, 64) for eager in (False, True)
+    )
+    assert [s.generated for s in recorded] == [s.generated for s in launched]
+    assert [s.logprobs for s in recorded] == [s.logprobs for s in launched]
+
+
+def demo_prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(demo.MODEL_PATH / "tokenizer.json"))
+    return [tokenizer.encode(prompt_text(sample), add_special_tokens=False).ids for sample in SAMPLES]
+
+
+def near(sequences: list[Sequence], prompts: list[list[int]], want: int, tolerance: float) -> float:
+    """The share of prompts that transformers continues by the very same tokens, in float32 and unquantized; as long as
+    tokens agree, their log-probabilities must as well."""
+    whole = 0
+    for tokens, sequence in zip(prompts, sequences, strict=True):
+        expected = greedy(demo.MODEL_PATH, tokens, want)
+        same = agreed(expected, sequence.generated)
+        whole += same == want
+        errors = [abs(a - b) for a, b in zip(sequence.logprobs[:same], expected.logprobs[:same], strict=True)]
+        assert max(errors, default=0.0) < tolerance
+    return whole / len(prompts)
+
+
+def drive_demo(model: Path, want: int, **options: object) -> tuple[list[Sequence], list[list[int]]]:
+    prompts = demo_prompts()
+    return drive(make_runner(model, max_num_seqs=24, **options), prompts, 64, want), prompts
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_trained_model_in_16_bits_stays_near_float32(dtype: str) -> None:
+    sequences, prompts = drive_demo(demo.MODEL_PATH, 3, dtype=dtype)
+    share = near(sequences, prompts, 3, BF16_TOLERANCE)
+    print(f"{dtype}: {share:.0%} of the prompts continued alike")
+    assert share >= 0.9
+
+
+def test_a_trained_model_over_fp8_kv_stays_near_float32() -> None:
+    sequences, prompts = drive_demo(demo.MODEL_PATH, 3, dtype="bfloat16", kv_cache_dtype="fp8")
+    share = near(sequences, prompts, 3, FP8_TOLERANCE)
+    print(f"FP8 KV: {share:.0%} of the prompts continued alike")
+    assert share >= PROMISED
+
+
+@pytest.mark.parametrize("style", ["fp8 tensor", "compressed channel", "blocks of 128"])
+def test_a_trained_model_with_fp8_weights_stays_near_float32(style: str, tmp_path: Path) -> None:
+    """On a card the weights stay e4m3 and activations become it, so this is not the widened weights' product."""
+    fp8, _ = quantise(demo.MODEL_PATH, STYLES.get(style) or blocks_style((128, 128)), tmp_path)
+    sequences, prompts = drive_demo(fp8, 3, dtype="bfloat16", quantization="fp8")
+    share = near(sequences, prompts, 3, FP8_TOLERANCE)
+    print(f"{style}: {share:.0%} of the prompts continued alike")
+    assert share >= PROMISED

@@ -1,0 +1,130 @@
+"""The engine on a card without a service around it: the very runner of a node, its recorded steps included. A worker."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+
+from common.config import DecodeConfig
+from common.engine.step import SampleSpec, StepInput
+from common.hashing import BLOCK_SIZE
+from common.node.startup import load_rank, plan_node
+from common.parallel.mesh import SOLO
+from common.protocol import SamplingParams
+from common.torch_setup import configure_torch
+
+_GREEDY = SamplingParams(seed=0, max_tokens=1 << 30, temperature=0.0)
+_WARM_UP = 3
+
+
+class Engine:
+    """One loaded model. Sequences lie in blocks 0, 1, 2, ... of its KV storage, none of them kept between calls."""
+
+    def __init__(
+        self, folder: str, device: str, kv_blocks: int, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        config = DecodeConfig(
+            model=folder,
+            load_format="dummy",
+            dtype="bfloat16",
+            device=device,  # pyright: ignore[reportArgumentType]
+            kv_blocks=kv_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        configure_torch(None)
+        blueprint = plan_node(config)
+        loaded = load_rank(blueprint, config, SOLO, small_batches=True)
+        loaded.lay_out(loaded.max_blocks)
+        loaded.record()
+        self._runner = loaded.runner
+        self._vocab_size = blueprint.model.vocab_size
+        self._is_card = torch.device(device).type == "cuda"
+        self._rng = random.Random(1)
+
+    def decode(self, batch: int, context: int, steps: int) -> list[float]:
+        """Seconds of each greedy step for `batch` sequences that begin with `context` slots of KV."""
+        step = self._decode_steps(batch, context)
+        return [_timed(step) for _ in range(steps + _WARM_UP)][_WARM_UP:]
+
+    def prefill(self, tokens: int, chunk: int, times: int) -> list[float]:
+        """Seconds of a prompt in chunks, its first token drawn."""
+        table = [list(range(-(-tokens // BLOCK_SIZE)))]
+
+        def whole() -> None:
+            for at in range(0, tokens, chunk):
+                rows = self._tokens(min(chunk, tokens - at))
+                self._run(rows, [len(rows)], [at + len(rows)], table, sample=at + chunk >= tokens)
+
+        return [_timed(whole) for _ in range(times + 1)][1:]
+
+    def busy_s(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of a decode step during which a kernel runs (on a processor: an operator), by the profiler."""
+        step = self._decode_steps(batch, context)
+        for _ in range(_WARM_UP):
+            step()
+        activity = torch.profiler.ProfilerActivity
+        kind = activity.CUDA if self._is_card else activity.CPU
+        with torch.profiler.profile(activities=[kind]) as profile:
+            for _ in range(steps):
+                step()
+        wanted = "CUDA" if self._is_card else "CPU"
+        events: Any = profile.events()
+        spans = sorted((e.time_range.start, e.time_range.end) for e in events if str(e.device_type).endswith(wanted))
+        return _covered_us(spans) / 1e6 / steps
+
+    def _decode_steps(self, batch: int, context: int) -> Any:
+        """A function that runs the next step each time."""
+        blocks_each = -(-(context + 256) // BLOCK_SIZE)
+        tables = [list(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(batch)]
+        tokens = self._tokens(batch)
+        length = context
+
+        def step() -> None:
+            nonlocal tokens, length
+            length += 1
+            tokens = self._run(tokens, [1] * batch, [length] * batch, tables, sample=True)
+
+        return step
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(self._vocab_size) for _ in range(count)]
+
+    def _run(
+        self, rows: list[int], query_lens: list[int], context_lens: list[int], tables: list[list[int]], *, sample: bool
+    ) -> list[int]:
+        places = [
+            (i, p) for i, (q, c) in enumerate(zip(query_lens, context_lens, strict=True)) for p in range(c - q, c)
+        ]
+        step = StepInput(
+            step_id=1,
+            token_ids=rows,
+            positions=[p for _, p in places],
+            slot_mapping=[tables[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in places],
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=tables,
+            samples=[SampleSpec(i, _GREEDY, context_lens[i], 0) for i in range(len(query_lens))] if sample else [],
+        )
+        return [drawn.token_id for drawn in self._runner.execute(step).sampled]
+
+
+def _timed(run: Any) -> float:
+    """A step returns tokens, so it has ended on the device as well; a chunk that draws none may still run there."""
+    started = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _covered_us(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of these spans, which are in order of their beginnings."""
+    covered, until = 0.0, float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered

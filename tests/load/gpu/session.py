@@ -1,0 +1,140 @@
+"""One run of `gpu-bench`: sizes, the device, and the processes that its lines share, one at a time on the card."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from load.shape import SHAPES, Shape, make_model_folder
+from load.worker import ROOT, Worker
+from system import System, running_system
+
+RESULTS = ROOT / "bench-results"
+_START_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything; `DRY` only shows that the benchmark's own code runs."""
+
+    big: str
+    small: str
+    batches: tuple[int, ...]
+    """Of decode steps of the big shape, beside batch 1."""
+    context: int
+    steps: int
+    prefill: int
+    prefill_chunk: int
+    repeats: int
+    relay_tokens: int
+    relay_transfers: int
+    ttft_tokens: int
+    streams: int
+    stream_prompt: int
+    long_prompt: int
+    arrivals: int
+    arrival_s: float
+    peer_requests: int
+    peer_prompt: int
+    peer_tokens: int
+
+
+FULL = Sizes(
+    big="8b", small="0.5b", batches=(32, 256), context=1024, steps=50, prefill=8192, prefill_chunk=8192, repeats=5,
+    relay_tokens=4096, relay_transfers=8, ttft_tokens=4096, streams=64, stream_prompt=256, long_prompt=8192, arrivals=15,
+    arrival_s=1.0, peer_requests=64, peer_prompt=256, peer_tokens=256,
+)  # fmt: skip
+DRY = Sizes(
+    big="tiny", small="tiny", batches=(2, 4), context=32, steps=3, prefill=96, prefill_chunk=64, repeats=2,
+    relay_tokens=64, relay_transfers=2, ttft_tokens=96, streams=3, stream_prompt=16, long_prompt=128, arrivals=2,
+    arrival_s=0.5, peer_requests=3, peer_prompt=8, peer_tokens=4,
+)  # fmt: skip
+
+
+@dataclass
+class GpuSession:
+    """Owns every process of the run. What is measured has the card for itself."""
+
+    dry_run: bool
+    rng: random.Random = field(default_factory=lambda: random.Random(20_250_101))
+
+    @property
+    def sizes(self) -> Sizes:
+        return DRY if self.dry_run else FULL
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry_run else "cuda"
+
+    @property
+    def results(self) -> Path:
+        """Where JSON goes: figures that mean nothing are kept apart."""
+        return RESULTS / ("gpu-dry-run" if self.dry_run else "gpu")
+
+    def shape(self, which: str) -> Shape:
+        """`which`: "big" or "small"."""
+        return SHAPES[getattr(self.sizes, which)]
+
+    def folder(self, which: str) -> Path:
+        """The model folder of that shape."""
+        return make_model_folder(self.shape(which), RESULTS)
+
+    @cached_property
+    def limits(self) -> dict[str, float]:
+        """Measured once, before anything else: copy bandwidth in bytes/s, matrix rate in FLOP/s."""
+        with self.worker("load.gpu.card:Card", device=self.device) as card:
+            return {"copy": card.call("copy_bandwidth"), "matrix": card.call("matrix_rate")}
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What the figures are taken with."""
+        with self.worker("load.gpu.card:Card", device=self.device) as card:
+            return {**card.call("about"), "dry_run": self.dry_run}
+
+    @contextlib.contextmanager
+    def worker(self, target: str, **arguments: Any) -> Iterator[Worker]:
+        """A process that holds `target`, ended with the block: its memory on the card is free again."""
+        worker = Worker(target, **arguments)
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+    @contextlib.contextmanager
+    def engine(self, which: str, sequences: int, tokens: int) -> Iterator[Worker]:
+        """The bare engine of that shape, with room for `sequences` of `tokens` each."""
+        blocks = sequences * (tokens // 16 + 18)
+        rows = max(self.sizes.prefill_chunk, sequences)
+        options = {"kv_blocks": blocks, "max_num_seqs": sequences, "max_num_batched_tokens": rows}
+        folder = str(self.folder(which))
+        with self.worker("load.gpu.engine:Engine", folder=folder, device=self.device, **options) as engine:
+            yield engine
+
+    @contextlib.contextmanager
+    def system(self, which: str, *, prefill: int) -> Iterator[System]:
+        """A running `kvrelay up` with one decode node and `prefill` prefill nodes, all on the one card."""
+        sizes = self.sizes
+        rows = str(max(sizes.prefill_chunk, 64))
+        with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-") as name:
+            folder = Path(name)
+            config = folder / "kvrelay.toml"
+            # Colocated, the decode node computes long prompts in chunks beside its streams, as servers of one kind do.
+            config.write_text(
+                f"[prefill]\nmax_num_batched_tokens = {rows}\n"
+                f"[decode]\nmax_num_batched_tokens = {512 if prefill else 2048}\nlocal_prefill_chunk = 2048\n"
+            )
+            arguments = [
+                *("--model", str(self.folder(which)), "--load-format", "dummy", "--dtype", "bfloat16"),
+                *("--device", self.device, "--prefill", str(prefill), "--decode", "1", "--config", str(config)),
+                *("--max-num-seqs", str(max(sizes.streams, sizes.peer_requests) + 8), "--log-level", "warning"),
+                *("--start-timeout-s", str(_START_TIMEOUT_S), "--local-prefill-tokens", "0"),
+            ]
+            with running_system(folder, *arguments) as system:
+                system.wait_usable(prefill=prefill, timeout_s=_START_TIMEOUT_S)
+                yield system
