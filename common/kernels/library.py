@@ -47,11 +47,13 @@ def _find(device: torch.device) -> Library:
         flashinfer = importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
         return Library(None, f"flashinfer cannot be imported: {error}")
+    log.info(
+        "flashinfer %s: kernels that were not compiled ahead compile at first use, for minutes", flashinfer.__version__
+    )
     try:
         _run_one(flashinfer, device)
     except (ImportError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return Library(None, f"flashinfer {flashinfer.__version__} cannot build or run its kernels: {error}")
-    log.info("flashinfer %s", flashinfer.__version__)
     return Library(flashinfer)
 
 
