@@ -36,8 +36,9 @@ from kvtransfer.sender import Sender
 from kvtransfer.shm import Connection, ShmListener, ShmPeer, required_host_id
 from kvtransfer.state import Batch
 
-MESSAGE_BYTES, WINDOW = 32 * 2**20, 8
-"""No memory stands behind a message; the size bounds how long the receiver's copies of one message take."""
+MESSAGE_BYTES, WINDOW = 2**30, 16
+"""No memory stands behind a message: it is large, because a card copies 1 GiB in the time in which two processes agree
+on a few messages. A window bounds how late an abort is: some milliseconds."""
 _LOAN_WORDS = 3
 _MAX_BLOCKS = wire.MAX_HEADER_BYTES // HASH_BYTES
 _LOAN_BYTES = 8 * (_LOAN_WORDS + _MAX_BLOCKS)

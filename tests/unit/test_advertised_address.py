@@ -48,8 +48,8 @@ def test_what_the_operator_says_wins(host: str, expected: str) -> None:
 
 
 def test_each_tcp_endpoint_of_a_data_address_is_rewritten_and_nothing_else() -> None:
-    offers = "zmq+tcp://0.0.0.0:7002 shm+unix://3f2a/kvrelay-71be gloo+tcp://0.0.0.0:7005"
-    expected = "zmq+tcp://gpu-7:7002 shm+unix://3f2a/kvrelay-71be gloo+tcp://gpu-7:7005"
+    offers = "zmq+tcp://0.0.0.0:7002 shm+unix://3f2a/kvrelay-71be nccl+tcp://0.0.0.0:7005#GPU-5e-1"
+    expected = "zmq+tcp://gpu-7:7002 shm+unix://3f2a/kvrelay-71be nccl+tcp://gpu-7:7005#GPU-5e-1"
     assert advertised(offers, config(host="0.0.0.0", advertise_host="gpu-7")) == expected
     assert "zmq+tcp://127.0.0.1:7002 shm" in advertised(offers, config(host="0.0.0.0"))
 

@@ -1,0 +1,96 @@
+"""Where the card's library comes from, and KV in memory that it allocated. What it does on a card: tests/gpu."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.kv import cuda_pages, storage
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty home, and no compiler anywhere."""
+    for name, value in (("HOME", "home"), ("PATH", "bin"), ("CUDA_HOME", "cuda")):
+        (tmp_path / value).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / value))
+    cuda_pages.pages_library.cache_clear()
+    yield tmp_path / "home"
+    cuda_pages.pages_library.cache_clear()
+
+
+def put_nvcc(home: Path, script: str) -> None:
+    nvcc = home.parent / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{script}\n")
+    nvcc.chmod(0o755)
+
+
+COPY_ITSELF = 'while [ "$1" != -o ]; do shift; done; read -r line < "$0"; echo "$line" > "$2"'
+
+
+def test_without_a_compiler_the_reason_is_said_once(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for _ in range(3):
+        assert cuda_pages.pages_library() is None
+    assert cuda_pages.allocate_shareable(torch.device("cuda", 0), 10) is None
+    [said] = caplog.records
+    assert "no nvcc" in said.getMessage()
+
+
+def test_what_the_compiler_says_is_said(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_nvcc(home, "echo this card is from 1999 >&2; exit 1")
+    assert cuda_pages.pages_library() is None
+    assert "this card is from 1999" in caplog.text
+    assert not [path for path in home.rglob("*") if path.is_file()]
+
+
+def test_library_is_compiled_once_and_nothing_is_left_beside_it(home: Path) -> None:
+    put_nvcc(home, COPY_ITSELF)
+    path = cuda_pages._compiled()
+    assert [p for p in home.rglob("*") if p.is_file()] == [path]
+    put_nvcc(home, "exit 1")
+    assert cuda_pages._compiled() == path
+
+
+def test_library_that_was_carried_needs_no_compiler(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_nvcc(home, COPY_ITSELF)
+    folder = home.parent / "kernels"
+    monkeypatch.setattr(sys, "argv", ["cuda_pages", str(folder)])
+    cuda_pages.main()
+    put_nvcc(home, "exit 1")
+    monkeypatch.syspath_prepend(str(folder))
+    assert str(cuda_pages._compiled()) == capsys.readouterr().out.strip()
+
+
+class Memory:
+    """As `CardMemory`, in CPU memory."""
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.bytes = torch.full((size_bytes,), 7, dtype=torch.uint8)
+
+    def tensor(self, device: torch.device) -> Tensor:
+        return self.bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
+def test_kv_on_a_card_lies_in_memory_that_can_be_shared(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "allocate_shareable", Memory)
+    kv = KVLayout("m", 3, 4, 8, dtype, block_size=16)
+    made = KVStorage(kv, kv.shard(0, 0), 5, device="cuda:0")
+    assert made.words is None
+    assert isinstance(made.shared, Memory)
+    assert made.shared.size_bytes == 5 * kv.bytes_per_block
+    assert made.data.shape == (3, 2, 5, 4, 16, 8)
+    assert made.data.data_ptr() == made.shared.bytes.data_ptr()
+    assert not made.shared.bytes.any(), "it begins empty"
