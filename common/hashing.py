@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 HASH_BYTES = 16
 BLOCK_SIZE = 16
@@ -23,6 +24,7 @@ def _field(tag: bytes, payload: bytes) -> bytes:
     return tag + struct.pack("<Q", len(payload)) + payload
 
 
+@lru_cache(maxsize=1024)
 def root_hash(fingerprint: str, *, cache_salt: str = "", lora_id: str = "") -> BlockHash:
     """The parent of a sequence's first block."""
     encoded = _field(b"F", fingerprint.encode()) + _field(b"L", lora_id.encode()) + _field(b"S", cache_salt.encode())

@@ -1,6 +1,8 @@
 """Control links: typed messages over ZMQ. A node's leader binds one `Server`; whoever wants something
 of that node (a router, a prefill leader) opens one `Link` to it. Both ends talk both ways.
 
+A message is one frame. A `Link` may send several together, in one multipart message of ZMQ's.
+
 Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it: when
 the connection breaks it is over for good, `on_lost` says so once, and its owner opens a new one
 if membership still lists the node. A connection that stands but carries nothing any more (a cut cable, a stopped
@@ -10,6 +12,7 @@ machine) counts as broken after `SILENCE_S`, by ZMQ's own heartbeats; shorter le
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import cast
@@ -128,15 +131,16 @@ class Server:
         self._socket.close()
 
     def _receive(self, frames: list[bytes]) -> None:
-        try:
-            message = _only_message(frames[1:])
-        except ProtocolError as error:
-            log.warning("dropped a control message: %s", error)
-            return
-        try:
-            self._on_message(frames[0], message)
-        except Exception:  # the main loop of a link: one message's bug must not end it
-            log.exception("a control message was not taken")
+        for frame in frames[1:]:
+            try:
+                message = decode(frame)
+            except ProtocolError as error:
+                log.warning("dropped a control message: %s", error)
+                continue
+            try:
+                self._on_message(frames[0], message)
+            except Exception:  # the main loop of a link: one message's bug must not end it
+                log.exception("a control message was not taken")
 
 
 class Link:
@@ -188,20 +192,39 @@ class Link:
             self._deadline = asyncio.get_running_loop().call_later(connect_timeout_s, self._lose, unreached)
         self._inbox = _Inbox(self._socket, self._receive)
         self._events = _Inbox(self._monitor, self._on_event)
+        self._loop = asyncio.get_running_loop()
+        self._unsent: list[bytes] = []
+        """What this turn of the loop has sent so far."""
 
     def send(self, message: Message) -> None:
-        """Send without waiting; before the connection stands, messages wait in its queue.
+        """Send without waiting; before the connection stands, messages wait in its queue. All that one turn of the
+        loop sends goes out at its end, together: waking ZMQ's thread costs more than a message. A full queue is a loss.
 
-        Raises: Unavailable if the link is closed or its queue is full.
+        Raises: Unavailable if the link is closed.
         """
         if self.closed:
             raise Unavailable(f"link to {self.address} is closed")
-        _send(self._socket, [encode(message)], self._inbox)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(encode(message))
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if not unsent:
+            return
+        try:
+            _send(self._socket, unsent, self._inbox)
+        except Unavailable as error:
+            self._lose(f"connection to {self.address} takes no more: {error}")
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
+        with contextlib.suppress(Unavailable):
+            if self._unsent:
+                _send(self._socket, self._unsent, self._inbox)
+        self._unsent = []
         if self._deadline is not None:
             self._deadline.cancel()
         self._inbox.close()
@@ -212,7 +235,9 @@ class Link:
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
-            message = _only_message(frames)
+            if len(frames) != 1:
+                raise ProtocolError(f"a node's message has 1 frame, this one has {len(frames)}")
+            message = decode(frames[0])
         except ProtocolError as error:
             self._lose(f"{self.address} does not speak our protocol: {error}")
             return
@@ -234,12 +259,6 @@ class Link:
         if not self.closed:
             self.close()
             self._on_lost(reason)
-
-
-def _only_message(frames: list[bytes]) -> Message:
-    if len(frames) != 1:
-        raise ProtocolError(f"a control message has 1 frame, this one has {len(frames)}")
-    return decode(frames[0])
 
 
 def _send(socket: _Socket, frames: list[bytes], inbox: _Inbox) -> None:

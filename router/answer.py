@@ -6,7 +6,6 @@ Runs on the router's event loop, one `Answer` per client request.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 
 from starlette.responses import Response
@@ -14,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import KvRelayError
 from router.generation import Delta, Generation
-from router.openai_format import DONE, Format, FormatOptions, error_body, sse, usage
+from router.openai_format import DONE, Format, FormatOptions, error_body, sse, to_json, usage
 from router.served import how_served
 
 
@@ -155,7 +154,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+        return to_json(content).encode(errors="replace")
 
 
 def error_response(error: KvRelayError, headers: Mapping[str, str] | None = None) -> JsonResponse:

@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -148,10 +148,11 @@ def build(services: Services) -> FastAPI:
         _name(request, "chatcmpl")
         body, size = await _parse(request, services, ChatRequest)
         model = services.catalog.get(body.model)
-        services.dispatcher.check_room(1, _tenant(request, services, body))
-        generation = await _maybe_on_thread(size, lambda: _chat_generation(body, model))
+        origin = _origin(request, services, body)
+        services.dispatcher.check_room(1, origin.tenant)
+        generation = await _maybe_on_thread(size, lambda: _chat_generation(body, model, origin))
         options = _options(request, body, model)
-        return await _serve(request, services, model, body, [generation], ChatFormat(options, model.tokenizer), options)
+        return await _serve(request, services, body, [generation], ChatFormat(options, model.tokenizer), options)
 
     @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -159,13 +160,14 @@ def build(services: Services) -> FastAPI:
         _name(request, "cmpl")
         body, size = await _parse(request, services, CompletionRequest)
         model = services.catalog.get(body.model)
-        services.dispatcher.check_room(len(body.prompt), _tenant(request, services, body))
+        origin = _origin(request, services, body)
+        services.dispatcher.check_room(len(body.prompt), origin.tenant)
         generations = await _maybe_on_thread(
-            size, lambda: [_text_generation(body, model, prompt) for prompt in body.prompt]
+            size, lambda: [_text_generation(body, model, prompt, origin) for prompt in body.prompt]
         )
         options = _options(request, body, model)
         form = TextFormat(options, model.tokenizer, len(generations))
-        return await _serve(request, services, model, body, generations, form, options)
+        return await _serve(request, services, body, generations, form, options)
 
     return app
 
@@ -190,19 +192,21 @@ async def _maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:
     return work() if size <= _THREAD_BYTES else await asyncio.to_thread(work)
 
 
-def _chat_generation(body: ChatRequest, model: ServedModel) -> GenerationRequest:
+def _chat_generation(body: ChatRequest, model: ServedModel, origin: _Origin) -> GenerationRequest:
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     text = model.tokenizer.render_chat(
         messages, add_generation_prompt=body.add_generation_prompt is not False, kwargs=body.chat_template_kwargs
     )
     prompt_ids = _encode(model, text, "messages", add_special_tokens=False)
-    return _generation_request(body, model, prompt_ids, "messages")
+    return _generation_request(body, model, prompt_ids, "messages", origin)
 
 
-def _text_generation(body: CompletionRequest, model: ServedModel, prompt: str | list[int]) -> GenerationRequest:
+def _text_generation(
+    body: CompletionRequest, model: ServedModel, prompt: str | list[int], origin: _Origin
+) -> GenerationRequest:
     if isinstance(prompt, str):
         prompt = _encode(model, prompt, "prompt", add_special_tokens=body.add_special_tokens is not False)
-    return _generation_request(body, model, prompt, "prompt")
+    return _generation_request(body, model, prompt, "prompt", origin)
 
 
 def _encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
@@ -237,7 +241,7 @@ def _options(request: Request, body: CompletionRequestBase, model: ServedModel) 
 
 
 def _generation_request(
-    body: CompletionRequestBase, model: ServedModel, prompt_ids: list[int], param: str
+    body: CompletionRequestBase, model: ServedModel, prompt_ids: list[int], param: str, origin: _Origin
 ) -> GenerationRequest:
     """Fit a prompt into the model's limits.
 
@@ -266,20 +270,31 @@ def _generation_request(
         client_stop_ids=frozenset(body.stop_token_ids or ()),
         skip_special_tokens=body.skip_special_tokens is not False,
         cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        tenant=origin.tenant,
+        session=origin.session,
     )
 
 
-def _tenant(request: Request, services: Services, body: CompletionRequestBase) -> str:
-    """Whose share a request takes: its API key's, or where there are no keys, its `user`'s."""
+@dataclass(frozen=True)
+class _Origin:
+    """Whose share a request takes, and what it should meet again."""
+
+    tenant: str
+    session: str
+
+
+def _origin(request: Request, services: Services, body: CompletionRequestBase) -> _Origin:
+    """The tenant is the API key, or where there are no keys, the `user`."""
+    tenant = user = (body.user or "")[:_MAX_KEY_CHARS]
     if services.api_keys:
-        return hashlib.sha256(_given_key(request.headers).encode()).hexdigest()[:12]
-    return (body.user or "")[:_MAX_KEY_CHARS]
+        tenant = hashlib.sha256(_given_key(request.headers).encode()).hexdigest()[:12]
+    return _Origin(tenant, (request.headers.get("x-session-id") or user)[:_MAX_KEY_CHARS])
 
 
 async def _serve(
     request: Request,
     services: Services,
-    model: ServedModel,
     body: CompletionRequestBase,
     wanted: list[GenerationRequest],
     form: Format,
@@ -289,14 +304,10 @@ async def _serve(
     answer = Answer()
     ids: RequestIds = request.state.ids
     handed_over = False
-    services.metrics.set_model(model.name)
-    tenant, session = _tenant(request, services, body), request.headers.get("x-session-id") or body.user or ""
-    wanted = [
-        replace(each, priority=body.priority or 0, tenant=tenant, session=session[:_MAX_KEY_CHARS]) for each in wanted
-    ]
+    services.metrics.set_model(options.model)
     try:
         answer.generations = services.dispatcher.submit(
-            ids.own, wanted, model.tokenizer.pieces, answer.on_news, ids.client
+            ids.own, wanted, form.tokenizer.pieces, answer.on_news, ids.client
         )
         answer.watch(request.receive)
         if body.stream:

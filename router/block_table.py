@@ -98,10 +98,11 @@ class BlockTable:
             left = left[(found != keys[left]) & (found != 0)]
         return at
 
-    def find(self, keys: Keys, stamp: int) -> Values:
-        """The value of each of `keys`, 0 for one that is not here; marks them as used."""
+    def find(self, keys: Keys, stamp: int | None) -> Values:
+        """The value of each of `keys`, 0 for one that is not here; marks them as used, unless `stamp` is None."""
         at = self.places(keys)
-        self.stamps[at] = stamp
+        if stamp is not None:
+            self.stamps[at] = stamp
         return self.values[at]
 
     # -- changing

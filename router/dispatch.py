@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from common.clock import Clock, monotonic
-from common.errors import DeadlineExceeded, KvRelayError, Overloaded, Unavailable
+from common.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
 from common.protocol import (
     Abort,
     AttemptFailed,
@@ -34,7 +34,7 @@ from router.nodes import Node, NodeTable
 from router.parking import Parking
 from router.placing import Chain, Order, Placement, Placer
 from router.policy import Decision
-from router.story import Stories
+from router.story import Stories, Story
 
 log = logging.getLogger(__name__)
 
@@ -147,13 +147,14 @@ class Dispatcher:
         try:
             for index, request in enumerate(requests):
                 own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-                story = self.stories.begin(own_id, client_id)
+                story = Story(own_id, client_id)
                 sizes = {"prompt_tokens": len(request.prompt_ids), "max_tokens": request.sampling.max_tokens}
                 story.add("arrived", data=sizes)
                 attempts = self._settings.max_attempts
                 generation = Generation(
                     own_id, request, pieces, self, max_attempts=attempts, on_news=on_news, story=story
                 )
+                self.stories.enter(story)
                 late = f.GiveUp(DeadlineExceeded(f"the request took longer than the {timeout_s:g} s that it may"))
                 timer = asyncio.get_running_loop().call_later(timeout_s, generation.feed, late)
                 chain = Chain(request.cache_salt)
@@ -171,11 +172,13 @@ class Dispatcher:
     def check_room(self, count: int, tenant: str = "") -> None:
         """Refuse early what `submit` would refuse.
 
-        Raises: Overloaded when the queue has no room for `count` more, and nobody has taken more of it than `tenant`;
-        Unavailable when the router stops.
+        Raises: BadRequest for more than the whole queue takes; Overloaded when it has no room for `count` more, and
+        nobody has taken more of it than `tenant`; Unavailable when the router stops.
         """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
+        if count > self._settings.max_waiting:
+            raise BadRequest(f"at most {self._settings.max_waiting} prompts in one request are served", param="prompt")
         if self._waiting + count > self._settings.max_waiting and (count > 1 or self.held.victim(tenant) is None):
             raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
 

@@ -125,10 +125,9 @@ class Flow:
         method = self._TABLE[self.state].get(type(event))
         return [] if method is None else method(self, event)
 
-    @property
-    def key(self) -> AttemptKey:
+    def __post_init__(self) -> None:
+        self.key = AttemptKey(self.request.request_id, self.attempt)
         """Of the present attempt."""
-        return AttemptKey(self.request.request_id, self.attempt)
 
     @property
     def prefill_peer(self) -> PeerRef | None:
@@ -145,6 +144,7 @@ class Flow:
     def _place(self) -> Instructions:
         self.state = State.PLACING
         self.attempt += 1
+        self.key = AttemptKey(self.request.request_id, self.attempt)
         self._prefill = self._decode = None
         self._early.clear()
         num_tokens = len(self.request.prompt_ids) + len(self.token_ids)

@@ -6,6 +6,7 @@ Kept as one number a slot of the index, so that a fleet of a thousand nodes is l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,11 @@ class Hits(Mapping[str, int]):
         if not depth:
             raise KeyError(incarnation)
         return depth
+
+    def get(self, incarnation: str, default: Any = None) -> Any:
+        """As any mapping's, without the exception: most requests ask for what is not held."""
+        slot = self.slots.get(incarnation)
+        return default if slot is None else int(self._depths.item(slot)) or default
 
     def __iter__(self) -> Iterator[str]:
         return (incarnation for incarnation, slot in self.slots.items() if self._depths[slot])

@@ -147,17 +147,20 @@ class PrefixIndex:
             mask |= 1 << self._slot(other, "device")
         self._fresh.put(block_keys(hashes), self._with(mask), self._use)
 
-    def match(self, hashes: Hashes) -> Hits:
-        """How many leading blocks each incarnation holds, in whatever tier, of those that hold the first."""
+    def match(self, hashes: Hashes, *, touch: bool = True) -> Hits:
+        """How many leading blocks each incarnation holds, in whatever tier, of those that hold the first. Without `touch`
+        they do not count as used by that.
+        """
         self._turn()
-        self._count_use()
+        if touch:
+            self._count_use()
         keys = block_keys(hashes)
         tables = [table for table in (self._table, self._fresh, self._fading) if table.live]
         alive, found = self._living if tables else 0, list[tuple[int, int]]()
         for slot in self._lower.values():
             alive &= ~(1 << slot)
         runs = self._few_runs if len(keys) <= self._few else self._runs
-        for start, mask in runs(keys, tables) if alive else ():
+        for start, mask in runs(keys, tables, self._use if touch else None) if alive else ():
             lost = alive & ~mask
             if lost:
                 if start:
@@ -169,9 +172,9 @@ class PrefixIndex:
             found.append((alive, len(keys)))
         return Hits.of_masks(self._slots, len(self._names), found)
 
-    def _few_runs(self, keys: Keys, tables: list[BlockTable]) -> Iterator[tuple[int, int]]:
+    def _few_runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
         """(first block, mask of its holders) wherever the holders change; ends where nobody's prefix goes on."""
-        masks, use = self._masks, self._use
+        masks = self._masks
         last: list[int] = []
         for start, key in enumerate(keys.tolist()):
             numbers: list[int] = []
@@ -179,7 +182,7 @@ class PrefixIndex:
                 at = table.place(key)
                 number = table.value_at[at]
                 numbers.append(number)
-                if number:
+                if number and use is not None:
                     table.stamp_at[at] = use
             if numbers != last:
                 last = numbers
@@ -190,9 +193,9 @@ class PrefixIndex:
                 if not mask:
                     return
 
-    def _runs(self, keys: Keys, tables: list[BlockTable]) -> Iterator[tuple[int, int]]:
+    def _runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
         """As `_few_runs`, all blocks at once."""
-        numbers = np.array([table.find(keys, self._use) for table in tables])
+        numbers = np.array([table.find(keys, use) for table in tables])
         changes = (np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(axis=0)) + 1).tolist()
         for start in [0, *changes]:
             mask = 0

@@ -121,8 +121,7 @@ class Metrics:
         self._held = Gauge(
             "kvrelay_requests_held", "Of these, the ones that no node has use for yet.", registry=registry
         )
-        for mode in ("relayed", "local"):
-            self._attempts.labels(mode)
+        self._attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local")}
         self._model_name = ""
         self._use_model("unknown")
 
@@ -152,7 +151,7 @@ class Metrics:
 
     def attempt(self, mode: str, number: int) -> None:
         """An attempt was placed."""
-        self._attempts.labels(mode).inc()
+        self._attempts_by_mode[mode].inc()
         if number > 1:
             self._retries.inc()
 

@@ -25,6 +25,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
 MAX_REQUEST_ID = 256
+MAX_PRIORITY = 1000
+"""And down to its negative."""
 MAX_CONTENT_PARTS = 4096
 """Of one message."""
 _ECHO_CHARS = 200
@@ -148,7 +150,7 @@ class CompletionRequestBase(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """Lower is served earlier."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
@@ -348,8 +350,8 @@ def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
         raise BadRequest(f"the body is not valid JSON: {str(error)[:_ECHO_CHARS]}", code="invalid_json") from error
     if body is None:
         raise BadRequest("the body must be a JSON object")
-    for name, is_harmless in _UNSUPPORTED.items():
-        if name in body and not is_harmless(body[name]):
+    for name in sorted(body.keys() & _UNSUPPORTED.keys()):
+        if not _UNSUPPORTED[name](body[name]):
             raise BadRequest(
                 f"{name}={shorten(body[name])} is not supported yet", param=name, code="unsupported_parameter"
             )

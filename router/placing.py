@@ -118,11 +118,11 @@ class Placer:
 
     def explain(self, order: Order, objectives: Objectives, held: int) -> dict[str, Any]:
         """What `decide` would decide now, with every candidate, and what a new request would meet with so many held
-        back; the policy's memory stays as it is.
+        back; the policy's memory and the index stay as they are.
         """
         fleets = self._nodes.fleets
         return dry_run(
-            self._query(order)[0],
+            self._query(order, touch=False)[0],
             fleets["prefill"],
             fleets["decode"],
             policy=self.policy,
@@ -132,10 +132,10 @@ class Placer:
             held=held,
         )
 
-    def _query(self, order: Order) -> tuple[Query, list[BlockHash]]:
+    def _query(self, order: Order, *, touch: bool = True) -> tuple[Query, list[BlockHash]]:
         """What the policies are asked, and the hashes of the prompt's full blocks."""
         hashes = order.chain.hashes(self._fingerprint(), order.token_ids)
-        hits = self.index.match(hashes)
+        hits = self.index.match(hashes, touch=touch)
         if order.unproven:
             hits = hits.without(order.unproven)
         query = Query(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from router.generation import Generation
 
@@ -65,8 +66,13 @@ def headers(ids: RequestIds, generation: Generation | None) -> dict[str, str]:
     if generation is None:
         return {**ids.headers(), "x-kvrelay-attempt": "0"}
     about: Mapping[str, str | int] = how_served(generation)
-    out = {f"x-kvrelay-{name.replace('_', '-')}": printable(str(value)) for name, value in about.items()}
+    out = {_header(name): printable(value) if isinstance(value, str) else str(value) for name, value in about.items()}
     decision = generation.decision
     if decision is not None:
-        out["x-kvrelay-decision"] = printable(decision.to_json(), _MAX_DECISION_CHARS)
+        out["x-kvrelay-decision"] = decision.to_json(_MAX_DECISION_CHARS)
     return out | ids.headers()
+
+
+@lru_cache
+def _header(name: str) -> str:
+    return f"x-kvrelay-{name.replace('_', '-')}"

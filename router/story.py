@@ -133,8 +133,13 @@ class Stories:
 
     def begin(self, request_id: str, client_id: str = "") -> Story:
         """The story of a request that was accepted just now."""
-        story = self._running[request_id] = Story(request_id, client_id, clock=self._clock)
+        story = Story(request_id, client_id, clock=self._clock)
+        self.enter(story)
         return story
+
+    def enter(self, story: Story) -> None:
+        """Keep this story of a running request, until `end`."""
+        self._running[story.request_id] = story
 
     def end(self, story: Story) -> None:
         """It is over; the oldest finished ones make room."""

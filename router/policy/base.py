@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -324,6 +325,14 @@ class Query:
     """Requests with the same key go to the same nodes under `session`."""
 
 
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _first(scores: dict[str, float], count: int | None) -> dict[str, float]:
+    """The first `count` of them; None: all."""
+    return scores if count is None else dict(islice(scores.items(), count))
+
+
 @dataclass(frozen=True)
 class Picked:
     """The node that one leg goes to."""
@@ -358,8 +367,8 @@ class Decision:
     tpot_s: float = 0.0
     """Estimated time per token after it."""
 
-    def explain(self) -> dict[str, object]:
-        """The decision as plain data for headers, logs and traces."""
+    def explain(self, candidates: int | None = None) -> dict[str, object]:
+        """The decision as plain data for headers, logs and traces. `candidates`: so many of each leg; None: all."""
         legs = {"decode": self.decode} if self.prefill is None else {"prefill": self.prefill, "decode": self.decode}
         return {
             "policy": self.policy,
@@ -368,14 +377,27 @@ class Decision:
             "ttft_s": round(self.ttft_s, 4),
             "tpot_s": round(self.tpot_s, 4),
             **{
-                name: {"node": leg.picked.node_id, "hit": leg.picked.hit_tokens, "scores": leg.scores}
+                name: {
+                    "node": leg.picked.node_id,
+                    "hit": leg.picked.hit_tokens,
+                    "scores": _first(leg.scores, candidates),
+                }
                 for name, leg in legs.items()
             },
         }
 
-    def to_json(self) -> str:
-        """`explain`, compact."""
-        return json.dumps(self.explain(), separators=(",", ":"))
+    def to_json(self, max_chars: int | None = None) -> str:
+        """`explain`, compact, in ASCII. What makes it too long is left out: candidates, the worst first, then all else
+        that is long.
+        """
+        text = _compact(self.explain())
+        if max_chars is None or len(text) <= max_chars:
+            return text
+        for count in range(SHOWN_CANDIDATES - 1, -1, -1):
+            text = _compact(self.explain(count))
+            if len(text) <= max_chars:
+                return text
+        return _compact({"policy": self.policy, "mode": self.mode})
 
 
 @dataclass

@@ -179,8 +179,6 @@ def test_with_no_decode_node_new_requests_get_503_at_once_and_service_comes_back
         stack.list_nodes()
         await node.close()
         node.running.clear()
-        held = await asyncio.gather(*asker.tasks[5:])
-        assert [answer.status_code for answer in held] == [503, 503], "held ones were new"
         answer = await client.post("/v1/completions", json={"prompt": [5] * 20, "max_tokens": 2})
         assert answer.status_code == 503
         assert answer.json()["error"]["type"]
@@ -189,7 +187,7 @@ def test_with_no_decode_node_new_requests_get_503_at_once_and_service_comes_back
         await stack.usable(0, 1)
         answer = await client.post("/v1/completions", json={"prompt": [5] * 20, "max_tokens": 2})
         assert answer.status_code == 200
-        begun = await asyncio.gather(*asker.tasks[:5])
-        assert [answer.status_code for answer in begun] == [200] * 5, "what had begun goes on"
+        begun = await asyncio.gather(*asker.tasks)
+        assert [answer.status_code for answer in begun] == [200] * 7, "what had begun or waited goes on"
 
     play(folder, scene)

@@ -195,3 +195,15 @@ def test_a_quarter_of_a_million_blocks_leave_without_holding_up_the_loop() -> No
         longest_s = max(longest_s, time.thread_time() - started_s)
     assert len(index) == 100
     assert longest_s < 0.05
+
+
+@pytest.mark.parametrize("few", [0, 1024])
+def test_a_look_without_touching_keeps_nothing_alive(few: int) -> None:
+    looked_at, used = PrefixIndex(400, few=few), PrefixIndex(400, few=few)
+    for index, touch in ((looked_at, False), (used, True)):
+        index.stored("a", names(20))
+        for turn in range(30):
+            index.stored("b", names(37, 100 + 37 * turn))
+            index.match(names(20), touch=touch)
+    assert used.match(names(20)) == {"a": 20}
+    assert looked_at.match(names(20)) == {}

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
-from router.api import Services, _tenant
+from router.api import Services, _origin
 from router.openai_types import CompletionRequest
 from router.service import bind
 
@@ -25,7 +25,7 @@ SERVICES = Services(
 
 def tenant(authorization: str, services: Services = SERVICES, user: str | None = None) -> str:
     request = Request({"type": "http", "headers": [(b"authorization", authorization.encode())]})
-    return _tenant(request, services, CompletionRequest(model="m", prompt=["a"], user=user))
+    return _origin(request, services, CompletionRequest(model="m", prompt=["a"], user=user)).tenant
 
 
 def test_a_key_is_one_tenant_however_its_header_is_spelled() -> None:

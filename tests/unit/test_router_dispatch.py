@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import Unavailable
+from common.errors import BadRequest, Unavailable
 from common.protocol import SamplingParams
 from router.dispatch import Dispatcher, DispatchSettings
 from router.generation import Generation, GenerationRequest
@@ -98,5 +98,28 @@ def test_a_router_that_stops_takes_nothing_more(monkeypatch: pytest.MonkeyPatch)
         assert "shutting down" in message(running)
         with pytest.raises(Unavailable, match="shutting down"):
             submit(dispatcher, "b")
+
+    play(scene)
+
+
+def test_a_request_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("router.dispatch.Generation", broken)
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        with pytest.raises(ZeroDivisionError):
+            submit(dispatcher, "a")
+        assert dispatcher.stories.recent(10) == []
+
+    play(scene)
+
+
+def test_more_prompts_than_the_queue_takes_are_the_clients_mistake() -> None:
+    async def scene(dispatcher: Dispatcher) -> None:
+        with pytest.raises(BadRequest, match="at most 256 prompts"):
+            dispatcher.check_room(257)
+        dispatcher.check_room(256)
 
     play(scene)

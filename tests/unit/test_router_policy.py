@@ -215,3 +215,16 @@ def test_sessions_stay_when_nodes_come_and_go_and_spill_when_theirs_is_full() ->
     made.update("inc-n5", running=40)
     moved = {name for name in names if session_node(made, name) != before[name]}
     assert moved == {name for name in names if before[name] == "n5"}
+
+
+def test_a_decision_that_is_too_long_loses_its_worst_candidates_and_stays_json() -> None:
+    nodes = [node(f"node-{'x' * 50}-{number}", running=number) for number in range(8)]
+    decision = decide(nodes, nodes)
+    whole = decision.to_json()
+    assert decision.to_json(len(whole)) == whole
+    cut = decision.to_json(len(whole) - 1)
+    assert len(cut) < len(whole)
+    kept = list(json.loads(cut)["decode"]["scores"])
+    assert kept == list(decision.decode.scores)[:7]
+    assert json.loads(decision.to_json(400))["decode"]["scores"] == {}
+    assert json.loads(decision.to_json(60)) == {"policy": "least_load", "mode": "relayed"}
