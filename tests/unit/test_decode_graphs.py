@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decode_steps import random_decode
 from oracle import TINY, make_tiny
 from replaying import ReplayingRecorder
 
@@ -16,7 +17,7 @@ from common.attention.cpu import CpuAttention
 from common.attention.gathered import GatheredAttention, GatheredDecode
 from common.engine.graphs import DecodeGraphs, EagerRecorder, Recorder, graph_sizes
 from common.engine.runner import ModelRunner
-from common.engine.step import RelayProgress, SampleSpec, StepInput
+from common.engine.step import RelayProgress, StepInput
 from common.errors import EngineError
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
@@ -24,7 +25,7 @@ from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.loader import load_model
 from common.parallel.mesh import RankPlace, SoloMesh
-from common.protocol import AttemptKey, SamplingParams
+from common.protocol import AttemptKey
 
 BLOCK = 16
 MAX_PAGES = 4
@@ -85,27 +86,6 @@ def rig(tiny: dict[str, Path]) -> Rig:
     return make_rig(tiny["llama3"], ReplayingRecorder())
 
 
-def decode_step(rng: random.Random, num_seqs: int, vocab: int) -> StepInput:
-    """One row each of `num_seqs` sequences of random lengths in random blocks."""
-    blocks = rng.sample(range(POOL), num_seqs * MAX_PAGES)
-    tables = [blocks[i * MAX_PAGES : (i + 1) * MAX_PAGES] for i in range(num_seqs)]
-    lens = [rng.randint(1, MAX_PAGES * BLOCK) for _ in range(num_seqs)]
-    places = [(table, length - 1) for table, length in zip(tables, lens, strict=True)]
-    return StepInput(
-        step_id=1,
-        token_ids=[rng.randrange(vocab) for _ in lens],
-        positions=[length - 1 for length in lens],
-        slot_mapping=[table[at // BLOCK] * BLOCK + at % BLOCK for table, at in places],
-        query_lens=[1] * num_seqs,
-        context_lens=lens,
-        block_tables=tables,
-        samples=[
-            SampleSpec(i, SamplingParams(seed=i, max_tokens=9, temperature=0.7, logprobs=2), length, 0)
-            for i, length in enumerate(lens)
-        ],
-    )
-
-
 def padded(step: StepInput, size: int) -> StepInput:
     """`step` with the rows that fill it up to `size`, as any batch."""
     pad = size - len(step.query_lens)
@@ -146,7 +126,7 @@ def test_replays_equal_the_eager_runner_bit_for_bit_at_every_batch_size(name: st
     rng = random.Random(7)
     vocab = TINY[name].config.vocab_size
     for num_seqs in [*range(1, MAX_SEQS + 1), *range(MAX_SEQS, 0, -1)]:
-        step = decode_step(rng, num_seqs, vocab)
+        step = random_decode(POOL, MAX_PAGES, rng, num_seqs, vocab)
         got, want = replaying.recorded.execute(step), eager.recorded.execute(step)
         assert got.sampled == want.sampled
         assert len(got.sampled) == num_seqs
@@ -156,7 +136,7 @@ def test_replays_equal_the_eager_runner_bit_for_bit_at_every_batch_size(name: st
 def test_recorded_steps_compute_what_the_plain_runner_does_and_leave_other_blocks_alone(rig: Rig) -> None:
     rng = random.Random(8)
     for num_seqs in range(1, MAX_SEQS + 1):
-        step = decode_step(rng, num_seqs, rig.model.config.vocab_size)
+        step = random_decode(POOL, MAX_PAGES, rng, num_seqs, rig.model.config.vocab_size)
         before = rig.storage.data.clone()
         recorded = rig.recorded.execute(step)
         kv = rig.storage.data.clone()
@@ -177,7 +157,7 @@ def test_recorded_steps_compute_what_the_plain_runner_does_and_leave_other_block
 def test_rows_that_pad_change_nothing_whatever_their_block_holds(rig: Rig) -> None:
     rng = random.Random(9)
     for num_seqs in (3, 5, 9):
-        step = decode_step(rng, num_seqs, rig.model.config.vocab_size)
+        step = random_decode(POOL, MAX_PAGES, rng, num_seqs, rig.model.config.vocab_size)
         before = rig.storage.data.clone()
         outputs = []
         for garbage in (0.0, 1e30, torch.nan):
@@ -198,7 +178,7 @@ def test_memory_never_moves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(10)
     places: dict[int, set[tuple[int, ...]]] = {}
     for num_seqs in [*range(1, MAX_SEQS + 1)] * 2:
-        rows = rig.graphs.load(decode_step(rng, num_seqs, rig.model.config.vocab_size))
+        rows = rig.graphs.load(random_decode(POOL, MAX_PAGES, rng, num_seqs, rig.model.config.vocab_size))
         hidden = rig.graphs.run(num_seqs, None)
         assert {part.size(0) for part in (rows.token_ids, rows.positions, rows.slots, hidden)} == {num_seqs}
         held = tuple(part.data_ptr() for part in (rows.token_ids, rows.positions, rows.slots, hidden))
@@ -213,7 +193,7 @@ def test_the_largest_size_is_recorded_first(tiny: dict[str, Path]) -> None:
 
 
 def test_token_ids_may_be_put_in_place_on_the_device_after_loading(rig: Rig) -> None:
-    step = decode_step(random.Random(11), 5, rig.model.config.vocab_size)
+    step = random_decode(POOL, MAX_PAGES, random.Random(11), 5, rig.model.config.vocab_size)
     before = rig.storage.data.clone()
     rig.graphs.load(step)
     want = rig.graphs.run(5, None).clone()
@@ -225,7 +205,7 @@ def test_token_ids_may_be_put_in_place_on_the_device_after_loading(rig: Rig) -> 
 
 def test_steps_with_prompt_chunks_with_relays_or_too_many_sequences_run_eagerly(rig: Rig) -> None:
     vocab = rig.model.config.vocab_size
-    step = decode_step(random.Random(12), 4, vocab)
+    step = random_decode(POOL, MAX_PAGES, random.Random(12), 4, vocab)
     assert rig.graphs.takes(step)
     assert not rig.graphs.takes(StepInput(**{**vars(step), "relay": [RelayProgress(AttemptKey("r", 1), 1)]}))
     assert not rig.graphs.takes(StepInput(1, [1, 2], [0, 1], [0, 1], [2], [2], [[0]]))
@@ -240,7 +220,7 @@ def test_steps_with_prompt_chunks_with_relays_or_too_many_sequences_run_eagerly(
 
 
 def test_a_step_that_does_not_fit_together_fails_alone(rig: Rig) -> None:
-    step = decode_step(random.Random(13), 4, rig.model.config.vocab_size)
+    step = random_decode(POOL, MAX_PAGES, random.Random(13), 4, rig.model.config.vocab_size)
     with pytest.raises(EngineError, match="do not fit"):
         rig.recorded.execute(StepInput(**{**vars(step), "positions": step.positions[:3]}))
     assert len(rig.recorded.execute(step).sampled) == 4
@@ -253,7 +233,7 @@ def test_a_later_stage_replays_on_what_it_received(tiny: dict[str, Path]) -> Non
     )
     hidden_size = replaying.model.config.hidden_size
     for num_seqs in (4, 3, 1, 9):
-        step = decode_step(random.Random(num_seqs), num_seqs, 100)
+        step = random_decode(POOL, MAX_PAGES, random.Random(num_seqs), num_seqs, 100)
         received = torch.randn(num_seqs, hidden_size)
         outputs = []
         for rig in (replaying, eager):
