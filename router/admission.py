@@ -157,3 +157,19 @@ class FairQueue:
 
     def _clock(self, tenant: str) -> float:
         return max(self._clocks.get(tenant, 0.0), self._now)
+
+
+def hold_back(
+    queue: FairQueue, newcomer: Held, objectives: Objectives, decision: Decision, prefill: Fleet, decode: Fleet
+) -> tuple[str, float]:
+    """Queue a new request unless it may go at once. Returns why it waits (empty: it may go) and about how long those
+    before it take, in seconds.
+
+    Raises: Overloaded where it would come too late.
+    """
+    ahead_s = wait_s(queue.tokens_ahead(newcomer.priority), prefill, decode)
+    objectives.check(decision, prefill, decode, ahead_s)
+    why = crowded(prefill, decode) or ("others wait before it" if len(queue) else "")
+    if why:
+        queue.push(newcomer)
+    return why, ahead_s

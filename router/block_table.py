@@ -111,7 +111,10 @@ class BlockTable:
         """Give each of `keys` the value that follows on its present one, never 0. Returns for how many that was news."""
         if len(keys) <= self._few:
             return self._put_few(keys.tolist(), becomes, stamp)
-        distinct, news = np.unique(keys), 0
+        distinct, news = np.sort(keys), 0
+        doubled = distinct[1:] == distinct[:-1]
+        if doubled.any():
+            distinct = np.delete(distinct, np.flatnonzero(doubled))
         for start in range(0, len(distinct), step := min(_AT_ONCE, self.limit)):
             at = self._claim(distinct[start : start + step])
             self.stamps[at] = stamp
@@ -175,7 +178,14 @@ class BlockTable:
         return news
 
     def _replace(self, at: Places, becomes: Becomes) -> int:
-        old, inverse = np.unique(self.values[at], return_inverse=True)
+        before = self.values[at]
+        first = int(before[0]) if before.size else 0
+        if (before == first).all():  # as of a prompt that is new, or that one node has
+            after = becomes(first) if before.size else 0
+            self.values[at] = after
+            self.live += at.size * ((after > 0) - (first > 0))
+            return at.size * (after != first)
+        old, inverse = np.unique(before, return_inverse=True)
         new = np.array([becomes(value) for value in old.tolist()], np.uint32)
         self.values[at] = new[inverse]
         self.live += int(np.count_nonzero(new[inverse])) - int(np.count_nonzero(old[inverse]))
@@ -187,14 +197,14 @@ class BlockTable:
             self._evict(len(keys))
         while True:
             at = self.places(keys)
-            needed = np.bincount(at[self.keys[at] == 0] >> _BITS, minlength=self.segments)
-            short = np.flatnonzero(needed > self._room[: self.segments]).tolist()
-            if not short:
-                break
-            for segment in short:
-                self._renew(segment, int(needed[segment]))
-        self._room[: self.segments] -= needed
-        return self._occupy(keys, at)
+            segments = at[self.keys[at] == 0] >> _BITS
+            np.subtract.at(self._room, segments, 1)
+            short = self._room[segments] < 0
+            if not short.any():
+                return self._occupy(keys, at)
+            np.add.at(self._room, segments, 1)
+            for segment, needed in zip(*np.unique(segments[short], return_counts=True), strict=True):
+                self._renew(int(segment), int(needed))
 
     def _occupy(self, keys: Keys, at: Places) -> Places:
         """Write distinct keys where they are or would be alone; of those that meet, all but one go on."""

@@ -24,7 +24,7 @@ from common.protocol import (
     TokenBatch,
 )
 from router import flow_events as f
-from router.admission import FairQueue, Held, Objectives, crowded, wait_s
+from router.admission import FairQueue, Held, Objectives, crowded, hold_back
 from router.breaker import Breakers
 from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
@@ -267,21 +267,19 @@ class Dispatcher:
         """Whether a new request may go at once; if not, it was refused or waits."""
         generation, request = live.generation, live.generation.request
         prefill, decode = self.nodes.fleets["prefill"], self.nodes.fleets["decode"]
+        tokens = wanted.num_tokens + min(request.sampling.max_tokens, int(decode.costs.output_tokens))
+        until_s = self._clock() + self._settings.max_queue_wait_s
+        newcomer = Held(generation.request_id, tokens, until_s, request.priority, request.tenant)
         try:
-            ahead_s = wait_s(self.held.tokens_ahead(request.priority), prefill, decode)
-            self._settings.objectives.check(decision, prefill, decode, ahead_s)
+            why, ahead_s = hold_back(self.held, newcomer, self._settings.objectives, decision, prefill, decode)
         except Overloaded as error:
             generation.story.add("refused", error.message, decision)
             generation.feed(f.Unplaceable(error))
             return False
-        why = crowded(prefill, decode) or ("others wait before it" if len(self.held) else "")
         if not why:
             live.admitted = True
             return True
-        tokens = wanted.num_tokens + min(request.sampling.max_tokens, int(decode.costs.output_tokens))
-        until_s = self._clock() + self._settings.max_queue_wait_s
-        generation.story.add("queued", why, {"ahead": len(self.held), "ahead_s": round(ahead_s, 3)})
-        self.held.push(Held(generation.request_id, tokens, until_s, request.priority, request.tenant))
+        generation.story.add("queued", why, {"ahead": len(self.held) - 1, "ahead_s": round(ahead_s, 3)})
         live.wanted = wanted
         self._soon_release_held()
         return False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -202,8 +202,9 @@ class Fleet:
         """New values in some columns. An incarnation that is not here is ignored."""
         row = self._rows.get(incarnation)
         if row is not None:
+            cells: Any = self.table.data
             for name, value in values.items():
-                self.table[self.columns[name].index, row] = value
+                cells[self.columns[name].index, row] = value
             self._derive(row)
 
     def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
@@ -238,22 +239,21 @@ class Fleet:
     def _derive(self, row: int) -> None:
         """The columns that follow from the others, for one node."""
         at: list[float] = self.table[:, row].tolist()
+        cells: Any = self.table.data  # NumPy is slow for single numbers
         waiting, running = at[_WAITING], at[_RUNNING]
         own = at[_IN_FLIGHT] - at[_ENDED]
         requests = max(waiting + running + own, 0.0)
         backlog = max(at[_QUEUED] - at[_ENDED_TOKENS], 0.0) + at[_IN_FLIGHT_TOKENS]
         slowness, step_slowness = at[_SLOWNESS], at[_STEP_SLOWNESS]
-        self.table[_LOAD:, row] = (
-            max(4 * waiting + running + own, 0.0),
-            requests,
-            backlog,
-            at[_FREE] - at[_IN_FLIGHT_BLOCKS],
-            backlog * slowness,
-            requests * slowness,
-            requests * step_slowness,
-            min(requests + 1, at[_CAPACITY]) * step_slowness,
-            at[_CAPACITY] - requests - 1,
-        )
+        cells[_LOAD, row] = max(4 * waiting + running + own, 0.0)
+        cells[_LOAD + 1, row] = requests
+        cells[_LOAD + 2, row] = backlog
+        cells[_LOAD + 3, row] = at[_FREE] - at[_IN_FLIGHT_BLOCKS]
+        cells[_LOAD + 4, row] = backlog * slowness
+        cells[_LOAD + 5, row] = requests * slowness
+        cells[_LOAD + 6, row] = requests * step_slowness
+        cells[_LOAD + 7, row] = min(requests + 1, at[_CAPACITY]) * step_slowness
+        cells[_LOAD + 8, row] = at[_CAPACITY] - requests - 1
 
     def values(self, incarnation: str) -> dict[str, float]:
         """All columns of one node, by name."""

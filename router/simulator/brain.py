@@ -1,4 +1,4 @@
-"""The real router of a simulated cluster: its index, its policies, its knowledge of the nodes' load. Pure.
+"""The real router of a simulated cluster: its index, policies and admission, its knowledge of the nodes' load. Pure.
 
 It learns what a router learns, when a router would: blocks and loads arrive late, and what was sent since a node's last
 report is counted as `router.nodes` counts it.
@@ -9,13 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from common.errors import Unavailable
+from common.errors import Overloaded, Unavailable
 from common.hashing import BlockHash
 from common.protocol import Role
+from router.admission import FairQueue, Held, Objectives, crowded, hold_back
+from router.block_table import Keys
 from router.costs import CostModel
 from router.index import PrefixIndex, block_keys
-from router.policy import Fleet, Memory, Query, check_policy, place
+from router.policy import Decision, Fleet, Memory, Query, check_policy, place
 from router.simulator.decode import DecodeNode
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
@@ -27,11 +30,22 @@ _LEARNED = 20_000
 
 
 @dataclass(frozen=True)
+class Admission:
+    """The router's settings of these names."""
+
+    max_waiting: int = 256
+    max_queue_wait_s: float = 60.0
+    objectives: Objectives = field(default_factory=Objectives)
+
+
+@dataclass(frozen=True)
 class BrainSettings:
     """How the router is configured."""
 
     policy: str = "kv_aware"
     local_prefill_tokens: int | None = None
+    admission: Admission | None = None
+    """None: every request goes to the nodes at once."""
     index_blocks: int = 20_000_000
     block_tokens: int = 512
     seed: int = 0
@@ -67,6 +81,18 @@ class Known:
     busy_s: float = 0.0
 
 
+class BrainOwner(Protocol):
+    """Whom the brain tells where a request goes."""
+
+    def placed(self, request: SimRequest) -> None:
+        """It goes to its nodes now."""
+        ...
+
+    def refused(self, request: SimRequest, reason: str) -> None:
+        """It was turned away."""
+        ...
+
+
 class Brain:
     """Places requests. Invariant: it reads a node only in `load_reported`, and its blocks only in `blocks_changed`."""
 
@@ -80,9 +106,15 @@ class Brain:
         self.models: dict[Role, CostModel] = {"prefill": CostModel(), "decode": CostModel()}
         self._memory = Memory(random.Random(settings.seed))
         self._known: dict[str, Known] = {}
+        self._held = FairQueue()
+        self._held_requests: dict[str, SimRequest] = {}
+        self._waiting = 0
+        """Requests without a first token."""
+        self._releasing = False
 
-    def meet(self, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
-        """All nodes register."""
+    def meet(self, owner: BrainOwner, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
+        """All nodes register with the router of `owner`."""
+        self._owner = owner
         for node in prefill:
             self._add("prefill", node, capacity=1)
         for node in decode:
@@ -99,9 +131,37 @@ class Brain:
             total_blocks=node.cache.capacity,
         )
 
-    def place(self, request: SimRequest) -> str | None:
-        """Choose the request's nodes. Returns the reason if it is turned away."""
-        settings, keys = self._settings, block_keys(request.hashes)
+    # -- a new request
+
+    def submit(self, request: SimRequest) -> None:
+        """Place it, hold it back or turn it away."""
+        admission = self._settings.admission
+        if admission is not None and self._waiting >= admission.max_waiting:
+            self._owner.refused(request, "429: too many wait")
+            return
+        self._waiting += 1
+        self._place(request, admission)
+
+    def _place(self, request: SimRequest, admission: Admission | None) -> None:
+        keys = block_keys(request.hashes)
+        try:
+            decision = self._decide(request, keys)
+            held = admission is not None and self._hold_back(request, admission, decision)
+        except Unavailable as error:
+            self._refuse(request, error.code)
+        except Overloaded:
+            self._refuse(request, "429: too late for the objectives")
+        else:
+            if not held:
+                self._take(request, decision, keys)
+                self._owner.placed(request)
+
+    def _refuse(self, request: SimRequest, reason: str) -> None:
+        self._waiting -= 1
+        self._owner.refused(request, reason)
+
+    def _decide(self, request: SimRequest, keys: Keys) -> Decision:
+        settings = self._settings
         query = Query(
             request.input_tokens,
             hits=self.index.match(keys),
@@ -109,18 +169,18 @@ class Brain:
             max_new_tokens=request.output_tokens,
             session=request.session or request.hashes[0].hex(),
         )
-        try:
-            decision = place(
-                query,
-                self.fleets["prefill"],
-                self.fleets["decode"],
-                policy=settings.policy,
-                local_prefill_tokens=settings.local_prefill_tokens,
-                memory=self._memory,
-                shown_count=0,
-            )
-        except Unavailable as error:
-            return error.code
+        return place(
+            query,
+            self.fleets["prefill"],
+            self.fleets["decode"],
+            policy=settings.policy,
+            local_prefill_tokens=settings.local_prefill_tokens,
+            memory=self._memory,
+            shown_count=0,
+        )
+
+    def _take(self, request: SimRequest, decision: Decision, keys: Keys) -> None:
+        """Note what was sent where."""
         blocks = len(request.hashes) + request.private_blocks
         target, source = decision.decode.picked, decision.prefill and decision.prefill.picked
         decode = self._known[target.incarnation]
@@ -136,7 +196,36 @@ class Brain:
         else:
             self.index.expect(target.incarnation, keys)
         request.ticket = ticket
-        return None
+
+    # -- held back
+
+    def _hold_back(self, request: SimRequest, admission: Admission, decision: Decision) -> bool:
+        """As the router's dispatcher does."""
+        prefill, decode = self.fleets["prefill"], self.fleets["decode"]
+        tokens = request.input_tokens + min(request.output_tokens, int(decode.costs.output_tokens))
+        held = Held(str(request.number), tokens, self._events.now_s + admission.max_queue_wait_s)
+        if not hold_back(self._held, held, admission.objectives, decision, prefill, decode)[0]:
+            return False
+        self._held_requests[held.request_id] = request
+        self._events.at(held.deadline_s, self._expire, held.request_id)
+        return True
+
+    def _expire(self, request_id: str) -> None:
+        request = self._held_requests.pop(request_id, None)
+        if request is not None:
+            self._held.remove(request_id)
+            self._refuse(request, "429: no node had room in time")
+
+    def _soon_release(self) -> None:
+        """Look for held ones that may go, once this event is dealt with."""
+        if self._held_requests and not self._releasing:
+            self._releasing = True
+            self._events.after(0.0, self._release_held)
+
+    def _release_held(self, _: None) -> None:
+        self._releasing = False
+        while len(self._held) and not crowded(self.fleets["prefill"], self.fleets["decode"]):
+            self._place(self._held_requests.pop(self._held.pop() or ""), None)
 
     def _send(self, known: Known, tokens: float, blocks: int, work_s: float = 0.0) -> Leg:
         leg = Leg(tokens, blocks)
@@ -148,6 +237,7 @@ class Brain:
         if not leg.reported:
             known.unreported.remove(leg)
         self._fleet(known).over(known.node.node_id, tokens=leg.tokens, blocks=leg.blocks, reported=leg.reported)
+        self._soon_release()
 
     def _fleet(self, known: Known) -> Fleet:
         return self.fleets[known.role]
@@ -156,6 +246,7 @@ class Brain:
 
     def computed(self, request: SimRequest) -> None:
         """The first token arrived, and how the prompt was computed; a prefill leg is over with it."""
+        self._waiting -= 1
         role: Role = "decode" if request.prefill_node is None else "prefill"
         node = request.prefill_node or request.decode_node
         context = request.hit_tokens(self._settings.block_tokens, request.hit_blocks)
@@ -208,9 +299,11 @@ class Brain:
         model = self.models[known.role]
         model.computed(node.prompt_tokens - known.prompt_tokens, node.busy_s - known.busy_s)
         known.prompt_tokens, known.busy_s = node.prompt_tokens, node.busy_s
+        fleet = self._fleet(known)
         if isinstance(node, DecodeNode):
             model.stepped(node.node_id, node.running, node.step_s)
-        self._fleet(known).update(
+        fleet.costs = model.costs
+        fleet.update(
             node.node_id,
             waiting=node.waiting,
             running=node.running,
@@ -221,5 +314,6 @@ class Brain:
             in_flight_blocks=0,
             ended=0,
             ended_tokens=0,
+            step_slowness=model.step_slowness(node.node_id),
         )
-        self._tell(known.role, node.node_id)
+        self._soon_release()

@@ -52,10 +52,7 @@ class BlockCache:
         nothing changed, when there is no room.
         """
         used, cached = self._used, self._cached
-        new = private
-        for block in hashes:
-            if block not in used:
-                new += 1
+        new = private + len(hashes) - sum(map(used.__contains__, hashes))
         if new > self.capacity - len(used) - self._private:
             return None
         hits = self.held(hashes)

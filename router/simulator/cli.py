@@ -51,6 +51,13 @@ def simulate_command(
     ] = None,
     slo_ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="Objective: seconds per further token.")] = 0.1,
+    admission: Annotated[
+        bool, typer.Option(help="Answer 429 as the router does, with the objectives as its --slo-ttft and --slo-tpot.")
+    ] = False,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="With --admission, as the router's option of this name.")
+    ] = 256,
+    max_queue_wait_s: Annotated[float, typer.Option(min=0, help="The same.")] = 60.0,
     goodput: Annotated[float | None, typer.Option(help="Find the highest rate with this share inside both.")] = None,
     hardware: Annotated[
         str, typer.Option(metavar="NAME=VALUE,...", help="Costs, see router/simulator/hardware.py.")
@@ -60,6 +67,8 @@ def simulate_command(
     plot: Annotated[Path | None, typer.Option(help="Draw into this .png, .svg or .pdf; needs matplotlib.")] = None,
 ) -> None:
     def run() -> None:
+        from router.admission import Objectives
+        from router.simulator.brain import Admission
         from router.simulator.cluster import Shape
         from router.simulator.run import Simulation
         from router.simulator.workload import read_trace
@@ -86,6 +95,7 @@ def simulate_command(
             local_prefill_tokens=local_prefill_tokens,
             slo_ttft_s=slo_ttft,
             slo_tpot_s=slo_tpot,
+            admission=Admission(max_waiting, max_queue_wait_s, Objectives(slo_ttft, slo_tpot)) if admission else None,
         )
         _show([dataclasses.replace(base, policy=name.strip()) for name in policy.split(",")], goodput, json_file, plot)
 

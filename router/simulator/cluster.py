@@ -60,14 +60,14 @@ class Cluster:
         self._publishing: set[str] = set()
         self._reporting: set[str] = set()
         self._arrivals: Iterator[SimRequest] = iter(())
-        brain.meet(self.prefill, self.decode)
+        brain.meet(self, self.prefill, self.decode)
 
     def run(self, workload: Iterator[SimRequest]) -> Ledger:
         """All of `workload`, whose arrivals must not go back in time; returns when the last request has ended."""
         self._arrivals = workload
         self._next_arrival()
         self._events.run()
-        self.ledger.close(self._events.now_s, self.prefill, self.decode)
+        self.ledger.close(self.prefill, self.decode)
         return self.ledger
 
     # -- a request's life
@@ -86,13 +86,15 @@ class Cluster:
         if blocks > self.shape.cache_blocks or blocks + request.private_blocks > self.shape.decode_blocks:
             self.ledger.refuse(request, "longer than a node's cache")
             return
-        refusal = self._brain.place(request)
-        if refusal is not None:
-            self.ledger.refuse(request, refusal)
-        elif request.prefill_node is not None:
-            request.prefill_node.submit(request)
-        else:
-            request.decode_node.submit(request)
+        self._brain.submit(request)
+
+    def placed(self, request: SimRequest) -> None:
+        """The router sends it to its nodes, at once or after a while."""
+        (request.prefill_node or request.decode_node).submit(request)
+
+    def refused(self, request: SimRequest, reason: str) -> None:
+        """The router turned it away."""
+        self.ledger.refuse(request, reason)
 
     def prefill_began(self, request: SimRequest) -> None:
         """The prefill node offers the KV."""

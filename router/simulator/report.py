@@ -42,6 +42,7 @@ class Ledger:
     tpot_s: array[float] = field(default_factory=_doubles)
     arrival_s: array[float] = field(default_factory=_doubles)
     ended_s: float = 0.0
+    """When the last one that was served ended."""
     prefill_busy_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds each prefill node computed."""
     prefill_prompts: dict[str, int] = field(default_factory=dict[str, int])
@@ -64,15 +65,15 @@ class Ledger:
 
     def finish(self, request: SimRequest) -> None:
         """Its answer is complete."""
+        self.ended_s = max(self.ended_s, request.finished_s)
         self.output_tokens += request.output_tokens
         self.sent_bytes += request.sent_bytes
         self.arrival_s.append(request.arrival_s)
         self.ttft_s.append(request.ttft_s)
         self.tpot_s.append(request.tpot_s)
 
-    def close(self, now_s: float, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
+    def close(self, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
         """The run is over: take the nodes' counts."""
-        self.ended_s = now_s
         self.prefill_busy_s = {node.node_id: node.busy_s for node in prefill}
         self.prefill_prompts = {node.node_id: node.prompts for node in prefill}
         self.decode_sequences = {node.node_id: node.sequences for node in decode}

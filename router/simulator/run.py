@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router.simulator.brain import Brain, BrainSettings
+from router.simulator.brain import Admission, Brain, BrainSettings
 from router.simulator.cluster import Cluster, Shape
 from router.simulator.events import Events
 from router.simulator.report import Ledger, summary
@@ -31,6 +31,8 @@ class Simulation:
     local_prefill_tokens: int | None = None
     slo_ttft_s: float = 2.0
     slo_tpot_s: float = 0.1
+    admission: Admission | None = None
+    """None: every request goes to the nodes at once."""
 
     def workload(self) -> Iterator[SimRequest]:
         """Its requests, by arrival."""
@@ -62,6 +64,7 @@ def simulate(simulation: Simulation) -> Outcome:
         local_prefill_tokens=simulation.local_prefill_tokens,
         block_tokens=shape.block_tokens,
         seed=simulation.seed,
+        admission=simulation.admission,
     )
     brain = Brain(settings, shape.hardware, events)
     ledger = Cluster(shape, brain, events).run(simulation.workload())

@@ -6,7 +6,6 @@ for each block of the prompt, equal where the whole prefix is equal.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import json
 import random
@@ -19,6 +18,10 @@ from typing import Any
 from common.errors import ConfigError
 from common.hashing import HASH_BYTES, BlockHash
 from router.simulator.request import SimRequest
+
+_NAMES = 1 << (8 * HASH_BYTES)
+_ODD = 0x9E3779B97F4A7C15F39CC0605CEDC835
+"""2^128 over the golden ratio, odd: no two numbers have the same product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,8 @@ def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
 
 
 def block_name(copy: int, hash_id: int) -> BlockHash:
-    """The name of a trace's block in one copy of it; spread like a real hash."""
-    return hashlib.blake2b(b"%d/%d" % (copy, hash_id), digest_size=HASH_BYTES).digest()
+    """The name of a trace's block in one copy of it, each another one; spread as the index needs it."""
+    return (((copy & 0xFFFFFFFF) << 64 | hash_id) * _ODD % _NAMES).to_bytes(HASH_BYTES, "little")
 
 
 def from_trace(

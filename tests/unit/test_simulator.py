@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from common.errors import ConfigError
+from router.admission import Objectives
 from router.simulator import cli
-from router.simulator.brain import Brain, BrainSettings
+from router.simulator.brain import Admission, Brain, BrainSettings
 from router.simulator.cluster import Cluster, Shape
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
@@ -218,6 +219,29 @@ def test_the_highest_rate_keeps_the_share_and_a_little_more_does_not() -> None:
     assert figures["goodput"] >= 0.9
     assert simulate(replace(base, rate_scale=scale * 1.3)).figures["goodput"] < 0.9
     assert highest_rate(replace(base, slo_ttft_s=1e-6), 0.9) is None
+
+
+def test_with_admission_an_overload_is_answered_429_and_more_requests_are_in_time() -> None:
+    """At three times what the nodes can do; each of the router's three ways to refuse is taken."""
+    base = Simulation(policy="least_load", requests=1500, rate=30.0, shape=Shape(2, 2), slo_ttft_s=3.0)
+    all_in = simulate(base).figures
+    limits = {
+        "429: too late for the objectives": Admission(10_000, 60.0, Objectives(3.0, 0.1)),
+        "429: too many wait": Admission(20, 60.0),
+        "429: no node had room in time": Admission(10_000, 1.5),
+    }
+    for reason, admission in limits.items():
+        figures = simulate(replace(base, admission=admission)).figures
+        assert list(figures["refused"]) == [reason]
+        assert figures["finished"] + figures["refused"][reason] == 1500
+        assert figures["goodput"] > 2 * all_in["goodput"], reason
+
+
+def test_admission_refuses_nobody_where_there_is_room() -> None:
+    base = Simulation(requests=400, rate=2.0, shape=Shape(4, 4))
+    figures = simulate(replace(base, admission=Admission(objectives=Objectives(5.0, 0.5)))).figures
+    assert not figures["refused"]
+    assert figures["finished"] == 400
 
 
 @pytest.fixture
