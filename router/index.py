@@ -34,6 +34,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _FEW_MASKS = 16_384
 """Up to so many masks no round is made for their numbers alone, nor before there are twice as many as the last one left."""
 _CLEANED_AT_ONCE = 32 * SEGMENT
+_RELEASED_AT_ONCE = 8192
 _LAST_USE = 2**32 - 1
 """Stamps have 32 bits; a router that runs for months gets there."""
 _FEW_BITS = 32
@@ -93,6 +94,8 @@ class PrefixIndex:
         """In such a round: tables, and up to which of their slots each is clean."""
         self._seen: set[int] | None = None
         """In such a round: numbers that blocks have, as far as it has come, or that were given out since it began."""
+        self._released = 0
+        """In such a round, after the tables: up to which number those that nothing has are free."""
         self._many_masks = _FEW_MASKS
 
     def _expectations(self) -> BlockTable:
@@ -223,7 +226,7 @@ class PrefixIndex:
             if start + _CLEANED_AT_ONCE < table.segments * SEGMENT:  # what is split meanwhile goes to the end
                 self._unswept.append((table, start + _CLEANED_AT_ONCE))
         elif self._seen is not None:
-            self._release_swept(self._seen)
+            self._release(self._seen)
         return bool(self._dead) or self._seen is not None
 
     # -- figures
@@ -321,18 +324,28 @@ class PrefixIndex:
     def _clean(self, table: BlockTable, here: slice) -> None:
         used = np.zeros(len(self._masks), np.bool_)
         used[table.values[here]] = True
+        if not self._sweeping:
+            assert self._seen is not None
+            self._seen.update(np.flatnonzero(used).tolist())
+            return
         numbers = np.arange(len(self._masks), dtype=np.uint32)
         for number in np.flatnonzero(used).tolist():
             numbers[number] = self._number(self._masks[number] & ~self._sweeping)
-        if self._sweeping:
-            table.renumber(numbers, here)
+        table.renumber(numbers, here)
 
-    def _release_swept(self, seen: set[int]) -> None:
-        for number, mask in enumerate(self._masks):
+    def _release(self, seen: set[int]) -> None:
+        """Free numbers that no block has, some at a time; at the end the round is over."""
+        end = min(self._released + _RELEASED_AT_ONCE, len(self._masks))
+        for number in range(self._released, end):
+            mask = self._masks[number]
             if mask and number not in seen:
                 del self._numbers[mask]
                 self._masks[number] = 0
                 self._free_numbers.append(number)
+        self._released = end
+        if end < len(self._masks):
+            return
+        self._released = 0
         self._dead &= ~self._sweeping
         self._free_slots += _bits(self._sweeping)
         self._sweeping, self._seen = 0, None

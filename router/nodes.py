@@ -140,6 +140,7 @@ class NodeTable:
         self._on_load = on_load
         self._clock = clock
         self._last_tick_s = clock()
+        self._was_late = False
         self._held_up_s: float | None = None
         """When it was last found that this loop had been held up past the lease."""
         self._nodes: dict[str, Node] = {}
@@ -152,14 +153,18 @@ class NodeTable:
         """Take over what membership lists now."""
         listed = {record.peer.incarnation: record for record in records}
         names = {record.peer.node_id: record.peer.incarnation for record in records}
+        replaced: list[Node] = []
         for node in list(self._nodes.values()):
             node.listed = node.incarnation in listed
             self._sync(node)
-            successor = names.get(node.node_id, node.incarnation)
-            if successor != node.incarnation:
-                self._forget(node, f"{node.node_id} restarted")
+            if names.get(node.node_id, node.incarnation) != node.incarnation:
+                replaced.append(node)
+                self._close_link(node)
+                del self._nodes[node.incarnation]
             elif not node.listed and node.link is None:
                 del self._nodes[node.incarnation]
+        for node in replaced:  # all of them are closed: no attempt moves to a node that is next
+            self._report_loss(node, f"{node.node_id} restarted")
         for incarnation, record in listed.items():
             if incarnation not in self._nodes:
                 node = self._nodes[incarnation] = Node(record)
@@ -169,9 +174,10 @@ class NodeTable:
     def tick(self) -> None:
         """Ping every node, give up the silent ones, renew links that broke."""
         now = self._clock()
-        # If this loop itself was held up, everybody seems silent: hear them out before judging.
+        # If this loop itself was held up, everybody seems silent: hear them out before judging. Once: what had come is
+        # read until the next tick, and a loop that is late each time must not keep the dead alive.
         last, self._last_tick_s = self._last_tick_s, now
-        late = now - last > self._lease_s / 2
+        late = self._was_late = not self._was_late and now - last > self._lease_s / 2
         self._drop_expired(now, last)
         silent = set[str]() if late else self._drop_silent(now)
         for node in list(self._nodes.values()):

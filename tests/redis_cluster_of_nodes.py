@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from common.clock import Clock, monotonic
 from common.kv.journal import BlockJournal
 from common.kv.layout import KVLayout
 from common.membership import LEASE_IN_REDIS, Directory, Registrar
@@ -47,12 +48,14 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
 class ANode:
     """The Redis side of a node, and the journal of a pool that it does not have."""
 
-    def __init__(self, url: str, cluster: str, record: NodeRecord, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self, url: str, cluster: str, record: NodeRecord, lease_s: float = LEASE_S, clock: Clock = monotonic
+    ) -> None:
         self.record = record
         self.journal = BlockJournal()
         self.load = NodeLoad()
         self.registrar = Registrar(url, cluster, record, lease_s=lease_s, load=lambda: self.load)
-        self.publisher = Publisher(url, cluster, record.peer, self.journal, lease_s=lease_s)
+        self.publisher = Publisher(url, cluster, record.peer, self.journal, lease_s=lease_s, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -84,12 +87,12 @@ class ANode:
 class ARouter:
     """The Redis side of a router."""
 
-    def __init__(self, url: str, cluster: str, lease_s: float = LEASE_S) -> None:
-        self.index = PrefixIndex(1_000_000)
+    def __init__(self, url: str, cluster: str, lease_s: float = LEASE_S, clock: Clock = monotonic) -> None:
+        self.index = PrefixIndex(1_000_000, clock=clock)
         self.loads: dict[str, NodeLoad] = {}
-        self.follower = Follower(url, cluster, self.index, loads=lambda: self.loads)
+        self.follower = Follower(url, cluster, self.index, loads=lambda: self.loads, clock=clock)
         poll_s = lease_s * (1 - LEASE_IN_REDIS)
-        self.directory = Directory(url, cluster, self.follower.set_nodes, poll_s, grace_s=lease_s)
+        self.directory = Directory(url, cluster, self.follower.set_nodes, poll_s, grace_s=lease_s, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
 
     def holds(self, incarnation: str, blocks: list[bytes]) -> bool:

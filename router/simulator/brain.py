@@ -289,6 +289,7 @@ class Brain:
         """A batch of a node's block events."""
         self.index.removed(node_id, removed)
         self.index.stored(node_id, stored)
+        self.index.tidy()
 
     def load_reported(self, node: PrefillNode | DecodeNode) -> None:
         """A node's report: from now on it includes what was sent before."""

@@ -148,6 +148,38 @@ def test_silence_is_not_judged_when_the_router_itself_was_held_up() -> None:
     play(scene)
 
 
+def test_a_router_that_is_late_every_time_still_finds_the_dead() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        node.pings_answered = False
+        view.table.tick()
+        for _ in range(4):
+            view.clock.advance(1.6)  # more than half a lease, and less than one
+            view.table.tick()
+        assert [incarnation for incarnation, _ in view.lost] == [node.incarnation]
+
+    play(scene)
+
+
+def test_nodes_that_restart_together_are_all_gone_before_the_first_loss_is_told() -> None:
+    async def scene(view: View, node: StubNode) -> None:
+        other = StubNode("decode", "d1", automatic=False)
+        reborn = [StubNode("decode", name, automatic=False) for name in ("d0", "d1")]
+        try:
+            view.table.update([node.record, other.record])
+            while len(view.table.usable("decode")) < 2:
+                await view.change()
+            left: list[int] = []
+            view.table._on_lost = lambda *_: left.append(len(view.table.usable("decode")))
+            view.table.update([each.record for each in reborn])
+            assert left == [0, 0]
+            assert {each.incarnation for each in view.table.known()} == {each.incarnation for each in reborn}
+        finally:
+            for each in (other, *reborn):
+                await each.close()
+
+    play(scene)
+
+
 def test_nodes_that_fall_silent_together_are_all_unusable_before_the_first_loss_is_told() -> None:
     """A router behind a cut link: its attempts must not be moved from node to node, each of which is next."""
 

@@ -1,0 +1,65 @@
+"""Ten minutes without Redis, by a clock that jumps: what everybody goes on with, and what is rebuilt when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
+from redis_servers import ask, redis_server_with
+
+from common.clock import MockClock
+from common.redis_keys import Keys
+from common.redis_server import free_port
+
+_STEP_S, _STEPS = 30.0, 20
+
+
+def test_ten_minutes_without_redis_change_nothing_and_all_is_rebuilt(tmp_path: Path, cluster: str) -> None:
+    port, clock = free_port(), MockClock(1000.0)
+    url = f"redis://127.0.0.1:{port}/0"
+
+    async def main() -> None:
+        node, doomed = (ANode(url, cluster, make_record(name), clock=clock) for name in ("n0", "n1"))
+        router = ARouter(url, cluster, clock=clock)
+        node.stored(names(500))
+        doomed.stored(names(20))
+        (tmp_path / "before").mkdir()
+        async with running(node, router):
+            with redis_server_with(tmp_path / "before", port=port):
+                doomed.start()
+                await until(lambda: router.holds(node.incarnation, names(500)))
+                await until(lambda: router.holds(doomed.incarnation, names(20)))
+            await doomed.die()
+            index = router.index
+            for step in range(_STEPS):
+                clock.advance(_STEP_S)
+                node.stored(names(10, 1000 + 10 * step))
+                node.removed(names(10, 10 * step))
+                index.expect(node.incarnation, names(3, 5000 + step))
+                assert index.match(names(3, 5000 + step))[node.incarnation] == 3, "its own decisions are known at once"
+                await until(lambda: router.directory.degraded and router.follower.away)
+                await asyncio.sleep(0)
+            assert [record.peer.node_id for record in router.directory.records] == ["n0", "n1"]
+            assert index.match(names(500))[node.incarnation] == 500, "as it was"
+            assert index.match(names(20))[doomed.incarnation] == 20
+            assert index.match(names(1, 5000)) == {}, "what was expected ten minutes ago is not"
+
+            (tmp_path / "after").mkdir()
+            with redis_server_with(tmp_path / "after", port=port):
+                back_s = time.monotonic()
+                left = names(300, 200) + names(200, 1000)
+                await until(lambda: router.holds(node.incarnation, left))
+                await until(lambda: not router.directory.degraded and not router.follower.away)
+                assert time.monotonic() - back_s < 10
+                keys = Keys(cluster)
+                assert ask(port, "SCARD", keys.blocks(node.incarnation)) == 500
+                assert ask(port, "EXISTS", keys.node("n0"), keys.fence("n0"), keys.load("n0")) == 3
+                # Who died meanwhile keeps its place for one lease after the return, and no longer.
+                assert len(router.directory.records) == 2
+                clock.advance(2 * LEASE_S)
+                await until(lambda: [record.peer.node_id for record in router.directory.records] == ["n0"])
+                assert router.index.incarnations == [node.incarnation]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
