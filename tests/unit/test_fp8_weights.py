@@ -19,6 +19,7 @@ from test_runner_exactness import make_runner
 from tokenizers import Tokenizer
 
 from common import demo
+from common.config import DecodeConfig
 from common.demo.samples import SAMPLES, prompt_text
 from common.errors import ConfigError
 from common.model.build import Build, Share
@@ -32,6 +33,7 @@ from common.model.precision import Precision
 from common.model.quantization import Quantization
 from common.model.registry import MODELS
 from common.model.weights import CheckpointWeights, Part
+from common.node.startup import plan_node
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 
@@ -240,3 +242,8 @@ def test_widening_takes_every_number_times_the_scale_of_its_block() -> None:
     assert wide[32, 99] == 6.0
     assert wide[69, 99] == 9.0
     assert math.isclose(float(wide.sum()), sum(float(scale[r // 32, c // 48]) for r in range(70) for c in range(100)))
+
+
+def test_asking_for_fp8_refuses_a_checkpoint_that_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"--quantization fp8: .*config\.json says nothing of FP8 weights"):
+        plan_node(DecodeConfig(model="demo", quantization="fp8"))

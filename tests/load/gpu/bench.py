@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[3]
-LINES = ("limits", "decode", "prefill", "hidden", "relay", "interference", "peer")
+LINES = ("limits", "decode", "prefill", "relay", "peer", "ttft", "hidden", "interference")
+"""In order of running: those that share a running system are neighbours."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,18 +52,22 @@ def main() -> int:
     session = GpuSession(arguments.dry_run)
     about: dict[str, Any] = session.about
     results, broken = [], []
-    for name in [name for name in LINES if name in arguments.only]:
-        console.print(f"[dim]{time.strftime('%H:%M:%S')} measuring {name}[/dim]", highlight=False)
-        started = time.monotonic()
-        try:
-            result = getattr(lines, name)(session)
-        except Exception:  # one broken line does not take the others' figures with it
-            traceback.print_exc()
-            broken.append(name)
-            continue
-        result.details["took_s"] = round(time.monotonic() - started, 1)
-        results.append(result)
-        save(result, about, session.results)
+    try:
+        for name in [name for name in LINES if name in arguments.only]:
+            console.print(f"[dim]{time.strftime('%H:%M:%S')} measuring {name}[/dim]", highlight=False)
+            started = time.monotonic()
+            try:
+                result = getattr(lines, name)(session)
+            except Exception:  # one broken line does not take the others' figures with it
+                traceback.print_exc()
+                broken.append(name)
+                session.stop_system()
+                continue
+            result.details["took_s"] = round(time.monotonic() - started, 1)
+            results.append(result)
+            save(result, about, session.results)
+    finally:
+        session.stop_system()
     print_table(results, about, console, title=_title(about))
     console.print(f"JSON: {session.results}/<name>.json", highlight=False)
     if broken:

@@ -11,6 +11,8 @@ from load.direct import DirectRouter, find_nodes
 from load.gpu.session import GpuSession
 from load.results import Result, Target, median, percentile
 from load.shape import Shape, random_prompt
+from load.worker import Worker
+from system import System
 
 
 def limits(session: GpuSession) -> Result:
@@ -29,7 +31,7 @@ def decode(session: GpuSession) -> Result:
     with session.engine("big", most, sizes.context + 256) as engine:
         for batch in (1, *sizes.batches):
             context = sizes.context if batch > 1 else 64
-            step_s = median(engine.call("decode", batch=batch, context=context, steps=sizes.steps))
+            step_s = _step_s(session, engine, batch, context)
             kv_bytes = batch * (context + sizes.steps // 2) * shape.kv_bytes_per_token()
             bound_s = (shape.weight_bytes_per_token() + (kv_bytes if batch > 1 else 0)) / session.limits["copy"]
             result.add(
@@ -42,9 +44,10 @@ def decode(session: GpuSession) -> Result:
                 note=f"a step takes {1e3 * step_s:.2f} ms",
             )
         _outside_kernels(session, result, engine)
+        session.notes["step_s"] = _step_s(session, engine, min(sizes.batches), sizes.stream_prompt)
     small = session.shape("small")
     with session.engine("small", 1, 512) as engine:
-        step_s = median(engine.call("decode", batch=1, context=64, steps=sizes.steps))
+        step_s = _step_s(session, engine, 1, 64)
     bound = session.limits["copy"] / small.weight_bytes_per_token()
     result.add(
         f"{small.name} decode, batch 1", 1 / step_s, "tok/s", limit=bound, limit_name="by bandwidth", target=Target(700)
@@ -52,13 +55,14 @@ def decode(session: GpuSession) -> Result:
     return result
 
 
-def _outside_kernels(session: GpuSession, result: Result, engine: object) -> None:
-    from load.worker import Worker
+def _step_s(session: GpuSession, engine: Worker, batch: int, context: int) -> float:
+    return median(engine.call("decode", batch=batch, context=context, steps=session.sizes.steps))
 
-    assert isinstance(engine, Worker)
+
+def _outside_kernels(session: GpuSession, result: Result, engine: Worker) -> None:
     sizes = session.sizes
     batch = min(sizes.batches)
-    step_s = median(engine.call("decode", batch=batch, context=sizes.context, steps=sizes.steps))
+    step_s = _step_s(session, engine, batch, sizes.context)
     busy_s = engine.call("busy_s", batch=batch, context=sizes.context, steps=min(10, sizes.steps))
     result.add(
         f"share of a decode step outside of kernels, batch {batch}",
@@ -88,15 +92,8 @@ def prefill(session: GpuSession) -> Result:
 
 
 def relay(session: GpuSession) -> Result:
-    """KV between two processes of one card, then the time to first token with and without the relay."""
+    """KV between two processes of one card."""
     result = Result("relay")
-    _relay_rate(session, result)
-    with session.system("big", prefill=1) as system:
-        client.run(_first_tokens(session, result, system.process("redis")["address"]))
-    return result
-
-
-def _relay_rate(session: GpuSession, result: Result) -> None:
     sizes, shape = session.sizes, session.shape("big")
     transport = "shm" if session.dry_run else "cuda_ipc"
     ends = {
@@ -133,6 +130,15 @@ def _relay_rate(session: GpuSession, result: Result) -> None:
         target=Target(0.6, of_share=True),
         note="bytes read and written, as of the copy; from the grants to the last verified slice",
     )
+    return result
+
+
+def ttft(session: GpuSession) -> Result:
+    """The time to first token with and without the relay."""
+    result = Result("ttft")
+    system = session.system("big", prefill=1)
+    client.run(_first_tokens(session, result, system.process("redis")["address"]))
+    return result
 
 
 async def _first_tokens(session: GpuSession, result: Result, redis_url: str) -> None:
@@ -166,9 +172,8 @@ def interference(session: GpuSession) -> Result:
     result = Result("interference")
     sizes = session.sizes
     p99: dict[str, float] = {}
-    for name, nodes in (("colocated chunked prefill", 0), ("prefill and decode side by side", 1)):
-        with session.system("big", prefill=nodes) as system:
-            quiet, loaded, ttfts = client.run(_streams_and_prompts(session, system.url))
+    for name, nodes in (("prefill and decode side by side", 1), ("colocated chunked prefill", 0)):
+        quiet, loaded, ttfts = client.run(_streams_and_prompts(session, session.system("big", prefill=nodes)))
         p99[name] = percentile(loaded, 0.99)
         result.add(
             f"{sizes.streams} streams, {name}: ITL p99",
@@ -179,17 +184,19 @@ def interference(session: GpuSession) -> Result:
             note=f"p50 {1e3 * median(loaded):.1f} ms; TTFT of {sizes.long_prompt} tokens {median(ttfts):.2f} s, "
             f"longest {max(ttfts):.2f} s",
         )
-    names = list(p99)
-    result.add("ITL p99, side by side / colocated", p99[names[1]] / p99[names[0]], "x")
+    beside, colocated = p99.values()
+    result.add("ITL p99, side by side / colocated", beside / colocated, "x")
     return result
 
 
-async def _streams_and_prompts(session: GpuSession, url: str) -> tuple[list[float], list[float], list[float]]:
+async def _streams_and_prompts(session: GpuSession, system: System) -> tuple[list[float], list[float], list[float]]:
     """Gaps of the streams while nothing else runs, gaps while prompts arrive, and the prompts' times to first token."""
     sizes, shape = session.sizes, session.shape("big")
-    model = session.folder("big").name
+    model, url = session.folder("big").name, system.url
     quiet_s = sizes.arrivals * sizes.arrival_s / 3
-    tokens = 30_000 if not session.dry_run else 1500
+    # Long enough not to end, short enough that all of them fit the decode node's KV memory at their longest.
+    blocks = max(node["load"]["kv_blocks_total"] for node in system.admin("nodes")["nodes"] if node["role"] == "decode")
+    tokens = min(20_000, int(0.75 * 16 * blocks / sizes.streams)) - sizes.stream_prompt
     opened = (complete(url, model, _prompt(session, shape, sizes.stream_prompt), tokens) for _ in range(sizes.streams))
     streams: list[Stream] = list(await asyncio.gather(*opened))
     try:
@@ -233,8 +240,8 @@ def peer(session: GpuSession) -> Result:
         folder = str(session.folder(kind))
         with session.worker("load.gpu.peer:Transformers", folder=folder, device=session.device) as other:
             theirs = other.call("serve", **load)
-        with session.system(kind, prefill=1) as system:
-            rates = [client.run(_serve(session, kind, system.url)) for _ in range(2)]
+        system = session.system(kind, prefill=1)
+        rates = [client.run(_serve(session, kind, system.url)) for _ in range(2)]
         result.add(
             f"{which}, {sizes.peer_requests} at once, {sizes.peer_prompt} in, {sizes.peer_tokens} out, over HTTP",
             rates[-1],
@@ -260,11 +267,11 @@ def hidden(session: GpuSession) -> Result:
     result = Result("hidden")
     sizes = session.sizes
     batch = min(sizes.batches)
-    context = sizes.stream_prompt
-    with session.engine("big", batch, context + 256) as engine:
-        step_s = median(engine.call("decode", batch=batch, context=context, steps=sizes.steps))
-    with session.system("big", prefill=1) as system:
-        itl_s = client.run(_gap(session, system.url, batch))
+    if "step_s" not in session.notes:
+        with session.engine("big", batch, sizes.stream_prompt + 256) as engine:
+            session.notes["step_s"] = _step_s(session, engine, batch, sizes.stream_prompt)
+    step_s = session.notes["step_s"]
+    itl_s = client.run(_gap(session, session.system("big", prefill=1).url, batch))
     result.add(
         f"gap between tokens, {batch} streams over HTTP",
         1e3 * itl_s,

@@ -47,7 +47,7 @@ class Sizes:
 
 FULL = Sizes(
     big="8b", small="0.5b", batches=(32, 256), context=1024, steps=50, prefill=8192, prefill_chunk=8192, repeats=5,
-    relay_tokens=4096, relay_transfers=8, ttft_tokens=4096, streams=64, stream_prompt=256, long_prompt=8192, arrivals=15,
+    relay_tokens=4096, relay_transfers=8, ttft_tokens=4096, streams=64, stream_prompt=256, long_prompt=8192, arrivals=8,
     arrival_s=1.0, peer_requests=64, peer_prompt=256, peer_tokens=256,
 )  # fmt: skip
 DRY = Sizes(
@@ -59,10 +59,13 @@ DRY = Sizes(
 
 @dataclass
 class GpuSession:
-    """Owns every process of the run. What is measured has the card for itself."""
+    """Owns every process of the run. What is measured has the card for itself: a worker stops the running system."""
 
     dry_run: bool
     rng: random.Random = field(default_factory=lambda: random.Random(20_250_101))
+    notes: dict[str, float] = field(default_factory=dict)
+    """What one line measured for another."""
+    _running: tuple[tuple[str, int], System, contextlib.ExitStack] | None = None
 
     @property
     def sizes(self) -> Sizes:
@@ -100,6 +103,7 @@ class GpuSession:
     @contextlib.contextmanager
     def worker(self, target: str, **arguments: Any) -> Iterator[Worker]:
         """A process that holds `target`, ended with the block: its memory on the card is free again."""
+        self.stop_system()
         worker = Worker(target, **arguments)
         try:
             yield worker
@@ -109,24 +113,25 @@ class GpuSession:
     @contextlib.contextmanager
     def engine(self, which: str, sequences: int, tokens: int) -> Iterator[Worker]:
         """The bare engine of that shape, with room for `sequences` of `tokens` each."""
-        blocks = sequences * (tokens // 16 + 18)
+        blocks = sequences * (tokens // 16 + 1)
         rows = max(self.sizes.prefill_chunk, sequences)
         options = {"kv_blocks": blocks, "max_num_seqs": sequences, "max_num_batched_tokens": rows}
         folder = str(self.folder(which))
         with self.worker("load.gpu.engine:Engine", folder=folder, device=self.device, **options) as engine:
             yield engine
 
-    @contextlib.contextmanager
-    def system(self, which: str, *, prefill: int) -> Iterator[System]:
-        """A running `kvrelay up` with one decode node and `prefill` prefill nodes, all on the one card."""
+    def system(self, which: str, *, prefill: int) -> System:
+        """A running `kvrelay up` with one decode node and `prefill` prefill nodes, all on the one card; one at a time."""
+        if self._running is not None and self._running[0] == (which, prefill):
+            return self._running[1]
+        self.stop_system()
         sizes = self.sizes
-        rows = str(max(sizes.prefill_chunk, 64))
-        with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-") as name:
-            folder = Path(name)
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrelay-gpu-")))
             config = folder / "kvrelay.toml"
             # Colocated, the decode node computes long prompts in chunks beside its streams, as servers of one kind do.
             config.write_text(
-                f"[prefill]\nmax_num_batched_tokens = {rows}\n"
+                f"[prefill]\nmax_num_batched_tokens = {max(sizes.prefill_chunk, 64)}\n"
                 f"[decode]\nmax_num_batched_tokens = {512 if prefill else 2048}\nlocal_prefill_chunk = 2048\n"
             )
             arguments = [
@@ -135,6 +140,14 @@ class GpuSession:
                 *("--max-num-seqs", str(max(sizes.streams, sizes.peer_requests) + 8), "--log-level", "warning"),
                 *("--start-timeout-s", str(_START_TIMEOUT_S), "--local-prefill-tokens", "0"),
             ]
-            with running_system(folder, *arguments) as system:
-                system.wait_usable(prefill=prefill, timeout_s=_START_TIMEOUT_S)
-                yield system
+            system = stack.enter_context(running_system(folder, *arguments))
+            system.wait_usable(prefill=prefill, timeout_s=_START_TIMEOUT_S)
+            self._running = ((which, prefill), system, stack.pop_all())
+        return system
+
+    def stop_system(self) -> None:
+        """End the running system, if there is one."""
+        if self._running is not None:
+            _, _, stack = self._running
+            self._running = None
+            stack.close()
