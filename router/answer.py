@@ -26,11 +26,14 @@ class Answer:
     def __init__(self) -> None:
         self.generations: list[Generation] = []
         self._news = asyncio.Event()
+        self._for_ends = False
+        """Only the end of a generation is news."""
         self._watcher: asyncio.Task[None] | None = None
 
     def on_news(self) -> None:
         """To be called by the generations."""
-        self._news.set()
+        if not self._for_ends or any(generation.outcome is not None for generation in self.generations):
+            self._news.set()
 
     def watch(self, receive: Receive) -> None:
         """Cancel everything as soon as the client disconnects. The request's body must have been read."""
@@ -64,6 +67,7 @@ class Answer:
 
         Raises: the error of the first generation that failed.
         """
+        self._for_ends = True
         while any(generation.outcome is None for generation in self.generations):
             self._news.clear()
             await self._news.wait()

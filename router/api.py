@@ -113,7 +113,12 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     size, parts = 0, list[bytes]()
     try:
         async with asyncio.timeout(timeout_s):
-            async for part in request.stream():
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                part, more = message.get("body", b""), message.get("more_body", False)
                 size += len(part)
                 if size > limit and refused is None:
                     refused = too_large

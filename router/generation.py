@@ -159,7 +159,8 @@ class Generation:
 
     def cancel(self) -> None:
         """The client left: abort both legs. Nothing happens if the generation has ended."""
-        self.feed(f.ClientGone())
+        if self.outcome is None:
+            self.feed(f.ClientGone())
 
     # -- for the dispatcher
 

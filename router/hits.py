@@ -28,6 +28,9 @@ class Hits(Mapping[str, int]):
         depths = np.zeros(size + 1)
         width = size // 8 + 1
         for mask, depth in found:
+            if mask.bit_count() == 1:
+                depths[mask.bit_length() - 1] = depth
+                continue
             packed = np.frombuffer(mask.to_bytes(width, "little"), np.uint8)
             depths[np.unpackbits(packed, count=size + 1, bitorder="little").view(np.bool_)] = depth
         return cls(slots, depths)

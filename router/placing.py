@@ -12,9 +12,10 @@ from typing import Any
 from common.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.protocol import AttemptStats, NodeLoad, Role
 from router.admission import Objectives
+from router.block_table import Keys
 from router.costs import CostModel
 from router.dry_run import dry_run
-from router.index import PrefixIndex
+from router.index import PrefixIndex, block_keys
 from router.nodes import Node, NodeTable
 from router.policy import Decision, Memory, Query, check_policy, place
 from router.policy.base import SHOWN_CANDIDATES, Choice
@@ -56,7 +57,8 @@ class Placement:
     """A decision, and what each leg asks of its node."""
 
     decision: Decision
-    hashes: list[BlockHash]
+    keys: Keys
+    """Of the prompt's full blocks, in the index."""
     num_tokens: int
     max_new_tokens: int
 
@@ -103,7 +105,7 @@ class Placer:
         Raises: Unavailable when there is no decode node.
         """
         fleets = self._nodes.fleets
-        query, hashes = self._query(order)
+        query, keys = self._query(order)
         decision = place(
             query,
             fleets["prefill"],
@@ -114,7 +116,7 @@ class Placer:
             shown_count=shown_count,
         )
         usual = int(fleets["decode"].costs.output_tokens)
-        return Placement(decision, hashes, query.num_tokens, min(order.max_new_tokens, usual))
+        return Placement(decision, keys, query.num_tokens, min(order.max_new_tokens, usual))
 
     def explain(self, order: Order, objectives: Objectives, held: int) -> dict[str, Any]:
         """What `decide` would decide now, with every candidate, and what a new request would meet with so many held
@@ -132,10 +134,11 @@ class Placer:
             held=held,
         )
 
-    def _query(self, order: Order, *, touch: bool = True) -> tuple[Query, list[BlockHash]]:
-        """What the policies are asked, and the hashes of the prompt's full blocks."""
+    def _query(self, order: Order, *, touch: bool = True) -> tuple[Query, Keys]:
+        """What the policies are asked, and the index' keys of the prompt's full blocks."""
         hashes = order.chain.hashes(self._fingerprint(), order.token_ids)
-        hits = self.index.match(hashes, touch=touch)
+        keys = block_keys(hashes)
+        hits = self.index.match(keys, touch=touch)
         if order.unproven:
             hits = hits.without(order.unproven)
         query = Query(
@@ -146,11 +149,11 @@ class Placer:
             max_new_tokens=order.max_new_tokens,
             session=order.session or (hashes[0].hex() if hashes else ""),
         )
-        return query, hashes
+        return query, keys
 
     def expect(self, incarnation: str, placement: Placement) -> None:
         """This node will soon hold the blocks of what was placed there: the request's siblings may count on it."""
-        self.index.expect(incarnation, placement.hashes)
+        self.index.expect(incarnation, placement.keys)
 
     def _fingerprint(self) -> str:
         for role in ("decode", "prefill"):

@@ -34,6 +34,8 @@ _OTHERS = 12.0
 _CROWD, _CROWD_SPARE = 1.1, 4.0
 """A node with more than so many times the mean requests (weighed by its slowness), and so many more, is passed over."""
 _OVERLOADED_S = 100.0
+_FEW = 4
+"""Up to so many nodes are scored one by one."""
 _NO_ROOM_S = 1000.0
 """A decode node without blocks for the prompt itself: the relay would wait for somebody's end."""
 
@@ -42,6 +44,8 @@ _Number = TypeVar("_Number", float, FloatArray)
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     """Estimated seconds: of waiting and work on a prefill node, of relay and answer on a decode node."""
+    if len(fleet) <= _FEW:
+        return _score_few(fleet, query)
     held = fleet.hit_blocks(query.hits)
     if fleet.role == "decode":
         return _decode_s(fleet, query, held)
@@ -51,28 +55,56 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     return _pass_over_crowds(scores, fleet.slow_requests)
 
 
+def _score_few(fleet: Fleet, query: Query) -> FloatArray:
+    """The same one by one, which is quicker for a few: NumPy's calls cost more than its sums."""
+    one = _decode_at if fleet.role == "decode" else _prefill_score_at
+    scores = np.array([one(fleet, row, query) for row in range(len(fleet))])
+    if len(scores) == 1:
+        return scores
+    return _pass_over_crowds(scores, fleet.step_requests if fleet.role == "decode" else fleet.slow_requests)
+
+
+def _prefill_score_at(fleet: Fleet, row: int, query: Query) -> float:
+    work_s = _prefill_s(fleet.costs, _uncached(fleet, row, query), query)
+    return work_s * (fleet.slowness.item(row) + _OTHERS) + queue_at(fleet, row, fleet.costs)
+
+
+def _decode_at(fleet: Fleet, row: int, query: Query) -> float:
+    """As `_decode_s`, for one node and without the crowds."""
+    answer_s = _answer_tokens(fleet.costs, query) * step_at(fleet, row)
+    score_s = transfer_at(fleet, row, query) + answer_s
+    spare, room = fleet.spare_seats.item(row), fleet.room.item(row)
+    if spare < 0:
+        score_s -= answer_s * spare / fleet.capacity.item(row)
+    whole = -(-(query.num_tokens + query.max_new_tokens) // query.block_size)
+    if room < whole:
+        held = query.hits.get(fleet.incarnations[row], 0)
+        score_s += answer_s * max(whole - held - room, 0.0) / fleet.total_blocks.item(row)
+        if -(-query.num_tokens // query.block_size) - held > room:
+            score_s += _NO_ROOM_S
+    return score_s
+
+
 def queue_at(fleet: Fleet, row: int, costs: Costs) -> float:
     """The wait for one node's backlog, in seconds."""
-    return _queue_s(costs, float(fleet.slow_backlog[row]), float(fleet.slow_requests[row]))
+    return _queue_s(costs, fleet.slow_backlog.item(row), fleet.slow_requests.item(row))
 
 
 def prefill_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
     """Prefill at one node without the wait, in seconds."""
-    return float(fleet.slowness[row]) * _prefill_s(costs, _uncached(fleet, row, query), query)
+    return fleet.slowness.item(row) * _prefill_s(costs, _uncached(fleet, row, query), query)
 
 
 def transfer_at(fleet: Fleet, row: int, query: Query) -> float:
     """A relay of what one decode node lacks, in seconds."""
     missing = query.num_tokens - query.hits.get(fleet.incarnations[row], 0) * query.block_size
-    return _transfer_s(fleet.costs, max(missing, 0.0) * float(fleet.token_bytes[row]), float(fleet.link_slowness[row]))
+    return _transfer_s(fleet.costs, max(missing, 0.0) * fleet.token_bytes.item(row), fleet.link_slowness.item(row))
 
 
 def step_at(fleet: Fleet, row: int) -> float:
     """Duration of one decode node's steps with one more request, in seconds."""
-    return (
-        float(fleet.step_slowness[row]) * fleet.costs.step_base_s
-        + float(fleet.step_seats[row]) * fleet.costs.step_seq_s
-    )
+    costs = fleet.costs
+    return fleet.step_slowness.item(row) * costs.step_base_s + fleet.step_seats.item(row) * costs.step_seq_s
 
 
 def others_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
@@ -83,8 +115,8 @@ def others_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
     tokens = _uncached(fleet, row, query)
     lost_s = _OTHERS * _prefill_s(costs, tokens, query)
     if fleet.role == "decode":
-        per_stream_s = prefill_at(fleet, row, query, costs) - float(fleet.slowness[row]) * costs.prefill_base_s
-        lost_s += per_stream_s * (float(fleet.requests[row]) + 1.0)
+        per_stream_s = prefill_at(fleet, row, query, costs) - fleet.slowness.item(row) * costs.prefill_base_s
+        lost_s += per_stream_s * (fleet.requests.item(row) + 1.0)
     return lost_s
 
 
@@ -115,6 +147,11 @@ def _transfer_s(costs: Costs, size_bytes: _Number, slowness: _Number) -> _Number
     return slowness * (costs.transfer_base_s + costs.transfer_byte_s * size_bytes)
 
 
+def _answer_tokens(costs: Costs, query: Query) -> float:
+    """Length of the answer to expect."""
+    return min(costs.output_tokens, query.max_new_tokens) if query.max_new_tokens else costs.output_tokens
+
+
 def _answers_s(costs: Costs, length: float, step_slowness: FloatArray, step_seats: FloatArray) -> FloatArray:
     return step_slowness * (length * costs.step_base_s) + step_seats * (length * costs.step_seq_s)
 
@@ -123,8 +160,7 @@ def _decode_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
     """Relay and the whole answer at each node, in seconds."""
     costs, block = fleet.costs, query.block_size
     missing = np.maximum(query.num_tokens - held * block, 0.0)
-    length = min(costs.output_tokens, query.max_new_tokens) if query.max_new_tokens else costs.output_tokens
-    answer = _answers_s(costs, length, fleet.step_slowness, fleet.step_seats)
+    answer = _answers_s(costs, _answer_tokens(costs, query), fleet.step_slowness, fleet.step_seats)
     scores = _transfer_s(costs, missing * fleet.token_bytes, fleet.link_slowness)
     scores += answer
     scores = _pass_over_crowds(scores, fleet.step_requests)

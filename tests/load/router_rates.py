@@ -3,8 +3,9 @@ half of that load. A real router process, Redis, and a stub engine that computes
 
     python tests/load/router_rates.py [--quick] [--json FILE]
 
-Rates are per second of the router's processor time, so that neither the client nor whatever else shares the machine is
-measured; latencies are of the clock, of everything on the way, the client and the stub included.
+Rates are per second of the router's processor time, so that the client is not measured; beside them stands what came
+by the clock. The router has a core of its own where there are two. Latencies are of the clock, of everything on the way,
+the client and the stub included; at half of the promised rate, or of what this machine reaches at all.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def running(*, command: list[str] | None = None, options: tuple[str, ...] = ()) 
         process = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, **CHILD_ENV, **own})
         try:
             _wait_usable(port, process)
-            yield Stack(port, psutil.Process(process.pid))
+            with _apart(process.pid, stub.pid):
+                yield Stack(port, psutil.Process(process.pid))
         finally:
             process.terminate()
             try:
@@ -171,6 +173,23 @@ def running(*, command: list[str] | None = None, options: tuple[str, ...] = ()) 
                 process.kill()
                 process.wait()
             stub.close()
+
+
+@contextlib.contextmanager
+def _apart(router_pid: int, stub_pid: int) -> Iterator[None]:
+    """The router on one core, the stub and this process on the others; where the system can do that."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    if len(cores) < 2:
+        yield
+        return
+    first = {min(cores)}
+    for process, own in ((router_pid, first), (stub_pid, cores - first), (os.getpid(), cores - first)):
+        for thread in psutil.Process(process).threads():
+            os.sched_setaffinity(thread.id, own)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _wait_usable(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -256,6 +275,7 @@ def measure(*, quick: bool = False) -> Result:
     """All figures."""
     result = Result("router_rates")
     seconds, repeats = (1.0, 1) if quick else (4.0, 3)
+    reached: dict[str, float] = {}
     with running() as stack:
         kinds: dict[str, dict[str, Any]] = {
             "requests, one token each, whole": {"connections": 32, "tokens": 1, "stream": False},
@@ -270,17 +290,21 @@ def measure(*, quick: bool = False) -> Result:
             key, unit, goal = "requests_per_cpu_s", "requests/s", REQUESTS_GOAL
             if name.startswith("tokens"):
                 key, unit, goal = "tokens_per_cpu_s", "tokens/s", TOKENS_GOAL
-            note = f"{median([r['busy'] for r in runs]):.0%} of a core was used"
+            by_clock, busy = median([r["requests_per_s"] for r in runs]), median([r["busy"] for r in runs])
+            reached[name] = by_clock
+            note = f"{by_clock:,.0f} requests/s by the clock, with {busy:.0%} of a core"
             if kind["tokens"] == 10:
                 note += f"; {median([r['tokens_per_cpu_s'] for r in runs]):,.0f} tokens/s with them"
             value = median([r[key] for r in runs])
             result.add(f"{name}, per core", value, unit, target=Target(goal), note=note)
             result.details[name] = runs
-        for rate in (200.0, REQUESTS_GOAL / 2):
-            times = run(open_loop(stack, rate=rate, seconds=seconds, tokens=10))
-            name = f"first token at {rate:,.0f} requests/s of 10 tokens, p99"
-            target = Target(LATENCY_GOAL_MS, at_most=True) if rate > 200 else None
-            note = f"p50 {1e3 * median(times):.1f} ms; client and stub share the cores and count"
+        most = reached["requests, one token each, streamed"]
+        for rate in (100.0, min(REQUESTS_GOAL, most) / 2):
+            times = run(open_loop(stack, rate=rate, seconds=seconds, tokens=1))
+            name = f"first token at {rate:,.0f} requests/s, p99"
+            target = Target(LATENCY_GOAL_MS, at_most=True) if rate > 100 else None
+            note = f"p50 {1e3 * median(times):.1f} ms; client and stub count"
+            note += f"; half of {'the goal' if most >= REQUESTS_GOAL else 'what it reaches'}" if rate > 100 else ""
             result.add(name, 1e3 * percentile(times, 0.99), "ms", target=target, note=note)
             result.details[name] = {"p50_ms": 1e3 * median(times), "count": len(times)}
     return result

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import ConfigError, Unavailable
 from common.protocol import Role
-from router.policy import Decision, Fleet, Memory, Query, check_policy, place
+from router.policy import Decision, Fleet, Memory, Query, check_policy, kv_aware, place
 
 
 @dataclass
@@ -228,3 +228,33 @@ def test_a_decision_that_is_too_long_loses_its_worst_candidates_and_stays_json()
     assert kept == list(decision.decode.scores)[:7]
     assert json.loads(decision.to_json(400))["decode"]["scores"] == {}
     assert json.loads(decision.to_json(60)) == {"policy": "least_load", "mode": "relayed"}
+
+
+def test_few_nodes_get_the_scores_that_many_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(7)
+    for _ in range(200):
+        made = fleet(
+            rng.choice(["prefill", "decode"]), [_random_node(rng, f"n{i}") for i in range(rng.randrange(1, 5))]
+        )
+        hits = {f"inc-n{i}": rng.randrange(70) for i in range(4) if rng.random() < 0.5}
+        query = Query(num_tokens=rng.randrange(1, 1000), hits=hits, max_new_tokens=rng.choice([0, 50, 3000]))
+        monkeypatch.setattr(kv_aware, "_FEW", 4)
+        one_by_one = kv_aware.score(made, query, Memory()).tolist()
+        monkeypatch.setattr(kv_aware, "_FEW", 0)
+        assert kv_aware.score(made, query, Memory()).tolist() == pytest.approx(one_by_one)
+
+
+def _random_node(rng: random.Random, name: str) -> Node:
+    columns = {
+        "capacity": rng.randrange(1, 32),
+        "waiting": rng.randrange(20),
+        "running": rng.randrange(20),
+        "queued_tokens": rng.randrange(5000),
+        "free_blocks": rng.randrange(200),
+        "total_blocks": 300,
+        "slowness": rng.uniform(0.5, 4),
+        "link_slowness": rng.uniform(0.5, 4),
+        "step_slowness": rng.uniform(0.5, 4),
+        "token_bytes": 4096,
+    }
+    return node(name, **columns)
