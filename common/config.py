@@ -387,7 +387,9 @@ class DecodeConfig(NodeConfig):
         high=64,
         own=True,
     )
-    pp_layers: str = _option("", "Layers of each stage, as in 10,14; empty splits evenly.", "Ranks", own=True)
+    pp_layers: str = _option(
+        "", "Layers of each stage, as in 10,14; empty: even work, the head counted.", "Ranks", own=True
+    )
     local_prefill_chunk: int = _option(
         64, "Prompt tokens that one step may prefill beside the running streams.", "Capacity", low=1
     )

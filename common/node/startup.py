@@ -32,7 +32,7 @@ from common.model.loader import load_model
 from common.node.memory import KvWish, kv_blocks_on_card
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
 from common.parallel.mesh import Mesh, RankPlace
-from common.parallel.split import check_parallel, split_layers
+from common.parallel.split import check_parallel, head_layers, split_layers
 from common.protocol import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,9 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> B
     wanted = default_dtype(model_config.dtype, device) if config.dtype == "auto" else config.dtype
     dtype = model_config.resolve_dtype(wanted)
     explicit = _parse_layers(pp_layers)
-    stages = split_layers(model_config.num_layers, len(explicit) or pp_size, explicit or None)
+    stages = split_layers(
+        model_config.num_layers, len(explicit) or pp_size, explicit or None, head_layers(model_config)
+    )
     check_parallel(model_config, config.tensor_parallel_size, stages)
     drawn_on = card_name(rank_device(device, 0, 1))
     layout = KVLayout(

@@ -30,17 +30,29 @@ class HeadRange:
         return self.kv_hi - self.kv_lo
 
 
-def split_layers(num_layers: int, pp_size: int, explicit: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Layers per pipeline stage: `explicit` if given, else as even as can be, the later stages holding fewer.
+def head_layers(config: ModelConfig) -> float:
+    """The head's weights over those of a layer: a decode step reads either once."""
+    attention = 2 * (config.num_q_heads + config.num_kv_heads) * config.head_dim
+    return config.vocab_size / (attention + 3 * config.intermediate_size)
 
-    The last stage also computes the head, so what does not divide evenly is taken from the end.
+
+def split_layers(
+    num_layers: int, pp_size: int, explicit: tuple[int, ...] | None = None, head: float = 0.0
+) -> tuple[int, ...]:
+    """Layers per pipeline stage: `explicit` if given, else so that the largest stage is as small as can be, the later
+    stages holding fewer. `head`: the last stage also computes the head, which is worth so many layers.
+
     Raises: ConfigError if a stage would be empty or `explicit` fits neither `pp_size` nor `num_layers`.
     """
     if not 1 <= pp_size <= num_layers:
         raise ConfigError(f"pipeline-parallel size {pp_size} does not fit {num_layers} layers; use 1 to {num_layers}")
     if not explicit:
-        each, rest = divmod(num_layers, pp_size)
-        return tuple(each + (stage < rest) for stage in range(pp_size))
+        before = pp_size - 1
+        if not before:
+            return (num_layers,)
+        last = min(range(1, num_layers - before + 1), key=lambda n: max(-(-(num_layers - n) // before), n + head))
+        each, rest = divmod(num_layers - last, before)
+        return (*(each + (stage < rest) for stage in range(before)), last)
     if len(explicit) != pp_size:
         raise ConfigError(f"pipeline split {list(explicit)} has {len(explicit)} stages, asked for are {pp_size}")
     _check_stages(explicit, num_layers)

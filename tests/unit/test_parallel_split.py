@@ -10,7 +10,15 @@ from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.model.config import ModelConfig, RopeConfig
 from common.parallel.mesh import RankPlace
-from common.parallel.split import check_parallel, even_range, head_range, split_layers, vocab_range, vocab_rows
+from common.parallel.split import (
+    check_parallel,
+    even_range,
+    head_layers,
+    head_range,
+    split_layers,
+    vocab_range,
+    vocab_rows,
+)
 
 
 def config(q_heads: int, kv_heads: int, layers: int = 24) -> ModelConfig:
@@ -43,6 +51,29 @@ def test_layers_are_split_evenly_and_the_last_stage_gets_the_smaller_share() -> 
     assert split_layers(24, 1) == (24,)
     assert split_layers(3, 3) == (1, 1, 1)
     assert split_layers(24, 2, (10, 14)) == (10, 14)
+    for layers in range(1, 30):
+        for stages in range(1, layers + 1):
+            split = split_layers(layers, stages)
+            assert (sum(split), len(split)) == (layers, stages)
+            assert list(split) == sorted(split, reverse=True)
+            assert max(split) == -(-layers // stages)
+
+
+def test_the_last_stage_has_fewer_layers_for_computing_the_head() -> None:
+    """As Qwen2.5-0.5B: 24 layers, and a head with the weights of nine."""
+    model = replace(config(14, 2), hidden_size=896, intermediate_size=4864, vocab_size=151_936, head_dim=64)
+    head = head_layers(model)
+    assert head == pytest.approx(151_936 * 896 / (896 * 64 * (14 + 2) * 2 + 3 * 896 * 4864))
+    assert split_layers(24, 2, head=head) == (17, 7)
+    assert split_layers(24, 3, head=head) == (11, 11, 2)
+    assert split_layers(3, 3, head=head) == (1, 1, 1)
+    assert split_layers(24, 2, (12, 12), head=head) == (12, 12)
+    for stages in range(2, 25):
+        split = split_layers(24, stages, head=1.5)
+        worst = max(*split[:-1], split[-1] + 1.5)
+        assert sum(split) == 24
+        assert min(split) >= 1
+        assert worst <= max(-(-25.5 // stages) + 1, 2.5)
 
 
 @pytest.mark.parametrize(
