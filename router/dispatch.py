@@ -24,10 +24,11 @@ from common.protocol import (
     TokenBatch,
 )
 from router import flow_events as f
-from router.admission import FairQueue, Held, Objectives, crowded, hold_back
+from router.admission import Objectives
 from router.breaker import Breakers
 from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
+from router.holding import Holding
 from router.index import PrefixIndex
 from router.metrics import Metrics
 from router.nodes import Node, NodeTable
@@ -96,8 +97,6 @@ class Dispatcher:
         self.breakers = Breakers(clock=clock)
         self.stories = Stories()
         self._waiting = 0
-        self.held = FairQueue()
-        self._draining_held = False
         self._stopping: Unavailable | None = None
         """What every request is told since `fail_all`."""
         self.nodes = NodeTable(
@@ -109,6 +108,15 @@ class Dispatcher:
             on_load=self._on_load,
             clock=clock,
         )
+        self.held = Holding(
+            self.nodes.fleets,
+            settings.objectives,
+            max_wait_s=settings.max_queue_wait_s,
+            let_in=self._let_in,
+            refuse=self._refuse,
+            clock=clock,
+        )
+        """New requests that no node has use for yet."""
         self.placer = Placer(
             self.nodes,
             PrefixIndex(clock=clock) if index is None else index,  # an empty one is false, too
@@ -141,7 +149,8 @@ class Dispatcher:
         Raises: as `check_room`.
         """
         self.check_room(len(requests), requests[0].tenant)
-        self._make_room(len(requests), requests[0].tenant)
+        if self._waiting + len(requests) > self._settings.max_waiting:
+            self.held.make_room(requests[0].tenant)
         timeout_s = self._settings.request_timeout_s
         generations: list[Generation] = []
         try:
@@ -179,19 +188,8 @@ class Dispatcher:
             raise Unavailable(self._stopping.message)
         if count > self._settings.max_waiting:
             raise BadRequest(f"at most {self._settings.max_waiting} prompts in one request are served", param="prompt")
-        if self._waiting + count > self._settings.max_waiting and (count > 1 or self.held.victim(tenant) is None):
+        if self._waiting + count > self._settings.max_waiting and (count > 1 or not self.held.has_victim(tenant)):
             raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
-
-    def _make_room(self, count: int, tenant: str) -> None:
-        """In a full queue, a newcomer takes the place of the tenant's that has taken the most."""
-        victim = self.held.victim(tenant) if self._waiting + count > self._settings.max_waiting else None
-        if victim is not None:
-            self._refuse(victim, "the queue is full, and others have fewer requests in it")
-
-    def _refuse(self, request_id: str, reason: str, retry_after_s: float = 1.0) -> None:
-        """End a request that no node has seen."""
-        self.held.remove(request_id)
-        self._feed(request_id, f.Unplaceable(Overloaded(f"{reason}; try again shortly", retry_after_s=retry_after_s)))
 
     async def run(self) -> None:
         """Keep the nodes' leases, for ever."""
@@ -199,7 +197,7 @@ class Dispatcher:
             await asyncio.sleep(self.nodes.tick_s)
             try:
                 self.nodes.tick()
-                self._expire_held()
+                self.held.expire()
             except Exception:
                 log.exception("a tick failed")
 
@@ -265,45 +263,26 @@ class Dispatcher:
 
     def _admit(self, live: _Live, wanted: f.Place, decision: Decision) -> bool:
         """Whether a new request may go at once; if not, it was refused or waits."""
-        generation, request = live.generation, live.generation.request
-        prefill, decode = self.nodes.fleets["prefill"], self.nodes.fleets["decode"]
-        tokens = wanted.num_tokens + min(request.sampling.max_tokens, int(decode.costs.output_tokens))
-        until_s = self._clock() + self._settings.max_queue_wait_s
-        newcomer = Held(generation.request_id, tokens, until_s, request.priority, request.tenant)
+        generation = live.generation
         try:
-            why, ahead_s = hold_back(self.held, newcomer, self._settings.objectives, decision, prefill, decode)
+            live.admitted = self.held.admit(generation, wanted.num_tokens, decision)
         except Overloaded as error:
             generation.story.add("refused", error.message, decision)
             generation.feed(f.Unplaceable(error))
             return False
-        if not why:
+        if not live.admitted:
+            live.wanted = wanted
+        return live.admitted
+
+    def _let_in(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None and live.wanted is not None:
             live.admitted = True
-            return True
-        generation.story.add("queued", why, {"ahead": len(self.held) - 1, "ahead_s": round(ahead_s, 3)})
-        live.wanted = wanted
-        self._soon_release_held()
-        return False
+            self._place_again(live.generation, live.wanted)
 
-    def _soon_release_held(self) -> None:
-        """Look once this event is dealt with: whoever ends may be in the middle of its own instructions."""
-        if len(self.held) and not self._draining_held:
-            self._draining_held = True
-            asyncio.get_running_loop().call_soon(self._release_held)
-
-    def _release_held(self) -> None:
-        """Let requests go to the nodes, in fair order, while these have use for more."""
-        self._draining_held = False
-        while len(self.held) and not crowded(self.nodes.fleets["prefill"], self.nodes.fleets["decode"]):
-            live = self._live.get(self.held.pop() or "")
-            if live is not None and live.wanted is not None:
-                live.admitted = True
-                self._place_again(live.generation, live.wanted)
-
-    def _expire_held(self) -> None:
-        for request_id in self.held.expired(self._clock()):
-            waited_s = self._settings.max_queue_wait_s
-            self._refuse(request_id, f"no node had room for {waited_s:g} s", retry_after_s=waited_s / 4)
-        self._soon_release_held()
+    def _refuse(self, request_id: str, error: Overloaded) -> None:
+        """End a request that no node has seen."""
+        self._feed(request_id, f.Unplaceable(error))
 
     def _order(self, live: _Live, wanted: f.Place) -> Order:
         flow, request = live.generation.flow, live.generation.request
@@ -355,7 +334,7 @@ class Dispatcher:
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """As `NodeTable.release`."""
         self.nodes.release(incarnation, key)
-        self._soon_release_held()
+        self.held.look_soon()
 
     def on_tokens(self, generation: Generation, count: int, *, first: bool) -> None:
         """Account for tokens that go to the client."""
@@ -418,11 +397,11 @@ class Dispatcher:
 
     def _on_load(self, node: Node) -> None:
         self.placer.load_changed(node)
-        self._soon_release_held()
+        self.held.look_soon()
 
     def _on_usable(self) -> None:
         self._parking.wake_soon()
-        self._soon_release_held()
+        self.held.look_soon()
 
 
 def _incarnations(decision: Decision) -> set[str]:
