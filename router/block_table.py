@@ -15,6 +15,7 @@ its slot until its segment is written anew. Every entry carries the stamp of its
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -111,10 +112,7 @@ class BlockTable:
         """Give each of `keys` the value that follows on its present one, never 0. Returns for how many that was news."""
         if len(keys) <= self._few:
             return self._put_few(keys.tolist(), becomes, stamp)
-        distinct, news = np.sort(keys), 0
-        doubled = distinct[1:] == distinct[:-1]
-        if doubled.any():
-            distinct = np.delete(distinct, np.flatnonzero(doubled))
+        distinct, news = _distinct(keys), 0
         for start in range(0, len(distinct), step := min(_AT_ONCE, self.limit)):
             at = self._claim(distinct[start : start + step])
             self.stamps[at] = stamp
@@ -126,7 +124,7 @@ class BlockTable:
         if len(keys) <= self._few:
             return self._cut_few(keys.tolist(), becomes)
         at = self.places(keys)
-        return self._replace(np.unique(at[self.values[at] != 0]), becomes)
+        return self._replace(_distinct(at[self.values[at] != 0]), becomes)
 
     def _put_few(self, keys: list[int], becomes: Becomes, stamp: int) -> int:
         """`place` and all in one loop: most batches are small, and this is where they spend their time."""
@@ -237,7 +235,7 @@ class BlockTable:
         at = self._directory[keys >> np.uint64(self._shift)] | (keys & np.uint64(_INSIDE)).astype(np.intp)
         at = self._occupy(keys, at)
         self.values[at], self.stamps[at] = values, stamps
-        for one in {segment, *np.unique(at >> _BITS).tolist()}:
+        for one in {segment, *(at >> _BITS).tolist()}:
             taken = int(np.count_nonzero(self.keys[one << _BITS : (one + 1) << _BITS]))
             self._room_at[one] = _full(one) - taken
 
@@ -286,6 +284,13 @@ class BlockTable:
 def _full(segment: int) -> int:
     """How many keys fill a segment: differently many, so that not all are split at once."""
     return int(SEGMENT * (_LEAST_FULL + _FULL_SPREAD * (segment * 0.6180339887 % 1)))
+
+
+def _distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """In order. `np.unique` imports much when it is first called, in the middle of serving."""
+    ordered = np.sort(values)
+    doubled = ordered[1:] == ordered[:-1]
+    return ordered[np.append(True, ~doubled)] if doubled.any() else ordered
 
 
 def _next(at: Places) -> Places:

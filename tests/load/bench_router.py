@@ -27,12 +27,12 @@ from load.results import Result, print_table, save  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 BENCHES: dict[str, Callable[[argparse.Namespace], Result]] = {
-    "index": lambda a: router_brain.index(a.quick),
+    "index": lambda a: router_brain.index(a.quick, _ROOT / "bench-results" / "router" / "index.png"),
     "decisions": lambda a: router_brain.decisions(a.quick),
     "trace": lambda a: router_trace.run(a.trace, a.quick),
     "rates": lambda a: router_rates.measure(quick=a.quick),
     "recovery": lambda a: router_real.recovery(a.quick),
-    "real_trace": lambda a: router_real.trace(a.trace, a.quick),
+    "real_trace": lambda a: router_real.trace(a.trace, a.quick, a.requests),
 }
 _NEED_TRACE = ("trace", "real_trace")
 
@@ -44,6 +44,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="NAME,...", help=f"of: {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="few repetitions: shows that it works, for rough figures")
     parser.add_argument("--trace", type=Path, default=os.environ.get("MOONCAKE_TRACE"), metavar="FILE")
+    parser.add_argument(
+        "--requests", type=int, default=0, metavar="N", help="of the trace, for real_trace: the first N"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results into one file as well")
     arguments = parser.parse_args()
     arguments.only = [name for name in arguments.only.split(",") if name] or list(BENCHES)
