@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from common.clock import Clock
-from common.engine.executor import Executor, StepDone
+from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.scheduler import Plan, Progress, Scheduler, insert_by_priority
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
@@ -128,7 +128,7 @@ class DecodeNode:
         self.attempts: dict[AttemptKey, _Attempt] = {}
         self._plans: dict[int, Plan] = {}
         """Steps in flight."""
-        self._meter = StepMeter()
+        self._meter = StepMeter(depth=scheduler.config.depth)
         self.deferred: deque[_Attempt] = deque()
         self.early: dict[AttemptKey, _Early] = {}
         self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
@@ -162,6 +162,8 @@ class DecodeNode:
                 self._destination_released(self.attempts[key])
             case StepDone(output):
                 self._step_done(output)
+            case StepFailed(step_id, error):
+                self._step_failed(step_id, error)
             case ClientLost(identity):
                 # It may only have been held up: then it must hear that its attempts are over.
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
@@ -211,12 +213,8 @@ class DecodeNode:
         self._meter.begin(plan.step.step_id, self.clock())
         try:
             output = self.executor.submit(plan.step)
-        except RankLost:
-            raise  # the engine loop ends, and the node with it: its ranks share fate
         except Exception as error:  # one step's failure must not end the node
-            log.exception("step %d failed", plan.step.step_id)
-            self._meter.drop(plan.step.step_id)
-            self._step_failed(self._plans.pop(plan.step.step_id), error)
+            self._step_failed(plan.step.step_id, error)
             return True
         if output is not None:
             self._step_done(output)
@@ -439,12 +437,18 @@ class DecodeNode:
             self.scheduler.abort(attempt.seq)
         del self.attempts[attempt.seq.key]
 
-    def _step_failed(self, plan: Plan, error: Exception) -> None:
+    def _step_failed(self, step_id: int, error: Exception) -> None:
+        if isinstance(error, RankLost):
+            raise error  # the engine loop ends, and the node with it: its ranks share fate
+        log.error("step %d failed", step_id, exc_info=error)
+        self._meter.drop(step_id)
+        plan = self._plans.pop(step_id)
         self.scheduler.fail(plan)
         for seq in plan.seqs:
-            attempt = self.attempts.pop(seq.key)
-            failure = EngineError(f"the step failed: {error}")
-            self.outbox.reply(attempt.identity, AttemptFailed(seq.key, failure.code, failure.message))
+            attempt = self.attempts.pop(seq.key, None)
+            if attempt is not None:  # else it has ended, and was only waiting for this step
+                failure = EngineError(f"the step failed: {error}")
+                self.outbox.reply(attempt.identity, AttemptFailed(seq.key, failure.code, failure.message))
 
     def _measure_load(self) -> NodeLoad:
         scheduler = self.scheduler

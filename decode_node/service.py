@@ -69,7 +69,7 @@ async def serve(config: DecodeConfig) -> None:
             blueprint.layout,
             blueprint.model.vocab_size,
             make_scheduler(config, blueprint, leader.num_blocks, prefill_chunk=config.local_prefill_chunk),
-            leader.executor(),
+            leader.executor(post=shell.post),
             receiver,
             shell.outbox,
             monotonic,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.clock import Clock
-from common.engine.executor import Executor, StepDone
+from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
@@ -87,7 +87,7 @@ class PrefillNode:
         self.attempts: dict[AttemptKey, _Attempt] = {}
         self._plans: dict[int, Plan] = {}
         """Steps in flight."""
-        self._meter = StepMeter()
+        self._meter = StepMeter(depth=scheduler.config.depth)
         self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
         self._prompt_tokens = 0
         self._relayed_bytes = 0
@@ -113,6 +113,8 @@ class PrefillNode:
                 self._released(self.attempts[key], bytes_sent, error)
             case StepDone(output):
                 self._step_done(output)
+            case StepFailed(step_id, error):
+                self._step_failed(step_id, error)
             case ClientLost(identity):
                 # It may only have been held up: then it must hear that its attempts are over.
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
@@ -161,12 +163,8 @@ class PrefillNode:
         self._meter.begin(plan.step.step_id, self.clock())
         try:
             output = self.executor.submit(plan.step)
-        except RankLost:
-            raise  # the engine loop ends, and the node with it: its ranks share fate
         except Exception as error:  # one step's failure must not end the node
-            log.exception("step %d failed", plan.step.step_id)
-            self._meter.drop(plan.step.step_id)
-            self._step_failed(self._plans.pop(plan.step.step_id), error)
+            self._step_failed(plan.step.step_id, error)
             return True
         if output is not None:
             self._step_done(output)
@@ -290,7 +288,12 @@ class PrefillNode:
             self.scheduler.free(attempt.seq)
             self.attempts.pop(attempt.seq.key, None)
 
-    def _step_failed(self, plan: Plan, error: Exception) -> None:
+    def _step_failed(self, step_id: int, error: Exception) -> None:
+        if isinstance(error, RankLost):
+            raise error  # the engine loop ends, and the node with it: its ranks share fate
+        log.error("step %d failed", step_id, exc_info=error)
+        self._meter.drop(step_id)
+        plan = self._plans.pop(step_id)
         self.scheduler.fail(plan)
         for seq in plan.seqs:
             self._fail(self.attempts.get(seq.key), EngineError(f"the step failed: {error}"))

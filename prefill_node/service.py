@@ -53,7 +53,7 @@ async def serve(config: PrefillConfig) -> None:
             blueprint.layout,
             blueprint.model.vocab_size,
             make_scheduler(config, blueprint, leader.num_blocks, prefill_chunk=batched_tokens(config, blueprint)),
-            leader.executor(sender.blocks_final),
+            leader.executor(sender.blocks_final, shell.post),
             sender,
             shell.outbox,
             monotonic,

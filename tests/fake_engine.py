@@ -51,6 +51,16 @@ def _choose(token_ids: Sequence[int], banned: Sequence[int]) -> int:
     return token
 
 
+class Computed:
+    """A step whose output is there."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def wait(self) -> StepOutput:
+        return self._output
+
+
 class FakeRunner:
     """Runs steps on slots of prefix identities, and checks all that it reads."""
 
@@ -60,6 +70,9 @@ class FakeRunner:
         self.steps = 0
         self._drawn: dict[int, list[int]] = {}
         """What each step drew, for one that carries these tokens."""
+
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Computed:
+        return Computed(self.execute(step, on_layer))
 
     def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         if self.fail_next is not None:

@@ -1,14 +1,17 @@
 """Between the leader's scheduler and the ranks that compute.
 
 With one rank the executor is in the leader's process and thread: no hop, a step's output comes back at once.
-With several (`common.node.ranks`) a step is started here, and its output may come later as a `StepDone` event.
+With a pipeline (`common.node.ranks`), and where the next step is prepared while one runs (`AsyncExecutor`), a step is
+started here, and its output comes later as a `StepDone` event.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.engine.step import StepInput, StepOutput
 from common.protocol import AttemptKey
@@ -24,6 +27,14 @@ class StepDone:
     output: StepOutput
 
 
+@dataclass(frozen=True)
+class StepFailed:
+    """A started step failed, as an event of the engine loop in place of its `StepDone`."""
+
+    step_id: int
+    error: Exception
+
+
 class Executor(Protocol):
     """Runs steps on all ranks of a node. The scheduler bounds how many are in flight."""
 
@@ -35,10 +46,24 @@ class Executor(Protocol):
         ...
 
 
+class Pending(Protocol):
+    """A started step."""
+
+    def wait(self) -> StepOutput:
+        """Its output, once it is there. Any thread. Raises: EngineError if the step failed, RankLost."""
+        ...
+
+
 class Runner(Protocol):
     """One rank's model, as `common.engine.runner.ModelRunner` implements it."""
 
-    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput: ...
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Pending: ...
+
+
+class Starter(Protocol):
+    """What can start a step without waiting for its output: `LocalExecutor`, and `RankedExecutor` without a pipeline."""
+
+    def start(self, step: StepInput) -> Pending: ...
 
 
 class LocalExecutor:
@@ -51,9 +76,11 @@ class LocalExecutor:
         """Sum of the steps' `forward_s` so far. For any thread to read."""
 
     def submit(self, step: StepInput) -> StepOutput:
-        output = self._runner.execute(step, self._reporter(step))
-        self.busy_s += output.forward_s
-        return output
+        return self.start(step).wait()
+
+    def start(self, step: StepInput) -> Pending:
+        """Launch a step. Its `wait` belongs to one thread."""
+        return _Counted(self, self._runner.launch(step, self._reporter(step)))
 
     def _reporter(self, step: StepInput) -> Callable[[int], None] | None:
         report = self._on_blocks_final
@@ -65,3 +92,43 @@ class LocalExecutor:
                 report(progress.key, layer, progress.num_blocks)
 
         return on_layer
+
+
+@dataclass(frozen=True)
+class _Counted:
+    executor: LocalExecutor
+    pending: Pending
+
+    def wait(self) -> StepOutput:
+        output = self.pending.wait()
+        self.executor.busy_s += output.forward_s
+        return output
+
+
+class AsyncExecutor:
+    """Starts steps on the engine's thread and never waits there: a thread of its own does, and posts what became of them."""
+
+    def __init__(self, starter: Starter, post: Callable[[Any], None]) -> None:
+        self._starter = starter
+        self._post = post
+        self._started: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._collect, name="outputs", daemon=True)
+        self._thread.start()
+
+    def submit(self, step: StepInput) -> None:
+        """Raises: EngineError or RankLost if the step could not even be started."""
+        self._started.put((step.step_id, self._starter.start(step)))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the thread; outputs that are still to come are lost."""
+        self._started.put(None)
+        self._thread.join(timeout_s)
+
+    def _collect(self) -> None:
+        while (started := self._started.get()) is not None:
+            step_id, pending = started
+            try:
+                event: StepDone | StepFailed = StepDone(pending.wait())
+            except Exception as error:  # whatever it is, the engine's thread decides what it means
+                event = StepFailed(step_id, error)
+            self._post(event)

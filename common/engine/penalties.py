@@ -32,6 +32,15 @@ class SeenTokens:
     """How often each was generated; 0: it is in the prompt only."""
 
 
+def with_token(seen: SeenTokens, token_id: int) -> SeenTokens:
+    """`seen` after one more token was generated."""
+    ids, counts = np.frombuffer(seen.ids, np.int32), np.frombuffer(seen.counts, np.int32)
+    here = ids == token_id
+    if not here.any():
+        return SeenTokens(seen.ids + np.int32(token_id).tobytes(), seen.counts + np.int32(1).tobytes())
+    return SeenTokens(seen.ids, (counts + here).astype(np.int32).tobytes())
+
+
 def counts_tokens(params: SamplingParams) -> bool:
     """Whether what was generated before matters."""
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)

@@ -1,4 +1,7 @@
-"""One rank's part of one step: plain lists in, tokens out. Runs on the engine thread; keeps no state between steps."""
+"""One rank's part of one step: plain lists in, tokens out. Runs on the engine thread.
+
+Between steps it keeps nothing but the tokens that the last one drew, where a step may carry them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,34 @@ from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata
 from common.device import use_device
+from common.engine.draws import Draws, HostSampler, Sampler
 from common.engine.graphs import DecodeGraphs
 from common.engine.inputs import StepRows, rows_of, to_device
-from common.engine.sampler import sample
-from common.engine.step import SampledToken, StepInput, StepOutput
+from common.engine.step import StepInput, StepOutput
 from common.errors import EngineError, RankLost
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
+
+
+class Launched:
+    """A step that was started on this rank. On a card it may still run."""
+
+    def __init__(self, step_id: int, draws: Draws | None, launch_s: float) -> None:
+        self._step_id = step_id
+        self._draws = draws
+        self._launch_s = launch_s
+
+    def wait(self) -> StepOutput:
+        """Its output, as soon as its tokens are on the host. Any thread.
+
+        Raises: EngineError if the model computed what no token can be drawn from; RankLost if the card failed.
+        """
+        started = time.perf_counter()
+        try:
+            sampled = self._draws.wait() if self._draws is not None else []
+        except RuntimeError as error:  # after such an error the card does nothing more in this process
+            raise RankLost(f"step {self._step_id} failed on the card: {error}") from error
+        return StepOutput(self._step_id, sampled, self._launch_s + time.perf_counter() - started)
 
 
 class ModelRunner:
@@ -29,18 +53,31 @@ class ModelRunner:
         storage: KVStorage,
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,
+        sampler: Sampler | None = None,
+        *,
+        carries: bool = False,
     ) -> None:
-        """`graphs`, recorded already, run the steps that they take."""
+        """`graphs`, recorded already, run the steps that they take. `carries`: a step may be launched before the output
+        of the one before is known, and carry tokens from it; the same on all ranks."""
         self._model = model
         self._graphs = graphs
         self._mesh = model.mesh
         self._attention = attention
         self._device = storage.data.device
+        self._sampler = sampler or HostSampler()
+        self._carries = carries
+        self._drawn: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.int64))
+        """The last step that drew tokens, and these: [samples] int64, on the device."""
+
+    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """`launch`, and wait for the output."""
+        return self.launch(step, on_layer).wait()
 
     @torch.inference_mode()
-    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Launched:
         """Run this rank's part of one step. Every rank of the node runs the same steps in the same order.
 
+        On a CPU the step has been computed when this returns; on a card it is under way, and nothing here waited for it.
         Calls `on_layer(i)` on this thread as soon as the KV of this rank's i-th layer is final. Only the last stage's
         `tp_rank` 0 samples; on the others `sampled` is empty. `forward_s` leaves out waiting for the previous stage.
 
@@ -56,6 +93,7 @@ class ModelRunner:
                 self._check(step)
             recorded = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
             rows = recorded.load(step) if recorded is not None else self._plan(step)
+            self._carry_in(step, rows.token_ids)
         except (RuntimeError, IndexError, ValueError) as error:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         planned_s = time.perf_counter() - started
@@ -67,7 +105,7 @@ class ModelRunner:
                 hidden = recorded.run(num_rows, received)
             else:
                 hidden = self._model.forward(rows.token_ids, rows.positions, self._attention, on_layer, received)
-            sampled = self._sample(step, hidden) if self._mesh.place.is_last_stage else []
+            draws = self._sample(step, hidden, rows.token_ids) if self._mesh.place.is_last_stage else None
         except (RuntimeError, IndexError, ValueError) as error:
             if several:
                 raise RankLost(f"step {step.step_id} failed halfway on {self._mesh.place}: {error}") from error
@@ -76,7 +114,7 @@ class ModelRunner:
         if not self._mesh.place.is_last_stage:
             # What is on its way to the next stage must not change, and recorded steps write to the same memory.
             self._mesh.send_hidden(hidden if recorded is None else hidden.clone())
-        return StepOutput(step.step_id, sampled, forward_s)
+        return Launched(step.step_id, draws, forward_s)
 
     def _check(self, step: StepInput) -> None:
         """What an operation of one rank alone might find out halfway, while the others wait for it, and what on a card
@@ -100,10 +138,45 @@ class ModelRunner:
         model = self._model
         return self._mesh.recv_hidden(rows, model.config.hidden_size, model.precision.for_rows(rows))
 
-    def _sample(self, step: StepInput, hidden: Tensor) -> list[SampledToken]:
+    def _carry_in(self, step: StepInput, token_ids: Tensor) -> None:
+        """Put the tokens that the last step drew into the rows that carry them."""
+        if not step.carried:
+            return
+        drawn_by, drawn = self._drawn
+        if drawn_by != step.carried_from:
+            raise ValueError(f"it carries tokens of step {step.carried_from}, the last that drew any is {drawn_by}")
+        rows = to_device([row for row, _ in step.carried], self._device)
+        samples = to_device([sample for _, sample in step.carried], self._device)
+        token_ids.index_copy_(0, rows, drawn.index_select(0, samples))
+
+    def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> Draws | None:
         if not step.samples:
-            return []
+            return None
         ends = list(accumulate(step.query_lens))
-        rows = to_device([ends[spec.seq_index] - 1 for spec in step.samples], self._device)
+        last_rows = [ends[spec.seq_index] - 1 for spec in step.samples]
+        rows = to_device(last_rows, self._device)
         logits = self._model.logits(hidden.index_select(0, rows))
-        return [] if logits is None else sample(logits, step.samples)
+        draws = None
+        if logits is not None:
+            draws = self._sampler.draw(logits, step.samples, self._unseen(step, last_rows, rows, token_ids))
+        if self._carries:
+            self._drawn = step.step_id, self._shared(draws, len(step.samples))
+        return draws
+
+    def _unseen(self, step: StepInput, last_rows: list[int], rows: Tensor, token_ids: Tensor) -> Tensor | None:
+        """[samples] tokens that `SampleSpec.seen` does not know because they were carried, -1 elsewhere."""
+        carried = {row for row, _ in step.carried}
+        unseen = [s.seen is not None and row in carried for s, row in zip(step.samples, last_rows, strict=True)]
+        if not any(unseen):
+            return None
+        tokens = token_ids.index_select(0, rows)
+        return torch.where(to_device([int(each) for each in unseen], self._device) > 0, tokens, -1)
+
+    def _shared(self, draws: Draws | None, count: int) -> Tensor:
+        """[count] int64, the tokens drawn, on every rank of the stage."""
+        if self._mesh.place.tp_size == 1:
+            assert draws is not None
+            return draws.token_ids.to(self._device)
+        # As float32, which sums of every mesh take; exact up to 2**24, beyond any vocabulary.
+        tokens = torch.zeros(count, device=self._device) if draws is None else draws.token_ids.float()
+        return self._mesh.all_reduce(tokens).long()

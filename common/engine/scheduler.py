@@ -252,6 +252,7 @@ class Scheduler:
             assert len(seq.blocks) * BLOCK_SIZE >= seq.num_scheduled >= seq.num_computed, (
                 f"{seq.key} ran past its blocks"
             )
+            assert seq.num_published * BLOCK_SIZE <= seq.num_computed, f"{seq.key} named what is not computed"
         for seq in self.waiting:
             assert not seq.blocks, f"{seq.key} waits and holds blocks"
 

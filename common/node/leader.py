@@ -15,13 +15,22 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from common.config import NodeConfig
-from common.engine.executor import Executor, LocalExecutor, OnBlocksFinal, StepDone
+from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, OnBlocksFinal, StepDone
 from common.engine.step import StepOutput
 from common.errors import ConfigError, RankLost
 from common.node.address import rank_host
 from common.node.rank_messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
 from common.node.ranks import RankedExecutor, RankLinks
-from common.node.startup import WARM_UP, Blueprint, LoadedRank, load_rank, own_device, peak_memory_bytes, resident_bytes
+from common.node.startup import (
+    WARM_UP,
+    Blueprint,
+    LoadedRank,
+    load_rank,
+    own_device,
+    peak_memory_bytes,
+    resident_bytes,
+    steps_ahead,
+)
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import SOLO
 from common.protocol import Codec, Role
@@ -76,6 +85,7 @@ class Leader:
         self.num_blocks = 0
         self.data_addresses: list[str] = []
         self._local: LocalExecutor | None = None
+        self._outputs: AsyncExecutor | None = None
         self._serving_since_s = 0.0
 
     async def start(self, *, small_batches: bool) -> None:
@@ -149,11 +159,18 @@ class Leader:
         if self.links is not None:
             self.links.broadcast(order)
 
-    def executor(self, on_blocks_final: OnBlocksFinal | None = None) -> Executor:
-        """Runs steps on all ranks."""
+    def executor(
+        self, on_blocks_final: OnBlocksFinal | None = None, post: Callable[[object], None] | None = None
+    ) -> Executor:
+        """Runs steps on all ranks. Where the next one is prepared while one runs, their outputs go to `post`."""
         self._serving_since_s = time.monotonic()
         local = self._local = LocalExecutor(self.loaded.runner, on_blocks_final)
-        return local if self.links is None else RankedExecutor(self.links, local, samples_here=self.loaded.samples)
+        links = self.links
+        ranks = local if links is None else RankedExecutor(links, local, samples_here=self.loaded.samples)
+        if post is None or steps_ahead(self._config, self._blueprint) == 1:
+            return ranks
+        self._outputs = AsyncExecutor(ranks, post)
+        return self._outputs
 
     def busy(self) -> list[RankBusy]:
         """How busy each rank has been since `executor`, the other ranks as of their last beat. Any thread."""
@@ -201,6 +218,8 @@ class Leader:
 
     def close(self) -> None:
         """End the other ranks."""
+        if self._outputs is not None:
+            self._outputs.close()
         if self.links is not None:
             if self._local is not None:
                 log.info("ranks computed %s", ", ".join(f"{b.busy_s:.1f} of {b.up_s:.1f} s" for b in self.busy()))

@@ -12,8 +12,11 @@ class StepMeter:
     """Times steps; several may be in flight.
 
     `prompt_busy_s`: seconds of steps that computed prompts, overlapping ones counted once. `step_s`: mean duration of
-    recent steps that decoded, which is the time per token of their streams; 0 before the first.
+    recent steps that decoded, which is the time per token of their streams; 0 before the first. With `depth` 2 a step
+    begins behind another one, and its time counts from the end of that.
     """
+
+    depth: int = 1
 
     prompt_busy_s: float = 0.0
     step_s: float = 0.0
@@ -31,7 +34,8 @@ class StepMeter:
             self.prompt_busy_s += now_s - max(started_s, self._last_end_s)
         if any(count == 1 for count in query_lens):
             gain = _GAIN if self.step_s else 1.0
-            self.step_s += gain * (now_s - started_s - self.step_s)
+            since_s = started_s if self.depth == 1 else max(started_s, self._last_end_s)
+            self.step_s += gain * (now_s - since_s - self.step_s)
         self._last_end_s = now_s
 
     def drop(self, step_id: int) -> None:

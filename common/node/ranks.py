@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import zmq
 
 from common.config import NodeConfig
-from common.engine.executor import LocalExecutor
+from common.engine.executor import LocalExecutor, Pending
 from common.engine.step import StepInput, StepOutput
 from common.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.node.rank_messages import LeaderBeat, RankBeat, RankBusy, RankFailed, RankHello
@@ -29,6 +29,7 @@ from common.protocol import MAX_MESSAGE_BYTES, Codec
 log = logging.getLogger(__name__)
 
 ReportT = TypeVar("ReportT")
+ResultT = TypeVar("ResultT")
 
 _PROGRESS_EVERY_S = 5.0
 
@@ -197,12 +198,29 @@ class RankedExecutor:
 
     def submit(self, step: StepInput) -> StepOutput | None:
         """Raises: RankLost, after which the node must end."""
-        self._links.broadcast(step)
-        try:
-            output = self._local.submit(step)
-        except RankLost:
-            raise
-        except Exception as error:  # whatever it is
-            # The other ranks computed the step, or wait for this one in the middle of it: none can go on.
-            raise RankLost(f"the leader's part of a step failed: {error}") from error
+        output = self.start(step).wait()
         return output if self._samples_here else None
+
+    def start(self, step: StepInput) -> Pending:
+        """Order the step everywhere and launch the leader's part. Raises: RankLost, as the result's `wait` does."""
+        self._links.broadcast(step)
+        return _Fated(_or_lost(lambda: self._local.start(step)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fated:
+    pending: Pending
+
+    def wait(self) -> StepOutput:
+        return _or_lost(self.pending.wait)
+
+
+def _or_lost(part: Callable[[], ResultT]) -> ResultT:
+    """What the leader does of a step. The other ranks compute theirs, or wait for this one in the middle of it: if it
+    fails, none can go on."""
+    try:
+        return part()
+    except RankLost:
+        raise
+    except Exception as error:  # whatever it is
+        raise RankLost(f"the leader's part of a step failed: {error}") from error

@@ -204,7 +204,7 @@ class LoadedRank:
             graphs.record(self._recorder)
         except RuntimeError as error:
             raise ConfigError(f"cannot record decode steps ({error}): --enforce-eager does without") from error
-        self.runner = ModelRunner(self._model, self.storage, self._attention, graphs)
+        self.runner = self._model_runner(self.storage, self._attention, graphs)
 
     def _storage(self, num_blocks: int) -> KVStorage:
         try:
@@ -224,7 +224,13 @@ class LoadedRank:
             max_context=self.blueprint.model.max_model_len,
         )
         attention = choose_attention(storage, shape)
-        return ModelRunner(self._model, storage, attention), attention
+        return self._model_runner(storage, attention), attention
+
+    def _model_runner(
+        self, storage: KVStorage, attention: AttentionBackend, graphs: DecodeGraphs | None = None
+    ) -> ModelRunner:
+        carries = steps_ahead(self.config, self.blueprint) > 1
+        return ModelRunner(self._model, storage, attention, graphs, carries=carries)
 
     def describe(self, peak_bytes: int) -> str:
         """For the log: what this rank got."""
@@ -312,6 +318,15 @@ def make_record(role: Role, me: PeerRef, config: NodeConfig, blueprint: Blueprin
     )
 
 
+def steps_ahead(config: NodeConfig, blueprint: Blueprint) -> int:
+    """Steps in flight over the same sequences: 2 with asynchronous scheduling, else 1.
+
+    A pipeline has a step of other sequences in flight for each of its stages, prepared while the others run.
+    """
+    wanted = blueprint.device == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return 2 if wanted and blueprint.layout.pp_size == 1 else 1
+
+
 def make_scheduler(config: NodeConfig, blueprint: Blueprint, num_blocks: int, *, prefill_chunk: int) -> Scheduler:
     """The scheduler of a node whose ranks hold `num_blocks`."""
     return Scheduler(
@@ -321,6 +336,7 @@ def make_scheduler(config: NodeConfig, blueprint: Blueprint, num_blocks: int, *,
             max_num_batched_tokens=batched_tokens(config, blueprint),
             prefill_chunk=prefill_chunk,
             num_groups=blueprint.layout.pp_size,
+            depth=steps_ahead(config, blueprint),
         ),
         BlockPool(num_blocks),
     )

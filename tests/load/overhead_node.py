@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from common.clock import monotonic
@@ -26,9 +27,17 @@ _WARM_UP_ROUNDS = 5
 class StubRunner:
     """Computes nothing: what is left of a round is the engine's own work."""
 
-    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
-        """As `Runner.execute`."""
-        return StepOutput(step.step_id, [SampledToken(1 + step.step_id % 7) for _ in step.samples], 0.0)
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> _Computed:
+        """As `Runner.launch`."""
+        return _Computed(StepOutput(step.step_id, [SampledToken(1 + step.step_id % 7) for _ in step.samples], 0.0))
+
+
+@dataclass(frozen=True)
+class _Computed:
+    output: StepOutput
+
+    def wait(self) -> StepOutput:
+        return self.output
 
 
 class NoReceiver:

@@ -1,5 +1,6 @@
 """A prefill node and a decode node in one room: the real logic of both, messages and slices in any order.
 
+Steps' outputs come at once, or as events any time later while the next step is prepared.
 Random interleavings of arrivals, steps, deliveries, transfers, aborts, failed steps and a lost peer. Every request
 that is not disturbed must answer the tokens of an undisturbed run, every other must get exactly one failure or none
 at all (if nobody wants it any more), and in the end both pools must be whole.
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.clock import MockClock
-from common.engine.executor import LocalExecutor
+from common.engine.executor import LocalExecutor, OnBlocksFinal, StepDone, StepFailed
 from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.step import StepInput
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
 from common.node.outbox import FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
@@ -52,11 +54,38 @@ class Client:
         self.disturbed = False
 
 
+class LateExecutor:
+    """Computes at once, but what became of a step is an event among the others. Every other failure shows only then."""
+
+    def __init__(self, executor: LocalExecutor, events: deque[object]) -> None:
+        self.executor = executor
+        self.events = events
+        self.failures = 0
+
+    def submit(self, step: StepInput) -> None:
+        try:
+            self.events.append(StepDone(self.executor.submit(step)))
+        except RuntimeError as error:
+            self.failures += 1
+            if self.failures % 2:
+                raise
+            self.events.append(StepFailed(step.step_id, error))
+
+
+def executor(
+    runner: FakeRunner, events: deque[object], depth: int, on_blocks_final: OnBlocksFinal | None = None
+) -> LocalExecutor | LateExecutor:
+    local = LocalExecutor(runner, on_blocks_final)
+    return local if depth == 1 else LateExecutor(local, events)
+
+
 class Room(RuleBasedStateMachine):
     """The queues between the parts are explicit; each rule moves one thing."""
 
-    @initialize(p_blocks=st.integers(10, 30), d_blocks=st.integers(10, 30), seats=st.integers(1, 6))
-    def start(self, p_blocks: int, d_blocks: int, seats: int) -> None:
+    @initialize(
+        p_blocks=st.integers(10, 30), d_blocks=st.integers(10, 30), seats=st.integers(1, 6), depth=st.integers(1, 2)
+    )
+    def start(self, p_blocks: int, d_blocks: int, seats: int, depth: int) -> None:
         self.clock = MockClock()
         self.clients: dict[AttemptKey, Client] = {}
         self.to_p: deque[object] = deque()
@@ -70,8 +99,8 @@ class Room(RuleBasedStateMachine):
             P_REF,
             LAYOUT,
             VOCAB,
-            Scheduler(SchedulerConfig(150, seats, 40, 40), BlockPool(p_blocks)),
-            LocalExecutor(p_runner, wire.sender.blocks_final),
+            Scheduler(SchedulerConfig(150, seats, 40, 40, depth=depth), BlockPool(p_blocks)),
+            executor(p_runner, self.to_p, depth, wire.sender.blocks_final),
             wire.sender,
             Outbox(self._from_p),
             self.clock,
@@ -82,8 +111,8 @@ class Room(RuleBasedStateMachine):
             D_REF,
             LAYOUT,
             VOCAB,
-            Scheduler(SchedulerConfig(150, seats, 40, 8), BlockPool(d_blocks)),
-            LocalExecutor(d_runner),
+            Scheduler(SchedulerConfig(150, seats, 40, 8, depth=depth), BlockPool(d_blocks)),
+            executor(d_runner, self.to_d, depth),
             wire.receiver,
             Outbox(self._from_d),
             self.clock,
@@ -217,7 +246,8 @@ class Room(RuleBasedStateMachine):
             self.prefill_steps()
             self.decode_steps()
             self.slices_move(20)
-            if not (self.prefill.attempts or self.decode.attempts or self.to_p or self.to_d):
+            idle = self.prefill.scheduler.is_idle() and self.decode.scheduler.is_idle()
+            if idle and not (self.prefill.attempts or self.decode.attempts or self.to_p or self.to_d):
                 break
         for key, client in self.clients.items():
             got = [client.tokens[index] for index in sorted(client.tokens)]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from fake_engine import Computed
 
 from common.config import DecodeConfig
 from common.engine.executor import LocalExecutor
@@ -24,10 +25,10 @@ class Runner:
     def __init__(self, *forward_s: float) -> None:
         self.forward_s = list(forward_s)
 
-    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Computed:
         if not self.forward_s:
             raise EngineError("no more steps")
-        return StepOutput(step.step_id, [], self.forward_s.pop(0))
+        return Computed(StepOutput(step.step_id, [], self.forward_s.pop(0)))
 
 
 def test_an_executor_adds_up_what_its_steps_took_and_a_failed_step_adds_nothing() -> None:
@@ -47,7 +48,7 @@ def test_whatever_ends_the_leaders_part_of_a_step_ends_the_node(error: Exception
             pass
 
     class Broken:
-        def submit(self, step: StepInput) -> StepOutput:
+        def start(self, step: StepInput) -> Computed:
             raise error
 
     executor = RankedExecutor(Links(), Broken(), samples_here=True)  # type: ignore[arg-type]

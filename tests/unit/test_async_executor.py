@@ -1,0 +1,154 @@
+"""Steps whose outputs come as events, and a model whose next step carries tokens that no host has seen."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_tiny
+
+from common.attention.base import AttentionShape
+from common.attention.cpu import CpuAttention
+from common.engine.executor import AsyncExecutor, LocalExecutor, StepDone, StepFailed
+from common.engine.runner import Launched, ModelRunner
+from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from common.engine.sequence import Sequence
+from common.engine.step import SampledToken, StepInput, StepOutput
+from common.errors import EngineError
+from common.hashing import root_hash
+from common.kv.layout import KVLayout
+from common.kv.pool import BlockPool
+from common.kv.storage import KVStorage
+from common.model.config import load_model_config
+from common.model.loader import load_model
+from common.node.startup import WARM_UP
+from common.protocol import AttemptKey, SamplingParams
+
+NUM_BLOCKS = 24
+VOCAB = 256
+
+
+class Slow:
+    """A started step that is done when told."""
+
+    def __init__(self, step_id: int, error: Exception | None = None) -> None:
+        self.step_id, self.error = step_id, error
+        self.done = threading.Event()
+
+    def wait(self) -> StepOutput:
+        assert self.done.wait(10)
+        if self.error is not None:
+            raise self.error
+        return StepOutput(self.step_id, [], 0.5)
+
+
+class Slowly:
+    def __init__(self, *started: Slow) -> None:
+        self.started = deque(started)
+
+    def launch(self, step: StepInput, on_layer: Any = None) -> Slow:
+        return self.started.popleft()
+
+
+def test_outputs_and_failures_are_posted_in_the_order_of_their_start() -> None:
+    events: queue.Queue[Any] = queue.Queue()
+    steps = [Slow(1), Slow(2, EngineError("bad")), Slow(3)]
+    local = LocalExecutor(Slowly(*steps))
+    executor = AsyncExecutor(local, events.put)
+    for _ in steps:
+        executor.submit(WARM_UP)
+    for step in reversed(steps):
+        assert events.empty(), "nothing is posted before the first is done"
+        step.done.set()
+    first, second, third = (events.get(timeout=10) for _ in steps)
+    assert isinstance(first, StepDone)
+    assert first.output.step_id == 1
+    assert isinstance(second, StepFailed)
+    assert (second.step_id, str(second.error)) == (2, "bad")
+    assert isinstance(third, StepDone)
+    executor.close()
+    assert local.busy_s == 1.0
+    assert not any(thread.name == "outputs" for thread in threading.enumerate())
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("tiny") / "qwen3")
+
+
+def make_runner(path: Path, *, carries: bool) -> ModelRunner:
+    config = load_model_config(path)
+    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
+    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
+    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, 16)
+    model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
+    return ModelRunner(model, storage, CpuAttention(storage, shape), carries=carries)
+
+
+def sequences() -> list[Sequence]:
+    """Every kind of sampling that looks back: penalties, banned stop tokens, log-probabilities."""
+    draw = random.Random(5)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.5},
+        {"temperature": 1.2, "presence_penalty": 1.5, "top_k": 40},
+        {"temperature": 2.0, "stop_token_ids": list(range(0, VOCAB, 5)), "min_tokens": 12},
+        {"temperature": 0.0, "frequency_penalty": 2.0, "logprobs": 0},
+    ]
+    made = []
+    for n in range(12):
+        prompt = [draw.randrange(3, VOCAB - 3) for _ in range(draw.randrange(1, 30))]
+        params = SamplingParams(**{"seed": n, "max_tokens": draw.randrange(10, 40), **kinds[n % len(kinds)]})
+        made.append(Sequence(AttemptKey(f"r{n}", 1), prompt, len(prompt), params, root_hash("f"), 0.0))
+    return made
+
+
+def answers(path: Path, depth: int) -> tuple[dict[AttemptKey, list[SampledToken]], Scheduler]:
+    """All sequences to their ends, with `depth` steps in flight whose outputs come as late as they may."""
+    scheduler = Scheduler(SchedulerConfig(128, 6, 32, 8, depth=depth), BlockPool(NUM_BLOCKS))
+    runner = make_runner(path, carries=depth > 1)
+    got: dict[AttemptKey, list[SampledToken]] = {}
+    for seq in sequences():
+        scheduler.add(seq)
+    flying: deque[tuple[Plan, Launched]] = deque()
+    while True:
+        plan = scheduler.schedule()
+        if plan is not None:
+            flying.append((plan, runner.launch(plan.step)))
+        elif not flying:
+            break
+        if plan is None or len(flying) == depth:
+            landing, launched = flying.popleft()
+            for done in scheduler.update(landing, launched.wait().sampled):
+                if done.sampled is not None:
+                    got.setdefault(done.seq.key, []).append(done.sampled)
+    assert scheduler.is_idle()
+    assert scheduler.pool.num_used == 0
+    return got, scheduler
+
+
+def test_a_real_model_answers_the_same_whether_or_not_steps_are_prepared_ahead(model_path: Path) -> None:
+    one, _ = answers(model_path, 1)
+    two, scheduler = answers(model_path, 2)
+    assert scheduler.num_preemptions > 0, "the pool is not too small"
+    assert scheduler.num_wasted_rows > 0, "nothing stopped early"
+    for key, tokens in one.items():
+        assert [t.token_id for t in two[key]] == [t.token_id for t in tokens], key
+        for ours, theirs in zip(two[key], tokens, strict=True):
+            assert (ours.logprobs is None) == (theirs.logprobs is None)
+            if ours.logprobs is not None and theirs.logprobs is not None:
+                assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-4)
+
+
+def test_a_step_that_carries_tokens_of_another_than_the_last_fails(model_path: Path) -> None:
+    runner = make_runner(model_path, carries=True)
+    runner.execute(WARM_UP)
+    with pytest.raises(EngineError, match="carries tokens of step 5"):
+        runner.launch(StepInput(6, [0], [0], [16], [1], [1], [[1]], carried_from=5, carried=[(0, 0)]))
