@@ -452,7 +452,8 @@ class DecodeNode:
 
     def _measure_load(self) -> NodeLoad:
         scheduler = self.scheduler
-        incoming = len(self.attempts) - len(scheduler.running) - len(scheduler.waiting)
+        # One that has ended may still run, until its last step is done.
+        incoming = max(0, len(self.attempts) - len(scheduler.running) - len(scheduler.waiting))
         return NodeLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + incoming,

@@ -17,11 +17,14 @@ from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.choose import choose_attention, worth_recording
 from common.config import NodeConfig
 from common.device import DeviceKind, card_name, default_dtype, rank_device, resolve_device, use_device
+from common.engine.device_sampler import DeviceSampler
+from common.engine.draws import HostSampler
 from common.engine.graphs import CudaRecorder, DecodeGraphs, EagerRecorder, Recorder, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
 from common.errors import ConfigError
+from common.kernels.library import find_flashinfer
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
 from common.kv.storage import KVStorage
@@ -230,7 +233,9 @@ class LoadedRank:
         self, storage: KVStorage, attention: AttentionBackend, graphs: DecodeGraphs | None = None
     ) -> ModelRunner:
         carries = steps_ahead(self.config, self.blueprint) > 1
-        return ModelRunner(self._model, storage, attention, graphs, carries=carries)
+        on_card = self.device.type == "cuda"
+        sampler = DeviceSampler(find_flashinfer(self.device).flashinfer) if on_card else HostSampler()
+        return ModelRunner(self._model, storage, attention, graphs, sampler, carries=carries)
 
     def describe(self, peak_bytes: int) -> str:
         """For the log: what this rank got."""

@@ -33,14 +33,16 @@ class Case:
     kv_blocks: int
     local_prefill_tokens: int = 0
     """0: every prompt is relayed."""
+    ahead: bool = False
+    """Asynchronous scheduling: the next step is prepared while one runs."""
 
 
 CASES = [
     Case("llama", chunk=1, kv_blocks=400),
     Case("llama-biases", chunk=16, kv_blocks=400),
-    Case("llama3", chunk=64, kv_blocks=80),  # too few for all at once: grants wait, sequences are preempted
+    Case("llama3", chunk=64, kv_blocks=80, ahead=True),  # too few for all at once: grants wait, sequences are preempted
     Case("llama-linear", chunk=2048, kv_blocks=400, local_prefill_tokens=32),
-    Case("mistral", chunk=16, kv_blocks=400),
+    Case("mistral", chunk=16, kv_blocks=400, ahead=True),
     Case("qwen2", chunk=64, kv_blocks=400, local_prefill_tokens=2000),
     Case("qwen3", chunk=2048, kv_blocks=400),
 ]
@@ -59,6 +61,7 @@ def served(
         folder,
         *("--model", str(model), "--dtype", "float32", "--config", str(config)),
         *("--kv-blocks", str(case.kv_blocks), "--local-prefill-tokens", str(case.local_prefill_tokens)),
+        "--async-scheduling" if case.ahead else "--no-async-scheduling",
     ) as system:
         system.wait_usable()
         yield case, model, system

@@ -6,6 +6,7 @@ import queue
 import random
 import threading
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from oracle import make_tiny
 
 from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
+from common.engine.device_sampler import DeviceSampler
+from common.engine.draws import HostSampler, Sampler
 from common.engine.executor import AsyncExecutor, LocalExecutor, StepDone, StepFailed
 from common.engine.runner import Launched, ModelRunner
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
@@ -30,7 +33,7 @@ from common.model.loader import load_model
 from common.node.startup import WARM_UP
 from common.protocol import AttemptKey, SamplingParams
 
-NUM_BLOCKS = 24
+NUM_BLOCKS = 12
 VOCAB = 256
 
 
@@ -61,8 +64,8 @@ def test_outputs_and_failures_are_posted_in_the_order_of_their_start() -> None:
     steps = [Slow(1), Slow(2, EngineError("bad")), Slow(3)]
     local = LocalExecutor(Slowly(*steps))
     executor = AsyncExecutor(local, events.put)
-    for _ in steps:
-        executor.submit(WARM_UP)
+    for step in steps:
+        executor.submit(replace(WARM_UP, step_id=step.step_id))
     for step in reversed(steps):
         assert events.empty(), "nothing is posted before the first is done"
         step.done.set()
@@ -82,13 +85,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3", tmp_path_factory.mktemp("tiny") / "qwen3")
 
 
-def make_runner(path: Path, *, carries: bool) -> ModelRunner:
+def make_runner(path: Path, *, carries: bool, sampler: Sampler | None = None) -> ModelRunner:
     config = load_model_config(path)
     layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
     shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, 16)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
-    return ModelRunner(model, storage, CpuAttention(storage, shape), carries=carries)
+    return ModelRunner(model, storage, CpuAttention(storage, shape), sampler=sampler, carries=carries)
 
 
 def sequences() -> list[Sequence]:
@@ -105,15 +108,17 @@ def sequences() -> list[Sequence]:
     made = []
     for n in range(12):
         prompt = [draw.randrange(3, VOCAB - 3) for _ in range(draw.randrange(1, 30))]
-        params = SamplingParams(**{"seed": n, "max_tokens": draw.randrange(10, 40), **kinds[n % len(kinds)]})
+        params = SamplingParams(**{"seed": n, "max_tokens": draw.randrange(40, 70), **kinds[n % len(kinds)]})
         made.append(Sequence(AttemptKey(f"r{n}", 1), prompt, len(prompt), params, root_hash("f"), 0.0))
     return made
 
 
-def answers(path: Path, depth: int) -> tuple[dict[AttemptKey, list[SampledToken]], Scheduler]:
+def answers(
+    path: Path, depth: int, sampler: Sampler | None = None
+) -> tuple[dict[AttemptKey, list[SampledToken]], Scheduler]:
     """All sequences to their ends, with `depth` steps in flight whose outputs come as late as they may."""
     scheduler = Scheduler(SchedulerConfig(128, 6, 32, 8, depth=depth), BlockPool(NUM_BLOCKS))
-    runner = make_runner(path, carries=depth > 1)
+    runner = make_runner(path, carries=depth > 1, sampler=sampler)
     got: dict[AttemptKey, list[SampledToken]] = {}
     for seq in sequences():
         scheduler.add(seq)
@@ -134,9 +139,12 @@ def answers(path: Path, depth: int) -> tuple[dict[AttemptKey, list[SampledToken]
     return got, scheduler
 
 
-def test_a_real_model_answers_the_same_whether_or_not_steps_are_prepared_ahead(model_path: Path) -> None:
+@pytest.mark.parametrize("sampler", [HostSampler(), DeviceSampler()], ids=["host", "device"])
+def test_a_real_model_answers_the_same_whether_or_not_steps_are_prepared_ahead(
+    model_path: Path, sampler: Sampler
+) -> None:
     one, _ = answers(model_path, 1)
-    two, scheduler = answers(model_path, 2)
+    two, scheduler = answers(model_path, 2, sampler)
     assert scheduler.num_preemptions > 0, "the pool is not too small"
     assert scheduler.num_wasted_rows > 0, "nothing stopped early"
     for key, tokens in one.items():
