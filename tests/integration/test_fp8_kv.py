@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from system import System, running_system, wait_until
+from system import START_TIMEOUT_S, System, running_system, wait_until
 
 from common import demo
 from common.model.config import load_model_config
@@ -64,7 +64,7 @@ def test_a_decode_node_with_another_kv_type_gets_no_relay_and_the_log_names_both
         other = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
     try:
         said = "to other: dtype differs: prefill node has 'float8_e4m3', decode node has 'bfloat16'"
-        wait_until(lambda: said in served.log_file.read_text(), 60.0, f"{said}; its log:\n{log.read_text()}")
+        wait_until(lambda: said in served.log_file.read_text(), START_TIMEOUT_S, f"{said}; its log:\n{log.read_text()}")
         for _ in range(3):
             assert ask(served, "The capital of Spain is", 4).headers["x-kvrelay-prefill-mode"] in ("relayed", "local")
     finally:
