@@ -11,6 +11,7 @@ has a clock that its requests' tokens advance, and one that comes back starts at
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.errors import Overloaded
 from router.policy import Decision, Fleet
@@ -77,8 +78,7 @@ def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:
     return tokens * computing.costs.queued_token_s / max(1, len(prefill) or len(decode))
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """A request that waits in the router."""
 
     request_id: str

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
@@ -281,8 +281,7 @@ def _generation_request(
     )
 
 
-@dataclass(frozen=True)
-class _Origin:
+class _Origin(NamedTuple):
     """Whose share a request takes, and what it should meet again."""
 
     tenant: str

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from common.clock import Clock, monotonic
 from common.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
@@ -307,7 +307,7 @@ class Dispatcher:
 
     def _pause(self, generation: Generation, wanted: f.Place, why: str) -> None:
         generation.story.add("backoff", why, {"seconds": round(wanted.backoff_s, 3)})
-        rested = replace(wanted, backoff_s=0.0)
+        rested = wanted._replace(backoff_s=0.0)
         self._parking.pause(generation.request_id, wanted.backoff_s, lambda: self._place_again(generation, rested))
 
     def _place_again(self, generation: Generation, wanted: f.Place) -> None:

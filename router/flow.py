@@ -25,7 +25,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from common.errors import EngineError, KvRelayError, PeerLost, TransferError, Unavailable, from_code
 from common.protocol import Abort, AttemptKey, DecodeRequest, PeerRef, PrefillRequest, SamplingParams, TokenChunk
@@ -72,8 +72,7 @@ def backoff_s(failures: int, jitter: float) -> float:
     return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** min(failures - 1, 10)) * (1 - jitter / 2)
 
 
-@dataclass(frozen=True)
-class FlowRequest:
+class FlowRequest(NamedTuple):
     """What the client asked, in token ids."""
 
     request_id: str

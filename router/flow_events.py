@@ -1,9 +1,12 @@
-"""What a request's flow is told and what it answers; see `router.flow` for the machine between. Pure data."""
+"""What a request's flow is told and what it answers; see `router.flow` for the machine between. Pure data.
+
+Named tuples, not frozen dataclasses: a request has dozens of them, and these are made in a third of the time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.errors import KvRelayError
 from common.protocol import (
@@ -22,8 +25,7 @@ from common.protocol import (
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """The answer to `Place`. `prefill` is None where the decode node computes the prompt itself."""
 
     prefill: PeerRef | None
@@ -31,51 +33,44 @@ class Placed:
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class Unplaceable:
+class Unplaceable(NamedTuple):
     """The other answer to `Place`: nobody can serve this."""
 
     error: KvRelayError
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens from the node with this incarnation."""
 
     incarnation: str
     chunk: TokenChunk
 
 
-@dataclass(frozen=True)
-class LegFailed:
+class LegFailed(NamedTuple):
     """The node with this incarnation gave its leg up."""
 
     incarnation: str
     failure: AttemptFailed
 
 
-@dataclass(frozen=True)
-class NodeLost:
+class NodeLost(NamedTuple):
     """This incarnation is gone, silent or replaced. Nothing more will come from it."""
 
     incarnation: str
     reason: str
 
 
-@dataclass(frozen=True)
-class ClientGone:
+class ClientGone(NamedTuple):
     """Nobody reads the answer any more."""
 
 
-@dataclass(frozen=True)
-class GiveUp:
+class GiveUp(NamedTuple):
     """The router ends the request: its time is up, or the router stops."""
 
     error: KvRelayError
 
 
-@dataclass(frozen=True)
-class StopFound:
+class StopFound(NamedTuple):
     """The text of the tokens emitted so far contains a stop string."""
 
 
@@ -85,8 +80,7 @@ Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveU
 # ---------------------------------------------------------------- instructions
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event.
 
     `last`: there will be no other attempt, unless this one brings tokens. Before it is placed `backoff_s` must
@@ -102,24 +96,21 @@ class Place:
     at_once: bool = False
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """Send to this incarnation. A node that cannot be reached is answered with `NodeLost`."""
 
     peer: PeerRef
     message: PrefillRequest | DecodeRequest | Abort
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """The leg `key` at this incarnation is over for us; it no longer counts as in flight."""
 
     incarnation: str
     key: AttemptKey
 
 
-@dataclass(frozen=True)
-class Emit:
+class Emit(NamedTuple):
     """Tokens for the client; `start` is the index of the first one."""
 
     start: int
@@ -129,8 +120,7 @@ class Emit:
     """The last token is a stop token."""
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """A leg's account of how it served the attempt."""
 
     role_is_prefill: bool
@@ -138,16 +128,14 @@ class Report:
     incarnation: str
 
 
-@dataclass(frozen=True)
-class Blame:
+class Blame(NamedTuple):
     """It is this incarnation's fault that the attempt goes no further."""
 
     incarnation: str
     error: KvRelayError
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """For the request's story (`router.story`)."""
 
     event: str
@@ -155,22 +143,19 @@ class Note:
     data: Mapping[str, object] | None = None
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(NamedTuple):
     """Terminal: the answer is complete."""
 
     reason: FinishReason
 
 
-@dataclass(frozen=True)
-class Fail:
+class Fail(NamedTuple):
     """Terminal: the client must be told."""
 
     error: KvRelayError
 
 
-@dataclass(frozen=True)
-class Cancelled:
+class Cancelled(NamedTuple):
     """Terminal: there is nobody to tell."""
 
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.errors import KvRelayError, Unavailable
 from common.protocol import (
@@ -32,8 +32,7 @@ from router.text import TextStream
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
+class GenerationRequest(NamedTuple):
     """All that one generation needs, validated and bounded."""
 
     prompt_ids: list[int]
@@ -60,8 +59,7 @@ class Delta:
     logprobs: list[TokenLogprobs] | None
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a generation ended: with a finish reason, with an error, or (neither) because the client left."""
 
     finish_reason: FinishReason | None = None

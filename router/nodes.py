@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.clock import Clock, monotonic
 from common.errors import HandshakeRefused, Unavailable
@@ -49,8 +50,7 @@ def token_bytes(layout: KVLayout) -> int:
     return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
 
 
-@dataclass(frozen=True)
-class Leg:
+class Leg(NamedTuple):
     """What a request asks of a node: prompt tokens to compute and KV blocks to hold."""
 
     order: int

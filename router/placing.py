@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.protocol import AttemptStats, NodeLoad, Role
@@ -38,8 +38,7 @@ class Chain:
         return self._hashes
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """What is to be placed."""
 
     token_ids: Sequence[int]
@@ -52,8 +51,7 @@ class Order:
     """Incarnations whose hits do not count: they are expected of an attempt of this request that may have failed."""
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """A decision, and what each leg asks of its node."""
 
     decision: Decision

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from router.generation import Generation
 
@@ -17,8 +17,7 @@ _MAX_HEADER_CHARS = 256
 _MAX_DECISION_CHARS = 2048
 
 
-@dataclass(frozen=True)
-class RequestIds:
+class RequestIds(NamedTuple):
     """What we call a request, and what its client calls it (or nothing). Only ours is ever a key."""
 
     own: str

@@ -6,7 +6,7 @@ Runs in the router process, on its event loop, once per generated token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.detokenizer import Detokenizer, TokenPieces
 
@@ -62,8 +62,7 @@ class StopMatcher:
         return first
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What some new tokens brought: `consumed` of them count, the rest came after a stop string."""
 
     text: str

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -307,8 +308,10 @@ class Fleet:
 )
 
 
-@dataclass(frozen=True)
-class Query:
+_NO_HITS: Mapping[str, int] = MappingProxyType({})
+
+
+class Query(NamedTuple):
     """What is to be placed."""
 
     num_tokens: int
@@ -316,7 +319,7 @@ class Query:
     """Incarnations to use only if there is nobody else."""
     last: bool = False
     """No other attempt will follow: rather no relay than one from a node to avoid."""
-    hits: Mapping[str, int] = field(default_factory=dict[str, int])
+    hits: Mapping[str, int] = _NO_HITS
     """By incarnation: leading blocks of the request that it holds."""
     block_size: int = BLOCK_SIZE
     max_new_tokens: int = 0
@@ -333,8 +336,7 @@ def _first(scores: dict[str, float], count: int | None) -> dict[str, float]:
     return scores if count is None else dict(islice(scores.items(), count))
 
 
-@dataclass(frozen=True)
-class Picked:
+class Picked(NamedTuple):
     """The node that one leg goes to."""
 
     node_id: str
@@ -345,16 +347,14 @@ class Picked:
     """Estimated prefill work of the request there."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A picked node, and the scores that it was picked by (lower is better), by node id, best first."""
 
     picked: Picked
     scores: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Where an attempt goes and why."""
 
     policy: str
