@@ -58,9 +58,11 @@ class Objectives:
 
 def crowded(prefill: Fleet, decode: Fleet) -> str:
     """Why no node has use for another request now; empty if one has."""
-    if len(decode) and (decode.requests >= decode.capacity * _SPARE).all():
+    # Nearly always some node has a seat free or nothing to compute, and that is quickly seen.
+    seats = decode.spare_seats
+    if len(decode) and seats[seats.argmax()] < 0 and (decode.requests >= decode.capacity * _SPARE).all():
         return "every decode node has more requests than it can run"
-    if len(prefill) and prefill.requests.min() > 0:  # an idle one has use for more: nearly always, and quickly seen
+    if len(prefill) and prefill.requests[prefill.requests.argmin()] > 0:
         queue_s = prefill.slowness * prefill.backlog * prefill.costs.queued_token_s
         full = (queue_s >= USEFUL_QUEUE_S) & (prefill.requests >= 2)
         if (full | (prefill.requests >= prefill.capacity * _SPARE)).all():
