@@ -20,7 +20,8 @@
     │   ├── PeerLost             the other end is gone or restarted
     │   └── TransferTimedOut     504, the transfer's own deadline passed, not the request's
     ├── RankLost                 a rank of this node is gone, silent or out of step: the node must end
-    └── EngineError              500, a step failed
+    ├── EngineError              500, a step failed
+    └── NoFiniteLogits           500, of one sequence of a step
 
 Third-party exceptions are mapped to these once, at the boundary where they enter.
 `code` is the stable machine-readable name that travels on the wire and to the client.
@@ -186,6 +187,12 @@ class EngineError(KvRelayError):
 
     code = "engine_error"
     retryable = True
+
+
+class NoFiniteLogits(KvRelayError):
+    """The model computed no number from which a token could be drawn. It would elsewhere too, so nobody tries again."""
+
+    code = "no_finite_logits"
 
 
 _BY_CODE: dict[str, type[KvRelayError]] = {}

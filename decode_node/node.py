@@ -23,6 +23,7 @@ from common.errors import (
     EngineError,
     HandshakeRefused,
     KvRelayError,
+    NoFiniteLogits,
     PeerLost,
     RankLost,
     TransferAborted,
@@ -225,7 +226,9 @@ class DecodeNode:
         self._meter.end(output.step_id, self.clock(), plan.step.query_lens)
         self._prompt_tokens += sum(n for n in plan.step.query_lens if n > 1)
         for done in self.scheduler.update(plan, output.sampled):
-            if done.sampled is not None:
+            if done.sampled is not None and done.sampled.error is not None:
+                self._fail(self.attempts[done.seq.key], NoFiniteLogits(done.sampled.error))
+            elif done.sampled is not None:
                 self._generated_tokens += 1
                 self._token(self.attempts[done.seq.key], done)
 

@@ -15,7 +15,16 @@ from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
-from common.errors import EngineError, KvRelayError, PeerLost, RankLost, TransferAborted, Unavailable, from_code
+from common.errors import (
+    EngineError,
+    KvRelayError,
+    NoFiniteLogits,
+    PeerLost,
+    RankLost,
+    TransferAborted,
+    Unavailable,
+    from_code,
+)
 from common.hashing import BLOCK_SIZE, hash_blocks
 from common.kv.layout import KVLayout, check_compatible
 from common.node.intake import make_sequence
@@ -175,7 +184,9 @@ class PrefillNode:
         self._meter.end(output.step_id, self.clock(), plan.step.query_lens)
         self._prompt_tokens += sum(plan.step.query_lens)
         for done in self.scheduler.update(plan, output.sampled):
-            if done.sampled is not None:
+            if done.sampled is not None and done.sampled.error is not None:
+                self._fail(self.attempts[done.seq.key], NoFiniteLogits(done.sampled.error))
+            elif done.sampled is not None:
                 self._first_token(self.attempts[done.seq.key], done)
 
     # ------------------------------------------------------------ one attempt

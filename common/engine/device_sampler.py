@@ -17,9 +17,8 @@ from torch import Tensor
 from common.engine.device_penalties import adjusted_on_device, put
 from common.engine.inputs import to_device
 from common.engine.inverse import Bisection, FlashInferThresholds, Thresholds, draw_by_rank, draw_in_order, ordered
-from common.engine.sampler import GREEDY_BELOW, uniform
+from common.engine.sampler import GREEDY_BELOW, no_token, uniform
 from common.engine.step import SampledToken, SampleSpec
-from common.errors import EngineError
 from common.protocol import TokenLogprobs
 
 
@@ -83,18 +82,14 @@ class DeviceDraws:
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens, highest, *logprobs = [each.tolist() for each in self._arriving]
-        for value, spec in zip(highest, self._specs, strict=True):
-            if not math.isfinite(value):
-                raise EngineError(f"the model computed {value} as the highest logit at position {spec.position}")
         of_row = iter(zip(*logprobs, strict=True))
-        out = []
-        for token, spec in zip(tokens, self._specs, strict=True):
-            count = spec.params.logprobs
-            if count is None:
-                out.append(SampledToken(token))
-            else:
+        out: list[SampledToken] = []
+        for token, top_logit, spec in zip(tokens, highest, self._specs, strict=True):
+            count, wanted = spec.params.logprobs, None
+            if count is not None:
                 own, top_ids, top = next(of_row)
-                out.append(SampledToken(token, TokenLogprobs(own, top_ids[:count], top[:count])))
+                wanted = TokenLogprobs(own, top_ids[:count], top[:count])
+            out.append(SampledToken(token, wanted) if math.isfinite(top_logit) else no_token(top_logit, spec))
         return out
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from common.engine.penalties import Row, adjusted
 from common.engine.step import SampledToken, SampleSpec
-from common.errors import EngineError
 from common.protocol import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
@@ -34,14 +33,15 @@ _CDF_BLOCK = 512
 def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
     """Draw one token per row. logits: [n, vocab] float32, row i for `specs[i]`; not changed.
 
-    Raises: EngineError when a row has no finite maximum: a NaN anywhere in it, or an overflow.
+    A row without a finite maximum (a NaN anywhere in it, or an overflow) gets a `SampledToken` with an error.
     """
     rows: NDArray[np.float32] = logits.cpu().numpy()
     most_likely: list[int] = rows.argmax(-1).tolist()
     out: list[SampledToken] = []
     for row, best, spec in zip(rows, most_likely, specs, strict=True):
         if not math.isfinite(row[best]):  # argmax takes a NaN for the maximum
-            raise EngineError(f"the model computed {row[best]} as the highest logit at position {spec.position}")
+            out.append(no_token(float(row[best]), spec))
+            continue
         params = spec.params
         wanted = adjusted(row, spec)
         plain = params.temperature < GREEDY_BELOW and wanted is row
@@ -49,6 +49,11 @@ def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
         logprobs = None if params.logprobs is None else _logprobs(row, token, params.logprobs)
         out.append(SampledToken(token, logprobs))
     return out
+
+
+def no_token(highest: float, spec: SampleSpec) -> SampledToken:
+    """For a row whose highest logit is not finite."""
+    return SampledToken(-1, error=f"the model computed {highest} as the highest logit at position {spec.position}")
 
 
 def uniform(seed: int, position: int) -> float:

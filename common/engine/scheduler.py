@@ -215,7 +215,10 @@ class Scheduler:
         return Plan(step, [seq for seq, _ in rows], admitted, group)
 
     def update(self, plan: Plan, sampled: list[SampledToken]) -> list[Progress]:
-        """Enter what a step computed and drew; a group's steps come in the order of their start. Finished sequences leave."""
+        """Enter what a step computed and drew; a group's steps come in the order of their start. Finished sequences leave.
+
+        One whose token has an error is only reported: it is the caller's to abort.
+        """
         self._in_flight[plan.group] -= 1
         drawn = {spec.seq_index: token for spec, token in zip(plan.step.samples, sampled, strict=True)}
         progress = []
@@ -225,9 +228,13 @@ class Scheduler:
                 self.num_wasted_rows += query_len
                 self._leave(seq)
                 continue
+            token = drawn.get(index)
+            if token is not None and token.error is not None:  # nor is its KV worth keeping
+                seq.num_pending -= 1
+                progress.append(Progress(seq, token, None))
+                continue
             seq.num_computed += query_len
             self._publish(seq)
-            token = drawn.get(index)
             reason = None
             if token is not None:
                 seq.num_pending -= 1

@@ -68,6 +68,8 @@ class SampledToken:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    """Why there is none; its sequence cannot go on then, the others of the step do."""
 
 
 @dataclass(frozen=True)

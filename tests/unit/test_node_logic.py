@@ -6,11 +6,13 @@ The random interleavings are in tests/property/test_two_nodes.py; here stands wh
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fake_engine import generate
 from node_pair import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
+from common.engine.step import SampledToken, StepInput, StepOutput
 from common.node.outbox import ClientLost, FromClient, FromPeer, PeerGone, ToPeer
 from common.protocol import (
     AttemptFailed,
@@ -287,6 +289,39 @@ def test_one_failed_step_fails_its_requests_and_the_node_goes_on() -> None:
     pair.request(again)
     pair.run()
     assert pair.tokens(again) == generate(PROMPT, 5)
+
+
+@pytest.mark.parametrize("node", ["p_runner", "d_runner"])
+def test_a_sequence_without_a_token_ends_alone(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt at which the model computes a NaN must not take those with it that run in the same steps."""
+    pair = Pair()
+    runner = getattr(pair, node)
+    execute = runner.execute
+
+    def poisoned(step: StepInput, *args: Any) -> StepOutput:
+        output = execute(step, *args)
+        drawn = [
+            SampledToken(-1, error="nan") if step.token_ids[row] in bad else token
+            for token, row in zip(
+                output.sampled, (sum(step.query_lens[: s.seq_index + 1]) - 1 for s in step.samples), strict=True
+            )
+        ]
+        return replace(output, sampled=drawn)
+
+    other = AttemptKey("r2", 1)
+    poison = [*PROMPT[:-1], 7]
+    bad = {7} if node == "p_runner" else set(generate(poison, 3)[1:]) - set(generate(PROMPT, 5))
+    assert bad
+    monkeypatch.setattr(runner, "execute", poisoned)
+    pair.request(KEY, poison)
+    pair.request(other)
+    pair.run()
+    failures = {
+        (m.key, m.code) for m in pair.heard(pair.p_out) + pair.heard(pair.d_out) if isinstance(m, AttemptFailed)
+    }
+    assert failures == {(KEY, "no_finite_logits")}
+    assert pair.tokens(other) == generate(PROMPT, 5)
+    pair.assert_whole()
 
 
 def test_later_attempt_continues_after_the_tokens_of_the_first() -> None:
