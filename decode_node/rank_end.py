@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 from common.node.address import advertised
+from common.node.loaded import LoadedRank
 from common.node.rank import TransferEnd
-from common.node.startup import LoadedRank
 from kvtransfer.base import ReceiverEvent
 from kvtransfer.ranked import Open, Opened, TransferOrder, obey, to_report
 from kvtransfer.transports import make_receiver

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.node.loaded import LoadedRank
 from common.node.rank import TransferEnd
-from common.node.startup import LoadedRank
 from kvtransfer.ranked import TransferOrder, obey, to_report
 from kvtransfer.transports import make_sender
 

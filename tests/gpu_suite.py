@@ -10,7 +10,8 @@ from runner_cases import NUM_BLOCKS
 
 from common.config import DecodeConfig
 from common.engine.runner import ModelRunner
-from common.node.startup import load_rank, plan_node
+from common.node.loaded import load_rank
+from common.node.startup import plan_node
 from common.parallel.mesh import SOLO
 
 DEVICE: Any = os.environ.get("GPU_SUITE_DEVICE", "cuda")

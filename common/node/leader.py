@@ -19,18 +19,10 @@ from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, OnBlo
 from common.engine.step import StepOutput
 from common.errors import ConfigError, RankLost
 from common.node.address import rank_host
+from common.node.loaded import LoadedRank, load_rank, own_device
 from common.node.rank_messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
 from common.node.ranks import RankedExecutor, RankLinks
-from common.node.startup import (
-    WARM_UP,
-    Blueprint,
-    LoadedRank,
-    load_rank,
-    own_device,
-    peak_memory_bytes,
-    resident_bytes,
-    steps_ahead,
-)
+from common.node.startup import WARM_UP, Blueprint, peak_memory_bytes, resident_bytes, steps_ahead
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import SOLO
 from common.protocol import Codec, Role

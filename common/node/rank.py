@@ -22,6 +22,7 @@ from common.engine.executor import LocalExecutor, OnBlocksFinal
 from common.engine.step import StepInput
 from common.errors import EngineError, KvRelayError, PeerLost
 from common.node.address import advertised, rank_host
+from common.node.loaded import LoadedRank, load_rank, own_device
 from common.node.rank_messages import (
     MAX_ORDER_BYTES,
     LeaderBeat,
@@ -34,7 +35,7 @@ from common.node.rank_messages import (
     RankStart,
     RankStarted,
 )
-from common.node.startup import Blueprint, LoadedRank, load_rank, own_device, peak_memory_bytes
+from common.node.startup import Blueprint, peak_memory_bytes
 from common.parallel.connect import connect_mesh
 from common.protocol import Codec
 from common.torch_setup import configure_torch

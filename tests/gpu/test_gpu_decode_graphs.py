@@ -15,8 +15,9 @@ from load.shape import Shape, make_model_folder
 from common.config import DecodeConfig, PrefillConfig
 from common.engine.graphs import graph_sizes
 from common.errors import ConfigError
+from common.node.loaded import LoadedRank, load_rank
 from common.node.memory import CONTEXT_BYTES
-from common.node.startup import WARM_UP, LoadedRank, load_rank, plan_node
+from common.node.startup import WARM_UP, plan_node
 from common.parallel.mesh import SOLO
 
 SHAPE = Shape("graphs", hidden=512, layers=4, q_heads=8, kv_heads=2, intermediate=1024, vocab=4096)

@@ -16,7 +16,8 @@ from common.engine.executor import LocalExecutor
 from common.engine.step import RelayProgress, SampleSpec, StepInput
 from common.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.kv.layout import blocks_for
-from common.node.startup import LoadedRank, load_rank, plan_node
+from common.node.loaded import LoadedRank, load_rank
+from common.node.startup import plan_node
 from common.parallel.mesh import SOLO
 from common.protocol import AttemptKey, Grant, PeerRef, SamplingParams
 from common.torch_setup import configure_torch

@@ -27,8 +27,9 @@ from common.engine.executor import Executor, StepDone
 from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
 from common.node.leader import Leader, share_cores
+from common.node.loaded import load_rank
 from common.node.outbox import FromClient, Outbox, Outgoing, ToClient
-from common.node.startup import WARM_UP, load_rank, make_scheduler, plan_node
+from common.node.startup import WARM_UP, make_scheduler, plan_node
 from common.parallel.mesh import SOLO
 from common.protocol import AttemptKey, DecodeRequest, PeerRef, SamplingParams, TokenBatch
 from common.torch_setup import configure_torch

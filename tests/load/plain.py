@@ -15,7 +15,8 @@ from load.overhead_node import OverheadNode, StubRunner
 from common.config import DecodeConfig
 from common.engine.step import SampleSpec, StepInput
 from common.hashing import BLOCK_SIZE
-from common.node.startup import load_rank, make_scheduler, plan_node
+from common.node.loaded import load_rank
+from common.node.startup import make_scheduler, plan_node
 from common.parallel.mesh import SOLO
 from common.protocol import SamplingParams
 from common.torch_setup import configure_torch

@@ -16,9 +16,10 @@ from common.engine.runner import ModelRunner
 from common.engine.step import StepInput, StepOutput
 from common.errors import ConfigError
 from common.kv.layout import blocks_for
+from common.node.loaded import LoadedRank, load_rank
 from common.node.memory import CONTEXT_BYTES, GRAPH_BYTES, CardUse, KvWish, kv_blocks_on_card
 from common.node.profile_run import Largest, decode_step, largest_steps
-from common.node.startup import WARM_UP, LoadedRank, load_rank, plan_node
+from common.node.startup import WARM_UP, plan_node
 from common.parallel.mesh import SOLO
 
 GB = 10**9

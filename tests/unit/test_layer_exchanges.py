@@ -10,7 +10,8 @@ from oracle import TINY, make_tiny
 from torch import Tensor
 
 from common.config import DecodeConfig
-from common.node.startup import WARM_UP, load_rank, plan_node
+from common.node.loaded import load_rank
+from common.node.startup import WARM_UP, plan_node
 from common.parallel.mesh import RankPlace
 
 

@@ -11,7 +11,8 @@ import torch
 from common.config import DecodeConfig
 from common.engine.step import SampleSpec, StepInput
 from common.hashing import BLOCK_SIZE
-from common.node.startup import load_rank, plan_node
+from common.node.loaded import load_rank
+from common.node.startup import plan_node
 from common.parallel.mesh import SOLO
 from common.protocol import SamplingParams
 from common.torch_setup import configure_torch
