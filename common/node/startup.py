@@ -69,7 +69,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> B
         model_config.num_layers, len(explicit) or pp_size, explicit or None, head_layers(model_config)
     )
     check_parallel(model_config, config.tensor_parallel_size, stages)
-    drawn_on = card_name(rank_device(device, 0, 1))
+    drawn_on = card_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
     layout = KVLayout(
         fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed, drawn_on),
         num_layers=model_config.num_layers,
