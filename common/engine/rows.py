@@ -21,7 +21,7 @@ def step_input(step_id: int, rows: list[Row]) -> StepInput:
     for index, (seq, count) in enumerate(rows):
         start, stop = seq.num_scheduled, seq.num_scheduled + count
         token_ids += seq.token_ids[start:stop]
-        if stop > seq.num_tokens:
+        if stop > len(seq.token_ids):
             source, sample = seq.last_draw
             assert carried_from in (0, source), f"tokens of steps {carried_from} and {source} are pending"
             carried_from = source

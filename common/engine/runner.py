@@ -94,6 +94,8 @@ class ModelRunner:
             recorded = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
             rows = recorded.load(step) if recorded is not None else self._plan(step)
             self._carry_in(step, rows.token_ids)
+        except torch.AcceleratorError as error:
+            raise _card_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         planned_s = time.perf_counter() - started
@@ -106,6 +108,8 @@ class ModelRunner:
             else:
                 hidden = self._model.forward(rows.token_ids, rows.positions, self._attention, on_layer, received)
             draws = self._sample(step, hidden, rows.token_ids) if self._mesh.place.is_last_stage else None
+        except torch.AcceleratorError as error:
+            raise _card_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
             if several:
                 raise RankLost(f"step {step.step_id} failed halfway on {self._mesh.place}: {error}") from error
@@ -180,3 +184,8 @@ class ModelRunner:
         # As float32, which sums of every mesh take; exact up to 2**24, beyond any vocabulary.
         tokens = torch.zeros(count, device=self._device) if draws is None else draws.token_ids.float()
         return self._mesh.all_reduce(tokens).long()
+
+
+def _card_lost(step: StepInput, error: Exception) -> RankLost:
+    """An error that an earlier step may have left behind, after which the card does nothing more in this process."""
+    return RankLost(f"step {step.step_id} failed on the card: {error}")

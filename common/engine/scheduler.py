@@ -276,7 +276,7 @@ class Scheduler:
     def _decoding(self, group: int) -> Iterator[Sequence]:
         """Running sequences of `group` that need one row, each with a block for it; preempts where blocks lack."""
         for seq in list(self.running.values()):
-            if seq.num_unscheduled != 1 or not self._can_run(seq, group) or seq.key not in self.running:
+            if not seq.blocks or seq.num_unscheduled != 1 or not self._can_run(seq, group):  # no blocks: preempted here
                 continue
             if len(seq.blocks) * BLOCK_SIZE < seq.num_expected and not self._grow(seq):
                 continue

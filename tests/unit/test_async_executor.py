@@ -23,7 +23,7 @@ from common.engine.runner import Launched, ModelRunner
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken, StepInput, StepOutput
-from common.errors import EngineError
+from common.errors import EngineError, RankLost
 from common.hashing import root_hash
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
@@ -160,3 +160,27 @@ def test_a_step_that_carries_tokens_of_another_than_the_last_fails(model_path: P
     runner.execute(WARM_UP)
     with pytest.raises(EngineError, match="carries tokens of step 5"):
         runner.launch(StepInput(6, [0], [0], [16], [1], [1], [[1]], carried_from=5, carried=[(0, 0)]))
+
+
+def test_a_card_that_fails_ends_the_rank_and_not_only_the_step(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(model_path, carries=True)
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(runner._attention, "plan", fail)
+    with pytest.raises(RankLost, match="illegal memory access"):
+        runner.launch(WARM_UP)
+    with pytest.raises(RankLost, match="illegal memory access"):
+        Launched(1, Lost(), 0.0).wait()
+
+
+class Lost:
+    """Draws that never arrive."""
+
+    token_ids = torch.zeros(1, dtype=torch.int64)
+
+    def wait(self) -> list[SampledToken]:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
