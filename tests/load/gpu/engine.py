@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from common.config import DecodeConfig
+from common.engine.runner import Launched
 from common.engine.step import SampleSpec, StepInput
 from common.hashing import BLOCK_SIZE
 from common.node.loaded import load_rank
@@ -35,6 +37,7 @@ class Engine:
             kv_blocks=kv_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            async_scheduling=True,
         )
         configure_torch(None)
         blueprint = plan_node(config)
@@ -45,11 +48,17 @@ class Engine:
         self._vocab_size = blueprint.model.vocab_size
         self._is_card = torch.device(device).type == "cuda"
         self._rng = random.Random(1)
+        self._steps = 0
 
     def decode(self, batch: int, context: int, steps: int) -> list[float]:
-        """Seconds of each greedy step for `batch` sequences that begin with `context` slots of KV."""
+        """Seconds of each greedy step for `batch` sequences that begin with `context` slots of KV, from one step's tokens
+        to the next one's, each step prepared while the one before runs."""
         step = self._decode_steps(batch, context)
-        return [_timed(step) for _ in range(steps + _WARM_UP)][_WARM_UP:]
+        ends_s = []
+        for _ in range(_WARM_UP + steps):
+            step()
+            ends_s.append(time.perf_counter())
+        return [after - before for before, after in pairwise(ends_s[_WARM_UP - 1 :])]
 
     def prefill(self, tokens: int, chunk: int, times: int) -> list[float]:
         """Seconds of a prompt in chunks, its first token drawn."""
@@ -58,7 +67,7 @@ class Engine:
         def whole() -> None:
             for at in range(0, tokens, chunk):
                 rows = self._tokens(min(chunk, tokens - at))
-                self._run(rows, [len(rows)], [at + len(rows)], table, sample=at + chunk >= tokens)
+                self._launch(rows, [len(rows)], [at + len(rows)], table, sample=at + chunk >= tokens).wait()
 
         return [_timed(whole) for _ in range(times + 1)][1:]
 
@@ -78,30 +87,42 @@ class Engine:
         return _covered_us(spans) / 1e6 / steps
 
     def _decode_steps(self, batch: int, context: int) -> Any:
-        """A function that runs the next step each time."""
+        """A function that starts the next step each time, with the tokens of the one before, and waits for that one."""
         blocks_each = -(-(context + 256) // BLOCK_SIZE)
         tables = [list(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(batch)]
-        tokens = self._tokens(batch)
-        length = context
+        running = self._launch(self._tokens(batch), [1] * batch, [context + 1] * batch, tables, sample=True)
+        length = context + 1
 
         def step() -> None:
-            nonlocal tokens, length
+            nonlocal running, length
             length += 1
-            tokens = self._run(tokens, [1] * batch, [length] * batch, tables, sample=True)
+            before = running
+            carried = [(row, row) for row in range(batch)]
+            running = self._launch([0] * batch, [1] * batch, [length] * batch, tables, sample=True, carried=carried)
+            before.wait()
 
         return step
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(self._vocab_size) for _ in range(count)]
 
-    def _run(
-        self, rows: list[int], query_lens: list[int], context_lens: list[int], tables: list[list[int]], *, sample: bool
-    ) -> list[int]:
+    def _launch(
+        self,
+        rows: list[int],
+        query_lens: list[int],
+        context_lens: list[int],
+        tables: list[list[int]],
+        *,
+        sample: bool,
+        carried: list[tuple[int, int]] | None = None,
+    ) -> Launched:
+        """`carried`: of the step launched before."""
         places = [
             (i, p) for i, (q, c) in enumerate(zip(query_lens, context_lens, strict=True)) for p in range(c - q, c)
         ]
+        self._steps += 1
         step = StepInput(
-            step_id=1,
+            step_id=self._steps,
             token_ids=rows,
             positions=[p for _, p in places],
             slot_mapping=[tables[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in places],
@@ -109,12 +130,14 @@ class Engine:
             context_lens=context_lens,
             block_tables=tables,
             samples=[SampleSpec(i, _GREEDY, context_lens[i], 0) for i in range(len(query_lens))] if sample else [],
+            carried_from=self._steps - 1 if carried else 0,
+            carried=carried or [],
         )
-        return [drawn.token_id for drawn in self._runner.execute(step).sampled]
+        return self._runner.launch(step)
 
 
 def _timed(run: Any) -> float:
-    """A step returns tokens, so it has ended on the device as well; a chunk that draws none may still run there."""
+    """A chunk that draws no token may still run on the device when its output is there."""
     started = time.perf_counter()
     run()
     if torch.cuda.is_available():
