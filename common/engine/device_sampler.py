@@ -45,6 +45,10 @@ class DeviceSampler:
                 tokens = tokens.index_copy(0, index, drawn)
         return DeviceDraws(tokens, highest, specs, _logprobs(logits, highest, tokens, specs))
 
+    def nothing(self, device: torch.device) -> DeviceDraws:
+        """See `Sampler.nothing`."""
+        return DeviceDraws(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device), [], [])
+
     def _draw_in_order(self, rows: Tensor, likeliest: Tensor, specs: list[SampleSpec]) -> Tensor:
         scaled, u, finite = _scaled(rows, likeliest, specs)
         return torch.where(finite, draw_in_order(scaled.exp_(), u), likeliest)

@@ -39,6 +39,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def nothing(self, device: torch.device) -> Draws:
+        """No token, for a step that draws none; its `wait` ends with the step: only then are blocks free of its writes."""
+        ...
+
 
 class HostDraws:
     """Tokens that were drawn at once."""
@@ -65,3 +69,6 @@ class HostSampler:
                 for spec, token in zip(specs, tokens, strict=True)
             ]
         return HostDraws(sample(logits, specs))
+
+    def nothing(self, device: torch.device) -> HostDraws:
+        return HostDraws([])

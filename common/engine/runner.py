@@ -155,7 +155,7 @@ class ModelRunner:
 
     def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> Draws | None:
         if not step.samples:
-            return None
+            return self._sampler.nothing(self._device) if self._mesh.place.tp_rank == 0 else None
         ends = list(accumulate(step.query_lens))
         last_rows = [ends[spec.seq_index] - 1 for spec in step.samples]
         rows = to_device(last_rows, self._device)

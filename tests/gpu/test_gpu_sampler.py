@@ -37,3 +37,13 @@ def test_a_card_draws_what_the_host_draws(kind: str, coarse: bool) -> None:
         if ours.logprobs is not None and theirs.logprobs is not None:
             assert ours.logprobs.top_ids == theirs.logprobs.top_ids
             assert ours.logprobs.top_logprobs == pytest.approx(theirs.logprobs.top_logprobs, abs=1e-5)
+
+
+def test_a_step_that_draws_nothing_is_over_when_its_wait_is() -> None:
+    torch.cuda._sleep(100_000_000)
+    computed = torch.cuda.Event()
+    computed.record()
+    draws = DeviceSampler().nothing(CARD)
+    assert not computed.query(), "the host did not wait before"
+    assert draws.wait() == []
+    assert computed.query()

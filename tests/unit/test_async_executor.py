@@ -17,7 +17,7 @@ from oracle import make_tiny
 from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.engine.device_sampler import DeviceSampler
-from common.engine.draws import HostSampler, Sampler
+from common.engine.draws import HostDraws, HostSampler, Sampler
 from common.engine.executor import AsyncExecutor, LocalExecutor, StepDone, StepFailed
 from common.engine.runner import Launched, ModelRunner
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
@@ -184,3 +184,22 @@ class Lost:
 
     def wait(self) -> list[SampledToken]:
         raise torch.AcceleratorError("an illegal memory access was encountered")
+
+
+class Watched(HostSampler):
+    """Remembers that the end of a step without tokens was asked for."""
+
+    def __init__(self) -> None:
+        self.ends = 0
+
+    def nothing(self, device: torch.device) -> HostDraws:
+        self.ends += 1
+        return super().nothing(device)
+
+
+def test_a_step_that_draws_nothing_is_waited_for_too(model_path: Path) -> None:
+    sampler = Watched()
+    runner = make_runner(model_path, carries=True, sampler=sampler)
+    assert runner.execute(replace(WARM_UP, samples=[])).sampled == []
+    assert sampler.ends == 1
+    assert DeviceSampler().nothing(torch.device("cpu")).wait() == []
