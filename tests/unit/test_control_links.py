@@ -1,0 +1,44 @@
+"""Control links: what one turn of the loop sends, in order, whatever is among it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.errors import Unavailable
+from common.protocol import Abort, AttemptKey, Message, encode
+from common.rpc import Link, Server
+
+
+def abort(number: int) -> Abort:
+    return Abort(AttemptKey(str(number), 1))
+
+
+def test_what_one_turn_sends_arrives_in_order_and_junk_among_it_is_dropped() -> None:
+    async def main() -> None:
+        received: list[Message] = []
+        lost: list[str] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lost.append)
+        for number in range(50):
+            link.send(abort(number))
+        await until(lambda: len(received) == 50)
+        assert received == [abort(number) for number in range(50)]
+        link._socket.send_multipart([encode(abort(50)), b"junk", encode(abort(51))])
+        await until(lambda: len(received) == 52)
+        assert received[50:] == [abort(50), abort(51)]
+        assert not lost
+        link.close()
+        with pytest.raises(Unavailable):
+            link.send(abort(52))
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def until(condition: object) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
