@@ -54,7 +54,7 @@ class IncomingTransfer:
 
 @dataclass(frozen=True)
 class SourceReleased:
-    """Nothing reads the source blocks any more. `error` is None if every slice was handed to the wire."""
+    """Nothing reads the source blocks any more. `error` is None if the other end has acknowledged every slice."""
 
     key: AttemptKey
     bytes_sent: int

@@ -94,7 +94,8 @@ class SendingEnd:
         return self._live[batch.key]
 
     def handed(self, batch: Batch, now: float) -> None:
-        """The source of `batch` is not read any more; it was given to the wire, or its transfer has failed."""
+        """The source of `batch` is not read any more; it was given to the wire, or its transfer has failed. Precedes
+        its `acknowledged`."""
         state = self._live[batch.key]
         state.handed(batch, now)
         self._release_if_done(state)
@@ -109,7 +110,8 @@ class SendingEnd:
         """A message of this attempt was taken. Ignored if not live."""
         state = self._open_state(key)
         if state is not None:
-            state.progress(now)
+            state.acknowledged(now)
+            self._release_if_done(state)
 
     def fail(self, key: AttemptKey, error: Exception) -> None:
         """Stop this attempt: aborted, refused by the receiver, or its peer is lost. Ignored if not live."""

@@ -199,10 +199,10 @@ class Sender:
                     error = from_code(ack.code, ack.message)
                     log.info("%s refused a message of %s: %s", address, ack.key, error)
                     self._end.fail(ack.key, error)
-                else:
-                    self._end.acknowledged(ack.key, now)
                 if (batch := peer.returned(ack.sequence)) is not None:
                     self._end.handed(batch, now)
+                if not ack.code:
+                    self._end.acknowledged(ack.key, now)
         except PeerLost as error:
             if not peer.proven:
                 self._note_failure(address, peer.transport, error.message)

@@ -55,6 +55,8 @@ class Outgoing:
         """When to give up unless there is progress; None before the grant."""
         self.bytes_sent = 0
         self.in_hand = 0
+        self.unacknowledged = 0
+        """Messages handed to the wire that the other end has not said it has."""
         self._given_up = False
         self._layout = layout
         self._rank = rank
@@ -74,8 +76,9 @@ class Outgoing:
 
     @property
     def complete(self) -> bool:
-        """Granted, and nothing is left to read or to send."""
-        if self._routes is None or self.in_hand or self._given_up:
+        """Granted, nothing is left to read or to send, and the other end has all of it: what a broken link swallowed
+        would else be missed by nobody but the receiver's deadline."""
+        if self._routes is None or self.in_hand or self.unacknowledged or self._given_up:
             return False
         return not any(r.unsent_bytes for r in self._routes.values())
 
@@ -140,10 +143,16 @@ class Outgoing:
         return Batch(self.transfer.key, dst_rank, slices, size_bytes)
 
     def handed(self, batch: Batch, now: float) -> None:
-        """`batch` was given to the wire: its source is not read any more."""
+        """`batch` was given to the wire: its source is not read any more. Its ack is still to come."""
         self.progress(now)
+        self.unacknowledged += 1
         self.in_hand -= batch.size_bytes
         self.bytes_sent += batch.size_bytes
+
+    def acknowledged(self, now: float) -> None:
+        """The other end has one of the messages that were handed."""
+        self.progress(now)
+        self.unacknowledged = max(0, self.unacknowledged - 1)
 
     def give_up(self, size_bytes: int) -> None:
         """So much of what was in hand is not read any more, and did not reach the other end: this is never complete."""

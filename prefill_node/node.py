@@ -115,8 +115,8 @@ class PrefillNode:
                 self._granted(incarnation, grant)
             case FromPeer(_, TransferAbort(key, code, message)):
                 self._fail(self.attempts.get(key), from_code(code, message))
-            case FromPeer(_, TransferReceived()):
-                pass
+            case FromPeer(_, TransferReceived(key)):
+                self._received(self.attempts.get(key))
             case SourceReleased(key, bytes_sent, error, traffic):
                 count_bytes(self._relayed_by, traffic)
                 self._released(self.attempts[key], bytes_sent, error)
@@ -263,6 +263,11 @@ class PrefillNode:
             self._forget(attempt)
         elif done.finish_reason is not None:
             self.sender.abort(seq.key)  # nobody will decode: what is not yet sent need not be
+
+    def _received(self, attempt: _Attempt | None) -> None:
+        """The decode node has every slice: whether the last acks still come does not matter any more."""
+        if attempt is not None and attempt.reported:
+            self._forget(attempt)
 
     def _released(self, attempt: _Attempt, bytes_sent: int, error: Exception | None) -> None:
         attempt.offered = False

@@ -47,7 +47,8 @@ class Relay(RuleBasedStateMachine):
         self.batches: list[tuple[int, Batch]] = []
         self.wire: list[tuple[SliceHeader, int]] = []
         self.delivered: list[tuple[SliceHeader, int]] = []
-        self.claims: list[tuple[int, Claim]] = []
+        self.claims: list[tuple[int, Claim, int]] = []
+        """Receiving rank, what it writes, the rank that sent it."""
         self.opened: dict[tuple[str, int, AttemptKey], int] = {}
         self.released: dict[tuple[str, int, AttemptKey], int] = {}
         self.received: set[tuple[int, AttemptKey]] = set()
@@ -136,7 +137,7 @@ class Relay(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_under_a_copy(self, data: st.DataObject) -> None:
         if self.claims:
-            rank, claim = data.draw(st.sampled_from(self.claims))
+            rank, claim, _ = data.draw(st.sampled_from(self.claims))
             self.receivers[rank].abort(claim.key)
         else:
             rank, batch = data.draw(st.sampled_from(self.batches))
@@ -197,7 +198,7 @@ class Relay(RuleBasedStateMachine):
                 sender.fail(header.key, TransferError("refused"))
             return
         self.delivered.append((header, size))
-        self.claims.append((header.dst_rank, claim))
+        self.claims.append((header.dst_rank, claim, header.src_rank))
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data(), how=st.sampled_from(["again", "attempt", "source", "destination", "rank", "hash", "size"]))
@@ -228,13 +229,14 @@ class Relay(RuleBasedStateMachine):
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
     def write(self, data: st.DataObject) -> None:
-        rank, claim = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
+        rank, claim, src_rank = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
         assert ("d", rank, claim.key) not in self.released, "written after the release"
         cells = [cell for s in claim.slices for cell in cells_of(s)]
         done = self.placed.setdefault((rank, claim.key), set())
         assert not done & set(cells), "written twice"
         done |= set(cells)
         self.receivers[rank].placed(claim, self.now)
+        self.senders[src_rank].acknowledged(claim.key, self.now)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), until=st.sampled_from(["read", "sent", "delivered", "written", "written"]))
@@ -269,7 +271,7 @@ class Relay(RuleBasedStateMachine):
             for event in receiver.take_events():
                 if isinstance(event, DestinationReleased):
                     self.release("d", rank, event.key)
-                    assert all((rank, event.key) != (r, c.key) for r, c in self.claims), "released under a write"
+                    assert all((rank, event.key) != (r, c.key) for r, c, _ in self.claims), "released under a write"
                 elif isinstance(event, Received):
                     assert (rank, event.key) not in self.failed
                     assert self.placed.get((rank, event.key), set()) == self.wanted(rank, event.key)
@@ -284,6 +286,9 @@ class Relay(RuleBasedStateMachine):
         if event.error is None:
             cells = sum(len(c) for (r, _, k), c in self.offered.items() if (r, k) == (rank, event.key))
             assert event.bytes_sent == cells * self.src.slice_bytes_per_block
+            for (src_rank, dst_rank, key), offered in self.offered.items():
+                if (src_rank, key) == (rank, event.key):
+                    assert offered <= self.placed.get((dst_rank, key), set()), "released before the other end had it"
 
     def release(self, side: str, rank: int, key: AttemptKey) -> None:
         assert (side, rank, key) not in self.released, "released twice"
@@ -305,7 +310,7 @@ class Relay(RuleBasedStateMachine):
             return
         for rank, batch in self.batches:
             self.senders[rank].handed(batch, self.now)
-        for rank, claim in self.claims:
+        for rank, claim, _ in self.claims:
             self.receivers[rank].placed(claim, self.now)
         self.batches, self.claims = [], []
         for sender in self.senders:

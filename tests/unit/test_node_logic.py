@@ -24,6 +24,7 @@ from common.protocol import (
     PrefillRequest,
     SamplingParams,
     TransferAbort,
+    TransferReceived,
 )
 from decode_node.node import Phase
 
@@ -82,6 +83,18 @@ def test_generated_blocks_are_cached_on_the_decode_node() -> None:
     # 40 + 30 tokens: 69 have KV, so 4 full blocks are held; the 5th is not.
     assert pair.wire.blocks_moved == 3 + 1
     assert pair.tokens(AttemptKey("r2", 1)) == generate(follow_up, 5)
+
+
+def test_prefill_node_lets_go_of_what_the_decode_node_has_whole_whatever_became_of_the_acks() -> None:
+    pair = Pair()
+    pair.request()
+    for _ in range(3):
+        pair.step_prefill()
+    assert KEY in pair.wire.outgoing
+    pair.p.handle(FromPeer(D_REF.incarnation, TransferReceived(KEY, 1)))
+    assert not pair.p.attempts
+    assert pair.p.scheduler.pool.num_used == 0
+    assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
 
 
 def test_request_that_ends_with_its_first_token_never_touches_the_decode_batch() -> None:

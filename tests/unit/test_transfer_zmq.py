@@ -201,10 +201,11 @@ def test_new_incarnation_at_an_address_ends_transfers_to_the_old_one(make: Any, 
     new.grant(dataclasses.replace(fake.peer, incarnation="dst-2"))
     new.final()
     assert isinstance(cluster.senders[0].recorder.wait(old.key, SourceReleased).error, PeerLost)
-    assert cluster.senders[0].recorder.wait(new.key, SourceReleased).error is None
     headers = []
     while (got := fake.next(timeout_s=0.2)) is not None:
         headers.append(got[1])
+        fake.ack(*got[:2])
+    assert cluster.senders[0].recorder.wait(new.key, SourceReleased).error is None
     assert {h.dst_incarnation for h in headers if h.key == new.key} == {"dst-2"}
 
 
@@ -222,13 +223,29 @@ def test_small_layers_wait_for_company_unless_they_are_the_last(make: Any, fake:
     got = fake.next()
     assert got is not None
     assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(0, 2)]
+    fake.ack(*got[:2])
     transfer.final(layers=range(3, 4))
     assert fake.next(timeout_s=0.1) is None
     transfer.final(layers=range(2, 3))
     got = fake.next()
     assert got is not None
     assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(2, 4)]
+    assert not cluster.senders[0].recorder.events, "the link may still swallow it"
+    fake.ack(*got[:2])
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
+
+
+def test_link_that_breaks_with_the_last_slices_on_it_fails_the_transfer(make: Any, fake: FakeReceiver) -> None:
+    """Everything was handed to the wire; nobody else would miss it before the receiver's deadline."""
+    cluster = make()
+    transfer = cluster.transfer(tokens=4)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final()
+    assert fake.next() is not None
+    fake.socket.close(linger=0)
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
 
 
 def test_staging_smaller_than_one_block_of_one_layer_still_works(make: Any) -> None:

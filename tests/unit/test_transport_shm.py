@@ -129,6 +129,19 @@ def test_a_silent_peer_delays_nobody_else_and_ends_at_its_deadline(make: Any, fa
     assert isinstance(cluster.senders[0].recorder.wait(stuck.key, SourceReleased).error, DeadlineExceeded)
 
 
+def test_link_that_breaks_with_the_last_slices_on_it_fails_the_transfer(make: Any, fake: FakeReceiver) -> None:
+    cluster = make()
+    transfer = cluster.transfer(tokens=4)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    fake.accept()
+    transfer.final()
+    fake.next()
+    fake.connected.close()
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+
+
 @pytest.mark.parametrize("place", ["unix://host/kvrelay-nobody-listens", "unix://host/" + "x" * 200])
 def test_unreachable_receiver_fails_the_transfer_at_once(make: Any, place: str) -> None:
     cluster = make()
