@@ -76,6 +76,8 @@ class Peer(ABC):
         self.transport = transport
         self.why = ""
         """Why this transport was chosen."""
+        self.second_best = False
+        """A transport that would have been chosen before this one did not come about."""
         self.incarnation = incarnation
         self.message_bytes = message_bytes
         """The most that one message carries."""
@@ -104,6 +106,11 @@ class Peer(ABC):
     def in_flight(self) -> int:
         """Messages sent and not acknowledged."""
         return len(self._in_flight)
+
+    @property
+    def unused(self) -> bool:
+        """No transfer needs it, and nothing is under way on it."""
+        return not (self.transfers or self.reserved or self._in_flight)
 
     def next_sequence(self) -> int:
         """The number of the next message."""

@@ -18,6 +18,9 @@ ZMQ, SHM, GLOO, NCCL, CUDA_IPC = "zmq", "shm", "gloo", "nccl", "cuda_ipc"
 COLLECTIVE = (NCCL, GLOO)
 _ONE_HOST = (CUDA_IPC, SHM)
 _MAX_ADDRESS = 4096
+_MAX_FAILED = 1024
+FORGET_AFTER_S = 600.0
+"""What kept a transport from coming about (no memory left, a firewall) may be mended; a try costs one attempt."""
 _NONE: Mapping[str, str] = {}
 
 
@@ -48,6 +51,29 @@ class Choice:
     def transport(self) -> str:
         """Its name."""
         return self.offer.transport
+
+
+class Failures:
+    """Which transports did not come about to which address, for `FORGET_AFTER_S` each. Bounded."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[str, str], tuple[str, float]] = {}
+        """By address and transport: why, and until when it counts. The oldest first."""
+
+    def note(self, address: str, transport: str, reason: str, now: float) -> None:
+        """It failed, once more perhaps."""
+        self._reasons.pop((address, transport), None)
+        if len(self._reasons) >= _MAX_FAILED:
+            del self._reasons[next(iter(self._reasons))]
+        self._reasons[address, transport] = reason, now + FORGET_AFTER_S
+
+    def of(self, address: str, now: float) -> Mapping[str, str]:
+        """The reasons that still count for `address`, by transport."""
+        return {
+            transport: reason
+            for (place, transport), (reason, until) in self._reasons.items()
+            if place == address and now < until
+        }
 
 
 def format_offers(offers: Iterable[TransportOffer]) -> str:

@@ -21,7 +21,7 @@ from common.kv.storage import KVStorage
 from common.protocol import AttemptKey, Grant
 from kvtransfer.base import OnSenderEvent, OutgoingTransfer, SenderEvent
 from kvtransfer.channel import Buffer, Connector, EndContext, Peer, Ready, poll
-from kvtransfer.choose import Choice, choose, parse_offers
+from kvtransfer.choose import Choice, Failures, choose, parse_offers
 from kvtransfer.copying import make_copier
 from kvtransfer.device import Mark, Pending, RelayDevice
 from kvtransfer.ends import SendingEnd
@@ -84,8 +84,7 @@ class Sender:
         self._connectors = {connector.offer.transport: connector for connector in connectors}
         self._peers: dict[str, Peer] = {}
         """By data address."""
-        self._failed: dict[str, dict[str, str]] = {}
-        """Reasons, by data address and transport."""
+        self._failures = Failures()
         self._pairs: dict[tuple[str, str], Pair] = {}
         self._bytes: dict[str, int] = dict.fromkeys(self._connectors, 0)
         self._tally = Tally(rank)
@@ -218,6 +217,9 @@ class Sender:
         if peer is not None and peer.incarnation != incarnation:
             self._lose(address, f"incarnation {incarnation} has taken its address")
             peer = None
+        elif peer is not None and peer.second_best and peer.unused and not self._failures.of(address, self._clock()):
+            self._lose(address, "a better transport may come about again")
+            peer = None
         if peer is None:
             peer = self._peers[address] = self._connect(grant, dst_rank)
         return peer
@@ -230,7 +232,7 @@ class Sender:
         address, incarnation = grant.dst.data_addresses[dst_rank], grant.dst.incarnation
         ours, theirs = [c.offer for c in self._connectors.values()], parse_offers(address)
         while True:
-            failed = self._failed.get(address, {})
+            failed = self._failures.of(address, self._clock())
             choice = choose(ours, theirs, self._wanted, failed)
             try:
                 peer = self._connectors[choice.transport].connect(choice.offer, incarnation, self._clock())
@@ -240,15 +242,14 @@ class Sender:
                 self._note_failure(address, choice.transport, error.message)
                 continue
             peer.why = choice.why
+            peer.second_best = bool(failed)
             self._note_choice(Pair(grant.dst.node_id, incarnation, dst_rank, choice))
             return peer
 
     def _note_failure(self, address: str, transport: str, reason: str) -> None:
-        """The next connection to `address` takes another transport, if there is one."""
+        """For a while, connections to `address` take another transport, if there is one."""
         log.warning("%s to %s failed: %s", transport, address, reason)
-        if address not in self._failed and len(self._failed) >= _MAX_PAIRS:
-            del self._failed[next(iter(self._failed))]
-        self._failed.setdefault(address, {})[transport] = reason
+        self._failures.note(address, transport, reason, self._clock())
 
     def _note_choice(self, pair: Pair) -> None:
         place = f"{pair.dst_rank}", pair.incarnation
@@ -332,7 +333,7 @@ class Sender:
                 continue
             if peer.in_flight:
                 self._lose(address, f"no ack for {self._idle_s} s")
-            elif not peer.transfers and not peer.reserved:
+            elif peer.unused:
                 self._lose(address, "idle")
 
     def _poll_timeout_ms(self) -> int:

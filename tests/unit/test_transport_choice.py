@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transfer_harness import Cluster, Recorder, layout, wait_until
 
-from common.clock import Clock
+from common.clock import Clock, MockClock, monotonic
 from common.config import DecodeConfig
 from common.errors import ConfigError, HandshakeRefused
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import shm, transports
 from kvtransfer.base import SourceReleased
-from kvtransfer.choose import TransportOffer, choose, format_offers, parse_offers
+from kvtransfer.choose import FORGET_AFTER_S, Failures, TransportOffer, choose, format_offers, parse_offers
 from kvtransfer.host import host_id
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -153,8 +153,8 @@ class Everything:
 def make() -> Iterator[Any]:
     clusters: list[Cluster] = []
 
-    def factory(src: KVLayout, dst: KVLayout) -> Cluster:
-        clusters.append(Cluster(Everything(), src, dst))
+    def factory(src: KVLayout, dst: KVLayout, clock: Clock = monotonic) -> Cluster:
+        clusters.append(Cluster(Everything(), src, dst, clock=clock))
         return clusters[-1]
 
     yield factory
@@ -202,9 +202,42 @@ def test_transport_that_breaks_before_its_first_ack_is_not_taken_again(
     transfer.grant()
     transfer.final()
     sender = cluster.senders[0].end
-    wait_until(lambda: "shm" in sender._failed.get(cluster.receivers[0].end.address, {}), "the sender knows")
+    wait_until(lambda: "shm" in sender._failures.of(cluster.receivers[0].end.address, 0.0), "the sender knows")
     cluster.transfer("r", attempt=2, tokens=27).run()
     assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
+
+
+@pytest.mark.parametrize("idle_s", [30.0, 10_000.0])
+def test_transport_that_failed_is_tried_again_after_a_while(
+    make: Any, monkeypatch: pytest.MonkeyPatch, idle_s: float
+) -> None:
+    """Also where its substitute is in such use that its connection never falls idle."""
+
+    def cannot(*_: Any) -> Any:
+        raise OSError("no memory left")
+
+    clock = MockClock()
+    cluster = make(layout(), layout(), clock)
+    cluster.senders[0].end._idle_s = idle_s
+    with monkeypatch.context() as broken:
+        broken.setattr(shm.ring, "create", cannot)
+        cluster.transfer("first", tokens=27).run()
+    receiver = cluster.receivers[0].end
+    clock.advance(FORGET_AFTER_S - 1)
+    cluster.transfer("too soon", tokens=27).run()
+    assert receiver.bytes_by_transport["shm"] == 0
+    clock.advance(2.0)
+    cluster.transfer("later", tokens=27).run()
+    assert receiver.bytes_by_transport["shm"] > 0
+
+
+def test_memory_of_failures_is_bounded_and_forgets_the_oldest() -> None:
+    failures = Failures()
+    for i in range(2000):
+        failures.note(f"a{i}", "shm", "broken", 0.0)
+    assert not failures.of("a0", 0.0)
+    assert failures.of("a1999", 0.0) == {"shm": "broken"}
+    assert len(failures._reasons) == 1024
 
 
 def test_sender_with_nothing_in_common_fails_its_transfer_and_names_both(make: Any) -> None:
