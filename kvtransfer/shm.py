@@ -40,6 +40,8 @@ _MESSAGE = struct.Struct("<IIQ")
 _CREDENTIALS = struct.Struct("iii")
 _MAX_ACK_BYTES = 16 * 2**10
 _MAX_CONNECTIONS = 1024
+_ACCEPT_PAUSE_S = 1.0
+"""After a failed accept (no descriptor left, most likely): senders wait in the backlog meanwhile."""
 
 
 class ShmPeer(Peer):
@@ -213,6 +215,8 @@ class ShmListener:
         self._connect = connection
         self._connections: dict[int, Connection] = {}
         self._readable: deque[Connection] = deque()
+        self._accept_again_s: float | None = None
+        """Set while the listening socket is not polled: it would stay readable, and the thread would spin."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._socket.bind("\0" + name)
         self._socket.listen(128)
@@ -224,8 +228,12 @@ class ShmListener:
 
     def note(self, ready: Ready, now: float) -> None:
         """As `Listener.note`."""
-        if self._socket.fileno() in ready:
-            self._accept()
+        if self._accept_again_s is not None and now >= self._accept_again_s:
+            self._accept_again_s = None
+            self._poller.register(self._socket.fileno(), zmq.POLLIN)
+            self._accept(now)
+        elif self._socket.fileno() in ready:
+            self._accept(now)
         known = set(self._readable)
         self._readable.extend(c for fd, c in self._connections.items() if fd in ready and c not in known)
 
@@ -272,8 +280,8 @@ class ShmListener:
             self._malformed(connection, error.message)
         return None
 
-    def _accept(self) -> None:
-        with suppress(BlockingIOError):
+    def _accept(self, now: float) -> None:
+        try:
             while True:
                 connected, _ = self._socket.accept()
                 connected.setblocking(False)
@@ -286,6 +294,12 @@ class ShmListener:
                     continue
                 self._connections[connected.fileno()] = self._connect(connected)
                 self._poller.register(connected.fileno(), zmq.POLLIN)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            log.warning("cannot take senders on this host, tries again in %g s: %s", _ACCEPT_PAUSE_S, error)
+            self._poller.unregister(self._socket.fileno())
+            self._accept_again_s = now + _ACCEPT_PAUSE_S
 
     def _malformed(self, connection: Connection, reason: str) -> None:
         self.malformed_messages += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -157,6 +158,46 @@ def connect(receiver: ShmReceiver) -> socket.socket:
     connected.settimeout(DEADLINE_S)
     connected.connect("\0" + receiver.address.rpartition("/")[2])
     return connected
+
+
+class NoDescriptors:
+    """A listening socket in a process that has no descriptor left."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self.real, self.tries = real, 0
+
+    def accept(self) -> Any:
+        self.tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def fileno(self) -> int:
+        return self.real.fileno()
+
+
+def test_receiver_without_a_descriptor_to_spare_takes_senders_later_and_fails_nobody_meanwhile(make: Any) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock)
+    receiver = cluster.receivers[0].end
+    listener = receiver._listeners[0]
+    live = cluster.transfer("live")
+    live.open_receivers()
+    real = listener._socket
+    listener._socket = none_left = NoDescriptors(real)
+    waiting = cluster.transfer("waiting")
+    waiting.compute()
+    waiting.open_receivers()
+    waiting.open_senders()
+    waiting.grant()
+    waiting.final()
+    wait_until(lambda: listener._accept_again_s is not None, "the accept has failed")
+    for _ in range(20):
+        receiver.abort(AttemptKey("nobody", 1))  # a turn of its thread
+    assert none_left.tries == 1, "it does not spin"
+    listener._socket = real
+    clock.advance(2.0)
+    receiver.abort(AttemptKey("nobody", 1))
+    waiting.check_received()
+    assert not cluster.receivers[0].recorder.of(live.key, object)
 
 
 def hostile_greeting(what: str) -> tuple[list[bytes], list[int]]:
