@@ -69,6 +69,8 @@ class _Live:
     """It may go to the nodes."""
     wanted: f.Place | None = None
     """While it is held back: what it waits for."""
+    parked_until_s: float | None = None
+    """While no node was found since it was parked first: when its client gets the error."""
     placement: Placement | None = None
     """Of the latest attempt."""
     unproven: set[str] = field(default_factory=set[str])
@@ -249,7 +251,7 @@ class Dispatcher:
             return
         for incarnation in _incarnations(decision):
             self.breakers.chosen(incarnation)
-        generation.decision, live.placement = decision, placement
+        generation.decision, live.placement, live.parked_until_s = decision, placement, None
         decode = self.nodes.get(decision.decode.picked.incarnation)
         prefill = None if decision.prefill is None else self.nodes.get(decision.prefill.picked.incarnation)
         assert decode is not None
@@ -297,10 +299,17 @@ class Dispatcher:
         )
 
     def _park(self, generation: Generation, wanted: f.Place, error: Unavailable) -> None:
+        """Wait for a node. Being woken in vain, by nodes that come and go, does not prolong the wait."""
+        live, now_s = self._live[generation.request_id], self._clock()
+        if live.parked_until_s is None:
+            live.parked_until_s = now_s + REPLACEMENT_WAIT_S
+        elif now_s >= live.parked_until_s:
+            generation.feed(f.Unplaceable(error))
+            return
         generation.story.add("parked", error.message)
         self._parking.park(
             generation.request_id,
-            REPLACEMENT_WAIT_S,
+            live.parked_until_s - now_s,
             wake=lambda: self._place_again(generation, wanted),
             give_up=lambda: generation.feed(f.Unplaceable(error)),
         )

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from common.clock import MockClock
 from common.errors import BadRequest, Unavailable
 from common.protocol import SamplingParams
 from router.dispatch import Dispatcher, DispatchSettings
@@ -84,6 +85,38 @@ def test_one_that_was_let_in_waits_for_nodes_to_come_back_and_a_new_one_does_not
         assert "no decode node" in message(new)
         assert let_in.outcome is None
         let_in.cancel()
+
+    play(scene)
+
+
+def test_being_woken_in_vain_does_not_prolong_the_wait_for_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that flaps without ever being of use would else keep its clients for as long as it does."""
+    monkeypatch.setattr(NodeTable, "rejoining", True)
+    monkeypatch.setattr("router.parking.WAKE_AFTER_S", 0.0)
+    clock = MockClock()
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        dispatcher._clock = clock
+        waiting = submit(dispatcher, "a")
+        waits: list[float] = []
+        park = dispatcher._parking.park
+
+        def noted(request_id: str, wait_s: float, **calls: Any) -> None:
+            waits.append(wait_s)
+            park(request_id, wait_s, **calls)
+
+        monkeypatch.setattr(dispatcher._parking, "park", noted)
+        async with asyncio.timeout(5):
+            for _ in range(20):
+                if waiting.outcome is not None:
+                    break
+                before = len(waits)
+                clock.advance(4.0)
+                dispatcher._on_usable()
+                while len(waits) == before and waiting.outcome is None:
+                    await asyncio.sleep(0.001)
+        assert waits == [11.0, 7.0, 3.0]
+        assert "no decode node" in message(waiting)
 
     play(scene)
 
