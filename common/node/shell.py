@@ -234,8 +234,8 @@ class NodeShell:
                     on_lost=lambda reason: self._peer_gone(peer.incarnation, reason),
                     connect_timeout_s=SILENCE_S,
                 )
-            except Unavailable as error:
-                self.post(PeerGone(peer.incarnation, error.message))
+            except (Unavailable, OSError) as error:  # OSError: no descriptor left
+                self.post(PeerGone(peer.incarnation, str(error)))
                 return
             self._links[peer.incarnation] = link
             self._ping_peer(link)
