@@ -2,7 +2,8 @@
 
 Real nodes of several processes each. Sixteen requests at once, lengths mixed, prefixes shared, prompts in chunks, and so
 few KV blocks that sequences are preempted. The subset here covers every size, both ways of spreading KV heads and every
-transport; `make test-matrix` runs every combination (TEST_MATRIX=all), or a part of them (TEST_MATRIX=2/27, the second of 27).
+transport; over gloo the next step is prepared while one runs. `make test-matrix` runs every combination
+(TEST_MATRIX=all), or a part of them (TEST_MATRIX=2/27, the second of 27).
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def test_tokens_equal_the_reference(
         *("--model", str(model), "--dtype", "float32", "--config", str(config), "--start-timeout-s", "240"),
         *("--kv-blocks", "60", "--local-prefill-tokens", "0", "--kv-transport", transport),
         *("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp), "--decode-pp", str(decode_pp)),
+        "--async-scheduling" if transport == "collective" else "--no-async-scheduling",
     ) as system:
         system.wait_usable(timeout_s=240)
         answers = asyncio.run(ask_all(system.url, name, prompts))
