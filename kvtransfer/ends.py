@@ -84,10 +84,14 @@ class SendingEnd:
         """Attempts that have failed, but have a batch in hand."""
         return list(self._ending)
 
-    def take(self, key: AttemptKey, dst_rank: int, *, max_bytes: int, min_bytes: int = 1) -> Batch | None:
+    def take(self, key: AttemptKey, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
         """As `Outgoing.take`; None for what is not live."""
         state = self._open_state(key)
-        return None if state is None else state.take(dst_rank, max_bytes=max_bytes, min_bytes=min_bytes)
+        return None if state is None else state.take(dst_rank, max_bytes=max_bytes, min_bytes=min_bytes, now=now)
+
+    def overdue(self, now: float) -> list[AttemptKey]:
+        """Attempts of which something has waited for company for too long."""
+        return [key for key, state in self._live.items() if state.overdue(now)]
 
     def state_of(self, batch: Batch) -> Outgoing:
         """The attempt of a batch in hand."""

@@ -163,6 +163,8 @@ class Sender:
         self._drop_idle(now)
         self._take_back()
         self._report()
+        for key in self._end.overdue(now):
+            self._wake(key)
         # One message per peer and turn: commands and acks get their turn between any two.
         for peer in self._peers.values():
             if peer.has_room:
@@ -187,9 +189,13 @@ class Sender:
 
     def _on_blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
         if self._end.blocks_final(key, layer, num_blocks, self._clock()):
-            for peer in self._peers.values():
-                if key in peer.transfers:
-                    peer.waiting[key] = None
+            self._wake(key)
+
+    def _wake(self, key: AttemptKey) -> None:
+        """It may have something to send."""
+        for peer in self._peers.values():
+            if key in peer.transfers:
+                peer.waiting[key] = None
 
     def _take_acks(self, address: str, peer: Peer, ready: Ready, now: float) -> None:
         try:
@@ -275,6 +281,7 @@ class Sender:
                 peer.transfers.get(key, -1),
                 max_bytes=peer.message_bytes,
                 min_bytes=min(self._min_message_bytes, peer.message_bytes),
+                now=self._clock(),
             )
             if batch is not None:
                 self._send(peer, batch)

@@ -21,6 +21,9 @@ from kvtransfer.base import IncomingTransfer, OutgoingTransfer
 from kvtransfer.resharding import Piece, plan
 from kvtransfer.wire import KVSlice, SliceHeader
 
+_KEEP_BACK = 0.25
+"""Ready slices wait for company for this part of a transfer's timeout: the receiver hears of none that waits."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -103,7 +106,7 @@ class Outgoing:
         for piece in plan(self._layout, grant.layout):
             if piece.src_rank == self._rank:
                 final = self._final[piece.layer_lo - self._layer_lo : piece.layer_hi - self._layer_lo]
-                routes[piece.dst_rank] = _Route(piece, final, grant.held_blocks, total, self._layout)
+                routes[piece.dst_rank] = _Route(piece, final, grant.held_blocks, total, self._layout, now)
         self._routes = routes
         self.progress(now)
 
@@ -129,15 +132,25 @@ class Outgoing:
         for route in (self._routes or {}).values():
             route.blocks_final(layer + self._layer_lo, num_blocks)
 
-    def take(self, dst_rank: int, *, max_bytes: int, min_bytes: int = 1) -> Batch | None:
+    def overdue(self, now: float) -> list[int]:
+        """The destination ranks for which something has been ready and kept back for too long."""
+        return [rank for rank, route in (self._routes or {}).items() if route.ready_bytes and self._late(route, now)]
+
+    def _late(self, route: _Route, now: float) -> bool:
+        return now - route.taken_s >= _KEEP_BACK * self.transfer.timeout_s
+
+    def take(self, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
         """The next slices for `dst_rank`, at most `max_bytes` of them, or None.
 
-        Fewer than `min_bytes` are given only when nothing more will follow. `max_bytes` is at least the size of
+        Fewer than `min_bytes` are given only when nothing more will follow, or when they are overdue. `max_bytes` is at least the size of
         one block's slice of one layer.
         """
         route = (self._routes or {}).get(dst_rank)
-        if route is None or not route.ready_bytes or route.ready_bytes < min(min_bytes, route.unsent_bytes):
+        if route is None or not route.ready_bytes:
             return None
+        if route.ready_bytes < min(min_bytes, route.unsent_bytes) and not self._late(route, now):
+            return None
+        route.taken_s = now
         slices, size_bytes = route.take(max_bytes)
         self.in_hand += size_bytes
         return Batch(self.transfer.key, dst_rank, slices, size_bytes)
@@ -178,9 +191,11 @@ class Outgoing:
 class _Route:
     """Progress of one piece. Per layer `final` and `sent` count leading blocks; [sent, final) is ready."""
 
-    def __init__(self, piece: Piece, final: list[int], held: int, total: int, layout: KVLayout) -> None:
+    def __init__(self, piece: Piece, final: list[int], held: int, total: int, layout: KVLayout, now: float) -> None:
         layers = piece.layer_hi - piece.layer_lo
         self.piece = piece
+        self.taken_s = now
+        """When something was taken last, at first the time of the grant."""
         self._unit = (piece.head_hi - piece.head_lo) * layout.slice_bytes_per_block
         self._sent = [held] * layers
         self._final = [max(held, n) for n in final]

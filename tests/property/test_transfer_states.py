@@ -158,7 +158,7 @@ class Relay(RuleBasedStateMachine):
         for src_rank, shard in enumerate(self.src.shards()):
             max_bytes = units * (shard.head_hi - shard.head_lo) * self.src.slice_bytes_per_block
             for dst_rank in range(self.dst.world_size):
-                batch = self.senders[src_rank].take(key, dst_rank, max_bytes=max_bytes, min_bytes=minimum)
+                batch = self.senders[src_rank].take(key, dst_rank, max_bytes=max_bytes, min_bytes=minimum, now=self.now)
                 if batch is not None:
                     assert batch.size_bytes <= max_bytes
                     self.check_offer(src_rank, batch)
@@ -247,7 +247,7 @@ class Relay(RuleBasedStateMachine):
         self.give_grant(key)
         for src_rank, sender in enumerate(self.senders):
             for dst_rank in range(self.dst.world_size):
-                while batch := sender.take(key, dst_rank, max_bytes=2**20):
+                while batch := sender.take(key, dst_rank, max_bytes=2**20, now=self.now):
                     self.check_offer(src_rank, batch)
                     self.batches.append((src_rank, batch))
         while self.batches and until != "read":

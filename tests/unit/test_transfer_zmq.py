@@ -235,6 +235,26 @@ def test_small_layers_wait_for_company_unless_they_are_the_last(make: Any, fake:
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
 
 
+def test_small_layers_of_a_slow_prompt_are_not_kept_back_until_the_receiver_gives_up(
+    make: Any, fake: FakeReceiver
+) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock, staging_bytes=2**20, min_message_bytes=2**20)
+    transfer = cluster.transfer(tokens=4, timeout_s=20.0)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    for layer in range(3):
+        transfer.final(layers=range(layer, layer + 1))
+        assert fake.next(timeout_s=0.1) is None
+        clock.advance(6.0)
+        cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+        got = fake.next()
+        assert got is not None
+        assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(layer, layer + 1)]
+        fake.ack(*got[:2])
+
+
 def test_link_that_breaks_with_the_last_slices_on_it_fails_the_transfer(make: Any, fake: FakeReceiver) -> None:
     """Everything was handed to the wire; nobody else would miss it before the receiver's deadline."""
     cluster = make()
