@@ -18,7 +18,7 @@ _SCALE = 32
 """A block of 512 tokens becomes one of 16."""
 _KV_BLOCKS = 1500
 _RATE_SCALE = 2.0
-_REQUESTS = 400
+_REQUESTS = 300
 """About a minute for each policy."""
 _REQUEST_S = 60.0
 
