@@ -59,7 +59,7 @@ class NodeShell:
         self._holders: dict[Identity, str] = {}
         """What those who hold a lease call themselves."""
         self._links: dict[str, Link] = {}
-        self.drain = Drain()
+        self.drain = Drain(config.lease_s)
         self._admin: AdminServer | None = None
         self._registrar: Registrar | None = None
         self._crashed = asyncio.Event()
@@ -92,7 +92,7 @@ class NodeShell:
             {
                 "holder": self._holders.get(identity, "unknown: it has not pinged"),
                 "ends_in_s": round(until_s - now_s, 2),
-                "knows_of_drain": self.drain.active and self.drain.untold([identity]) == 0,
+                "knows_of_drain": self.drain.told(identity),
             }
             for identity, until_s in self._leases.items()
         ]
@@ -192,7 +192,8 @@ class NodeShell:
                 self._ping_peer(link)
 
     def _client_lost(self, identity: Identity) -> None:
-        self._leases.pop(identity, None)
+        if self._leases.pop(identity, None) is not None:
+            self.drain.lease_ended(identity)
         self._holders.pop(identity, None)
         self.post(ClientLost(identity))
 

@@ -16,6 +16,7 @@ from common.config import DecodeConfig
 from common.kv.journal import BlockJournal
 from common.kv.layout import KVLayout
 from common.membership import Directory
+from common.node.drain import Drain
 from common.node.shell import NodeShell
 from common.protocol import Message, ModelInfo, NodeLoad, NodeRecord, Ping, Pong
 from common.redis_server import RedisServer
@@ -62,6 +63,7 @@ def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Await
     async def main() -> None:
         config = DecodeConfig(redis_url=redis_server.url, cluster=cluster, admin_token="t", lease_s=3.0)
         shell, logic, ready = NodeShell(config, "decode-x"), Logic(), asyncio.Event()
+        shell.drain = Drain(0.0)  # these pings follow each other as fast as their pongs come
         await shell.bind()
         record = NodeRecord(
             "decode", shell.me, ModelInfo("m", "/m", 100, 64), KVLayout("f", 2, 2, 16, "float32"), 10, 1.0
