@@ -27,6 +27,9 @@ from kvtransfer.sender import Sender
 log = logging.getLogger(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
+HEARTBEAT_S, SILENCE_S = 2.0, 10.0
+"""A link on which nothing comes back for so long, not even ZMQ's own answers, has broken without a word. Long enough
+for a full window on a slow network."""
 
 
 class DealerLink:
@@ -44,6 +47,8 @@ class DealerLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES)
         # The window bounds what is queued; a send must never wait or fail for a full queue.
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(endpoint)

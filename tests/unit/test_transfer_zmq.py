@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import select
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import zmq
 from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
 
+import kvtransfer.zmq
 from common.clock import Clock, MockClock
 from common.errors import ConfigError, DeadlineExceeded, HandshakeRefused, PeerLost
 from common.hashing import HASH_BYTES
@@ -233,6 +237,59 @@ def test_small_layers_wait_for_company_unless_they_are_the_last(make: Any, fake:
     assert not cluster.senders[0].recorder.events, "the link may still swallow it"
     fake.ack(*got[:2])
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
+
+
+class Cable:
+    """Carries bytes to a port on this machine and back, until it is cut; both ends then see a connection that stands."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(DEADLINE_S)
+        self.port: int = self._server.getsockname()[1]
+        self._cut = threading.Event()
+        self._ends: tuple[socket.socket, ...] = ()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    def cut(self) -> None:
+        self._cut.set()
+        self._thread.join(DEADLINE_S)
+
+    def close(self) -> None:
+        self.cut()
+        for end in self._ends:
+            end.close()
+        self._server.close()
+
+    def _carry(self) -> None:
+        near, _ = self._server.accept()
+        far = socket.create_connection(("127.0.0.1", self._port))
+        self._ends = near, far
+        while not self._cut.is_set():
+            for end in select.select(self._ends, [], [], 0.01)[0]:
+                (far if end is near else near).sendall(end.recv(2**16))
+
+
+def test_link_that_goes_silent_fails_the_transfer_without_its_deadline(
+    make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtransfer.zmq, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(kvtransfer.zmq, "SILENCE_S", 0.5)
+    address = fake.peer.data_addresses[0]
+    cable = Cable(int(address.rpartition(":")[2]))
+    try:
+        cluster = make()
+        transfer = cluster.transfer(tokens=4)
+        transfer.compute()
+        transfer.open_senders()
+        transfer.grant(dataclasses.replace(fake.peer, data_addresses=[f"zmq+tcp://127.0.0.1:{cable.port}"]))
+        transfer.final()
+        assert fake.next() is not None
+        cable.cut()
+        assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+    finally:
+        cable.close()
 
 
 def test_small_layers_of_a_slow_prompt_are_not_kept_back_until_the_receiver_gives_up(
