@@ -226,7 +226,8 @@ class NodeLoad:
     kv_blocks_cached: int = 0
     kv_blocks_total: int = 0
     step_age_s: float = 0.0
-    """Since the engine loop last came round; large means it is stuck."""
+    """Since the engine loop last came round or, while steps are in flight beside it, since one of these last ended; large
+    means that it is stuck."""
     prompt_tokens: int = 0
     prompt_busy_s: float = 0.0
     """Seconds of steps that computed prompts; `prompt_tokens` over it is the node's speed."""

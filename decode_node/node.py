@@ -465,6 +465,7 @@ class DecodeNode:
             kv_blocks_cached=scheduler.pool.num_cached,
             kv_blocks_total=scheduler.pool.num_blocks,
             prompt_tokens=self._prompt_tokens,
+            step_age_s=self._meter.age_s(self.clock()),
             prompt_busy_s=self._meter.prompt_busy_s,
             step_s=self._meter.step_s,
             generated_tokens=self._generated_tokens,

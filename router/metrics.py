@@ -30,7 +30,10 @@ _NODE_GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
     "kvrelay_node_queued_tokens": ("Prompt tokens accepted and not computed.", lambda load: load.queued_tokens),
     "kvrelay_node_kv_blocks_cached": ("Blocks kept for prefix hits only.", lambda load: load.kv_blocks_cached),
     "kvrelay_node_draining": ("1 if it finishes what it has and gets nothing new.", lambda load: load.draining),
-    "kvrelay_node_step_age_seconds": ("Since the engine loop last came round.", lambda load: load.step_age_s),
+    "kvrelay_node_step_age_seconds": (
+        "Since the engine loop last came round, or a step in flight beside it ended.",
+        lambda load: load.step_age_s,
+    ),
 }
 _NODE_COUNTERS: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
     "vllm:num_preemptions": ("Sequences preempted.", lambda load: load.preemptions),

@@ -63,7 +63,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopping = False
         self.last_round_s = clock()
-        """When the loop last came round: what `/health` and `Pong` judge it by."""
+        """When the loop last came round: what `/health` and `Pong` judge it by, beside steps in flight that do not end."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:

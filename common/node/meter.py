@@ -38,6 +38,10 @@ class StepMeter:
             self.step_s += gain * (now_s - since_s - self.step_s)
         self._last_end_s = now_s
 
+    def age_s(self, now_s: float) -> float:
+        """How long steps have been in flight without one of them ending; 0 while there are none."""
+        return now_s - max(min(self._started.values()), self._last_end_s) if self._started else 0.0
+
     def drop(self, step_id: int) -> None:
         """It failed."""
         self._started.pop(step_id, None)

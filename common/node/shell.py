@@ -107,8 +107,8 @@ class NodeShell:
         """As of now; all zero before `run`."""
         if self._logic is None or self._engine is None:
             return NodeLoad()
-        age_s = monotonic() - self._engine.last_round_s
-        return replace(self._logic.load, step_age_s=age_s, draining=self.drain.active)
+        load, age_s = self._logic.load, monotonic() - self._engine.last_round_s
+        return replace(load, step_age_s=max(age_s, load.step_age_s), draining=self.drain.active)
 
     def ask_attempts(self) -> Future[list[dict[str, Any]]]:
         """What `describe_attempts` says, between two steps. Only while `run` runs."""

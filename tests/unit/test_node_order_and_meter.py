@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from node_pair import Pair
 
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
+from common.engine.step import StepInput
 from common.hashing import BLOCK_SIZE, root_hash
 from common.kv.pool import BlockPool
 from common.node.meter import StepMeter
@@ -64,3 +66,35 @@ def test_steps_in_flight_together_are_busy_time_once() -> None:
     meter.drop(4)
     meter.end(4, 16.0, [5])
     assert meter.prompt_busy_s == 1.5
+
+
+def test_steps_in_flight_age_until_one_of_them_ends() -> None:
+    """The loop comes round beside them, so that it alone would say that a card that hangs is well."""
+    meter = StepMeter(depth=2)
+    assert meter.age_s(5.0) == 0.0
+    meter.begin(1, 10.0)
+    meter.begin(2, 10.1)
+    assert meter.age_s(40.0) == 30.0
+    meter.end(1, 41.0, [1])
+    assert meter.age_s(42.0) == 1.0, "the second could not run before the first had ended"
+    meter.end(2, 43.0, [1])
+    assert meter.age_s(99.0) == 0.0
+    meter.begin(3, 100.0)
+    meter.drop(3)
+    assert meter.age_s(200.0) == 0.0
+
+
+def test_a_node_whose_step_never_ends_says_so_though_its_loop_comes_round() -> None:
+    class Hangs:
+        def submit(self, step: StepInput) -> None:
+            """Its output is to come as an event."""
+
+    pair = Pair()
+    pair.p.executor = Hangs()
+    pair.request()
+    pair.p.on_time(pair.clock())
+    assert pair.p.load.step_age_s == 0.0
+    pair.p.step()
+    pair.clock.advance(31.0)
+    pair.p.on_time(pair.clock())
+    assert pair.p.load.step_age_s == 31.0
