@@ -21,11 +21,11 @@ class Draws(Protocol):
 
     @property
     def token_ids(self) -> Tensor:
-        """[samples] int64 where the logits are, for the next step."""
+        """[samples] int64 where the logits are, for the next step; in the vocabulary also where there is no token."""
         ...
 
     def wait(self) -> list[SampledToken]:
-        """The tokens on the host. Raises: EngineError when a row had no finite maximum."""
+        """The tokens on the host; a `SampledToken` with an error for a row without a finite maximum."""
         ...
 
 
@@ -52,7 +52,8 @@ class HostDraws:
 
     @property
     def token_ids(self) -> Tensor:
-        return torch.tensor([token.token_id for token in self._tokens])
+        # The next step may carry what was not drawn, in a row that is then discarded.
+        return torch.tensor([max(token.token_id, 0) for token in self._tokens])
 
     def wait(self) -> list[SampledToken]:
         return self._tokens

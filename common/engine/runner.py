@@ -34,7 +34,7 @@ class Launched:
     def wait(self) -> StepOutput:
         """Its output, as soon as its tokens are on the host. Any thread.
 
-        Raises: EngineError if the model computed what no token can be drawn from; RankLost if the card failed.
+        Raises: RankLost if the card failed.
         """
         started = time.perf_counter()
         try:

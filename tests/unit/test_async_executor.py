@@ -22,7 +22,7 @@ from common.engine.executor import AsyncExecutor, LocalExecutor, StepDone, StepF
 from common.engine.runner import Launched, ModelRunner
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
-from common.engine.step import SampledToken, StepInput, StepOutput
+from common.engine.step import SampledToken, SampleSpec, StepInput, StepOutput
 from common.errors import EngineError, RankLost
 from common.hashing import root_hash
 from common.kv.layout import KVLayout
@@ -160,6 +160,35 @@ def test_a_step_that_carries_tokens_of_another_than_the_last_fails(model_path: P
     runner.execute(WARM_UP)
     with pytest.raises(EngineError, match="carries tokens of step 5"):
         runner.launch(StepInput(6, [0], [0], [16], [1], [1], [[1]], carried_from=5, carried=[(0, 0)]))
+
+
+@pytest.mark.parametrize("sampler", [HostSampler(), DeviceSampler()], ids=["host", "device"])
+def test_a_row_without_a_token_can_be_carried_and_costs_the_others_nothing(
+    model_path: Path, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not drawn is known only when the next step, which carries it, has been launched."""
+    runner = make_runner(model_path, carries=True, sampler=sampler)
+    greedy = SamplingParams(seed=0, max_tokens=9, temperature=0.0)
+    samples = [SampleSpec(seq, greedy, 1, 0) for seq in (0, 1)]
+    first = StepInput(1, [7, 8], [0, 0], [16, 32], [1, 1], [1, 1], [[1], [2]], samples)
+    second = StepInput(
+        2, [0, 0], [1, 1], [17, 33], [1, 1], [2, 2], [[1], [2]], samples, carried_from=1, carried=[(0, 0), (1, 1)]
+    )
+    want = [runner.launch(step).wait().sampled[1] for step in (first, second)]
+    logits = runner._model.logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        rows = logits(hidden)
+        assert rows is not None
+        rows[0] = torch.nan
+        return rows
+
+    monkeypatch.setattr(runner._model, "logits", broken)
+    launched = [runner.launch(step) for step in (first, second)]
+    for step, token in zip(launched, want, strict=True):
+        sampled = step.wait().sampled
+        assert sampled[0].error is not None
+        assert sampled[1].token_id == token.token_id
 
 
 def test_a_card_that_fails_ends_the_rank_and_not_only_the_step(
