@@ -14,12 +14,14 @@ from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.pages import leading_decodes
-from common.kv.float8 import narrow, widen, words_of
+from common.kv.float8 import E4M3, narrow, widen, words_of
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
 
 _SCORES = 2**26
 """Of a query block: its rows times all query heads times the context. In float32, 256 MB."""
+_GATHERED = 2**26
+"""Numbers of K and V that are gathered for rows that decode at the same time, as long as one row does not need more."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,21 @@ class _Pages:
         """pages: [B, P]. Returns [2 (K, V), B, kv_heads, P * block_size, head_dim], without scales."""
         cache = words_of(self.data[layer])
         taken = cache.index_select(1, pages.flatten()).view(self.data.dtype)
-        return widen(taken).to(dtype).unflatten(1, pages.shape).transpose(2, 3).flatten(3, 4)
+        values = widen(taken) if self.data.dtype == E4M3 else taken
+        return values.to(dtype).unflatten(1, pages.shape).transpose(2, 3).flatten(3, 4)
 
     def attend_one_row_each(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
-        """q: [B, q_heads, head_dim]. Returns the same."""
+        """q: [B, q_heads, head_dim]. Returns the same. Some rows at a time: all their contexts may be much memory."""
+        each = 2 * decodes.past.size(1) * self.data.size(3) * self.data.size(5)
+        parts = [
+            self._attend_together(layer, _Decodes(pages, past), rows)
+            for pages, past, rows in zip(
+                *(part.split(max(1, _GATHERED // each)) for part in (decodes.pages, decodes.past, q)), strict=True
+            )
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_together(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
         gathered = self.gather(layer, decodes.pages, q.dtype)
         # What a reused page holds past the end may be anything, and anything times zero may be NaN.
         keys, values = gathered.masked_fill_(decodes.past[:, None, :, None], 0.0)

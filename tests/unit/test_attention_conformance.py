@@ -13,10 +13,12 @@ import pytest
 import torch
 from attention_cases import LENS, Case, MakeBackend
 
+from common.attention import gathered
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
 from common.attention.gathered import GatheredAttention
 from common.kernels.flashinfer_kernels import HEAD_DIMS
+from common.kv.layout import blocks_for
 
 BACKENDS: dict[str, MakeBackend] = {
     "cpu": CpuAttention,
@@ -115,6 +117,30 @@ def test_a_backend_for_graphs_reads_each_step_from_the_same_memory(backend: str,
         case.kv = [kv[:, :context] for kv, context in zip(whole, contexts, strict=True)]
         for i, out in enumerate(case.run(layer=1)):
             torch.testing.assert_close(out.double(), case.expected(i), atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows_at_once", "sizes"), [(3.5, [3, 3, 1]), (0.5, [1] * 7)])
+def test_gathered_rows_that_decode_are_taken_some_at_a_time(
+    rows_at_once: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lens = [(1, 40), (1, 3), (1, 300), (1, 16), (1, 17), (1, 90), (1, 1)]
+    case = make_case("gathered", (4, 2, 16), lens, "float32")
+    seen: list[int] = []
+    gather = gathered._Pages.gather
+
+    def watched(pages: gathered._Pages, layer: int, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(len(wanted))
+        return gather(pages, layer, wanted, dtype)
+
+    monkeypatch.setattr(gathered._Pages, "gather", watched)
+    of_one = 2 * blocks_for(300) * case.block_size * 2 * 16
+    monkeypatch.setattr(gathered, "_GATHERED", int(rows_at_once * of_one))
+    for backend in (case.backend, case.backend.for_graph(len(lens))):
+        case.backend = backend
+        for i, out in enumerate(case.run(layer=1)):
+            torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+        assert seen[: len(sizes)] == sizes
+    assert len(seen) == len(sizes) + len(lens), "a recorded one gathers the longest context for every row"
 
 
 def test_smaller_graph_backends_do_not_disturb_larger_ones() -> None:
