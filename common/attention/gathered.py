@@ -7,13 +7,14 @@ dtype of the queries. Runs on a rank's engine thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.attention.pages import leading_decodes
+from common.attention.pages import host_int32, leading_decodes
 from common.kv.float8 import E4M3, narrow, widen, words_of
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
@@ -112,7 +113,7 @@ class GatheredAttention:
         for i in range(n, len(metadata.query_lens)):
             context_len = metadata.context_lens[i]
             table = metadata.block_tables[i][: blocks_for(context_len, block_size)]
-            pages = torch.tensor(table, device=self._device)
+            pages = _put(table, self._device)
             self._prefills.append(_Prefill(row, row + metadata.query_lens[i], context_len, pages))
             row += metadata.query_lens[i]
 
@@ -193,6 +194,12 @@ def _decodes(metadata: AttentionMetadata, num: int, num_pages: int, block_size: 
     for table, context_len in zip(metadata.block_tables[:num], lens, strict=True):
         used = table[: blocks_for(context_len, block_size)]
         tables.append(used + used[-1:] * (num_pages - len(used)))
-    ends = torch.tensor(lens, device=device)[:, None]
+    ends = _put(lens, device)[:, None]
     past = torch.arange(num_pages * block_size, device=device) >= ends
-    return _Decodes(torch.tensor(tables, device=device), past)
+    pages = _put(list(chain.from_iterable(tables)), device).view(num, num_pages)
+    return _Decodes(pages, past)
+
+
+def _put(values: list[int], device: torch.device) -> Tensor:
+    """[len(values)] int64 on `device`, by a copy that the host does not wait for."""
+    return host_int32(values, pinned=device.type == "cuda").to(device, non_blocking=True).long()
