@@ -26,7 +26,7 @@ from common.kv.storage import KVStorage
 
 _LAYOUT = "HND"
 _SPLIT_BYTES = 256 * 2**20
-"""For partial results of long sequences that several thread blocks share; enough where nothing is recorded."""
+"""For partial results of long sequences that several thread blocks share; more where `split_bytes` says so."""
 _DECODE_TILES = (16, 128)
 """Query rows that a thread block of a decode step takes, those of one KV head: of groups up to 16, of larger ones."""
 _PLAN_BYTES = 8 * 2**20
@@ -110,7 +110,8 @@ class FlashInferAttention:
         device = self._cache.device
         self._pinned = device.type == "cuda"
         self._fence = _Fence(device)
-        self._split = torch.zeros(_SPLIT_BYTES, dtype=torch.uint8, device=device)
+        split = max(_SPLIT_BYTES, unrecorded_split_bytes(shape, _num_processors(device)))
+        self._split = torch.zeros(split, dtype=torch.uint8, device=device)
         self._plan = torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=device)
         backend = prefill_backend(device, self._cache.dtype)
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._split, _LAYOUT, backend=backend)
@@ -251,6 +252,21 @@ class FlashInferDecode:
 
     def for_graph(self, rows: int) -> FlashInferDecode:
         raise NotImplementedError("a recorded backend makes no others")
+
+
+def unrecorded_split_bytes(shape: AttentionShape, num_processors: int) -> int:
+    """What any step that is not recorded needs for partial results. FA2 splits contexts only so far that all tiles of one
+    KV head are as many as its share of two thread blocks for each of the card's processors."""
+    tile = 128 if shape.head_dim < 256 else 64
+    tiles = 2 * num_processors // shape.num_kv_heads
+    return shape.num_q_heads * tiles * tile * (shape.head_dim + 1) * 4 + 2**20
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    cuda: Any = torch.cuda
+    return cuda.get_device_properties(device).multi_processor_count
 
 
 def split_bytes(shape: AttentionShape, rows: int) -> int:

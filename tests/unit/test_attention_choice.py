@@ -15,7 +15,7 @@ import torch
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.choose import choose_attention, worth_recording
 from common.attention.cpu import CpuAttention
-from common.attention.flashinfer import FlashInferAttention, split_bytes, why_not
+from common.attention.flashinfer import FlashInferAttention, split_bytes, unrecorded_split_bytes, why_not
 from common.attention.gathered import GatheredAttention
 from common.attention.pages import leading_decodes, page_lists
 from common.kernels import library
@@ -128,6 +128,16 @@ def test_a_context_beyond_the_longest_is_refused_rather_than_written_elsewhere()
     graph = FlashInferAttention(storage, shape(max_context=32), fake_flashinfer).for_graph(1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="more than the 2 of the longest"):
         graph.plan(AttentionMetadata([1], [33], [[0, 1, 2]], torch.tensor([32])))
+
+
+def test_partial_results_of_long_prompts_get_the_memory_that_flashinfer_plans() -> None:
+    """128 query heads over 8 KV heads on an H200's 132 processors: 33 tiles of 128 rows for each KV head."""
+    wide = AttentionShape(128, 8, 128, torch.bfloat16, 16)
+    planned = 128 * 33 * 128 * 129 * 4
+    assert 256 * 2**20 < planned <= unrecorded_split_bytes(wide, 132)
+    # On eight ranks it is the same for each.
+    one_of_eight = AttentionShape(16, 1, 128, torch.bfloat16, 16)
+    assert unrecorded_split_bytes(one_of_eight, 132) >= 16 * 264 * 128 * 129 * 4
 
 
 def test_partial_results_of_large_recorded_steps_get_the_memory_that_flashinfer_plans() -> None:
