@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 
 from common.attention.base import AttentionBackend
+from common.engine.penalties import SeenTokens
 from common.engine.runner import ModelRunner
 from common.engine.step import SampleSpec, StepInput
 from common.kv.layout import blocks_for
@@ -23,8 +25,13 @@ from common.protocol import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_DEAREST = SamplingParams(seed=0, max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20)
-"""Sampling that needs everything that a sampler may hold."""
+_DEAREST = SamplingParams(
+    seed=0, max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=1.0, logprobs=20
+)
+"""Sampling that needs everything that a sampler may hold: logits that are changed, thresholds of every kind."""
+_SEEN = SeenTokens(array("i", [0]).tobytes(), array("i", [1]).tobytes())
+_CHEAPEST = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
+"""One row of it makes a sampler copy all the others."""
 
 
 class MemoryMeter(Protocol):
@@ -106,6 +113,9 @@ def decode_step(largest: Largest, num_seqs: int) -> StepInput:
 
 def _step(lens: list[int], largest: Largest) -> StepInput:
     rows = [at for length in lens for at in range(length)]
+    samples = [SampleSpec(i, _DEAREST, length, 0, _SEEN) for i, length in enumerate(lens)]
+    if len(samples) > 1:
+        samples[-1] = SampleSpec(len(lens) - 1, _CHEAPEST, lens[-1], 0)
     return StepInput(
         step_id=0,
         token_ids=[0] * len(rows),
@@ -114,7 +124,7 @@ def _step(lens: list[int], largest: Largest) -> StepInput:
         query_lens=lens,
         context_lens=lens,
         block_tables=[list(range(largest.blocks))] * len(lens),
-        samples=[SampleSpec(i, _DEAREST, length, 0) for i, length in enumerate(lens)],
+        samples=samples,
     )
 
 

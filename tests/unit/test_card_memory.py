@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_tiny
 
 from common.config import DecodeConfig
+from common.engine.device_penalties import adjusted_on_device
+from common.engine.device_sampler import DeviceSampler
 from common.engine.graphs import EagerRecorder, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.step import StepInput, StepOutput
@@ -115,6 +118,16 @@ def test_the_largest_steps_use_every_row_and_sample_for_every_sequence(largest: 
         assert max(step.context_lens) <= largest.context
         assert max(step.slot_mapping) < largest.blocks * 16
         assert all(len(table) >= blocks_for(n) for table, n in zip(step.block_tables, step.context_lens, strict=True))
+
+
+def test_the_largest_steps_sample_in_all_ways_that_take_memory() -> None:
+    _, many = largest_steps(Largest(64, 100, 8))
+    logits = torch.zeros(8, 512)
+    assert adjusted_on_device(logits, many.samples, None) is not logits, "penalties change a copy"
+    drawn = [spec.params for spec in many.samples if spec.params.temperature > 0]
+    assert len(drawn) == 7, "one that is greedy, so that the others are copied"
+    assert all(p.top_p < 1 and p.top_k and p.min_p and p.logprobs for p in drawn)
+    assert DeviceSampler().draw(logits, many.samples, None).wait()
 
 
 class FakeMeter:
