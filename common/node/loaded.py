@@ -86,12 +86,17 @@ class LoadedRank:
         self.mesh.agree("weights", "loaded", config.start_timeout_s)
         rows = max(batched_tokens(config, self.blueprint), config.max_num_seqs)
         largest = Largest(rows, self.blueprint.model.max_model_len, config.max_num_seqs)
-        sizes = [] if self._recorder is None else graph_sizes(config.max_num_seqs)
-        use = profile_run(self._storage, self._runner, largest, meter, sizes)
+        use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_record)
         log.info("%s: %s", self.place, use)
         memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
         wish = KvWish(config.gpu_memory_utilization, memory, config.kv_blocks)
         return kv_blocks_on_card(use, wish, block_bytes, self._spare_blocks)
+
+    def _sizes_to_record(self, attention: AttentionBackend) -> list[int]:
+        """Batch sizes of decode steps; empty where none are recorded."""
+        if self._recorder is None or not worth_recording(attention, self.blueprint.model.max_model_len):
+            return []
+        return graph_sizes(self.config.max_num_seqs)
 
     def lay_out(self, num_blocks: int) -> None:
         """Allocate KV memory for `num_blocks`, the same on all ranks. Raises: ConfigError if it is not there."""
@@ -105,7 +110,7 @@ class LoadedRank:
         """
         if self._recorder is None:
             return
-        if not worth_recording(self._attention, self.blueprint.model.max_model_len):
+        if not self._sizes_to_record(self._attention):
             log.warning("decode steps are not recorded: attention on gathered pages is slower so")
             return
         layout, seqs = self.blueprint.layout, self.config.max_num_seqs

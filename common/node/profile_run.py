@@ -133,12 +133,12 @@ def profile_run(
     make_runner: Callable[[KVStorage], tuple[ModelRunner, AttentionBackend]],
     largest: Largest,
     meter: MemoryMeter,
-    graph_sizes: list[int],
+    graph_sizes: Callable[[AttentionBackend], list[int]],
 ) -> CardUse:
     """Run the largest steps on a small KV memory that is gone afterwards.
 
-    `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps to be recorded later, for
-    which memory is set aside; empty for none.
+    `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps to be recorded later with such
+    attention, for which memory is set aside; empty for none.
     """
     weights = meter.used()
     storage = make_storage(largest.blocks)
@@ -148,7 +148,7 @@ def profile_run(
     for step in largest_steps(largest):
         runner.execute(step)
     activations = meter.peak() - weights - kv_bytes
-    graphs = _graph_bytes(runner, attention, largest, meter, graph_sizes)
+    graphs = _graph_bytes(runner, attention, largest, meter, graph_sizes(attention))
     del runner, attention, storage
     free, total = meter.card()
     return CardUse(total, free, weights, activations, graphs)

@@ -185,6 +185,19 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
     assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), per_block, 1)
 
 
+def test_steps_that_will_not_be_recorded_get_no_memory(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.node.loaded.worth_recording", lambda attention, max_context: False)
+    config = DecodeConfig(model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5)
+    loaded = load(config, meter=FakeMeter(), recorder=EagerRecorder())
+    use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
+    assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), loaded.blueprint.layout.bytes_per_block, 1)
+    loaded.lay_out(20)
+    loaded.record()
+    assert "decode steps are not recorded" in caplog.text
+
+
 def test_a_rank_that_records_has_one_block_more_than_its_pool(model: str) -> None:
     config = DecodeConfig(model=model, max_num_seqs=5, kv_blocks=20)
     recording, plain = load(config, recorder=EagerRecorder()), load(config)
