@@ -145,7 +145,8 @@ def profile_run(
     kv_bytes = meter.used() - weights
     meter.start()
     runner, attention = make_runner(storage)
-    for step in largest_steps(largest):
+    # The single row needs no memory: kernels of its own, which are loaded, if not compiled for minutes, at first use.
+    for step in (*largest_steps(largest), decode_step(largest, 1)):
         runner.execute(step)
     activations = meter.peak() - weights - kv_bytes
     graphs = _graph_bytes(runner, attention, largest, meter, graph_sizes(attention))

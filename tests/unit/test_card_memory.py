@@ -177,8 +177,9 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
     config = DecodeConfig(model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5)
     meter = FakeMeter()
     loaded = load(config, meter=meter, recorder=EagerRecorder())
-    # The longest chunk, the most sequences, the largest decode step; the card is looked at last, with all of it gone.
-    assert ran == [1, 5, 5]
+    # The longest chunk, the most sequences, one row, the largest decode step; the card is looked at last, with all of it
+    # gone.
+    assert ran == [1, 5, 1, 5]
     assert meter.looks[-1] == "card"
     use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, len(graph_sizes(5)) * GRAPH_BYTES + 4 * 10**6)
     per_block = loaded.blueprint.layout.bytes_per_block
