@@ -88,7 +88,8 @@ def draw_by_rank(x: Tensor, top_p: Tensor, u: Tensor, thresholds: Thresholds) ->
     kept_ties = ((needed - above) / each).ceil().clamp(min=1.0).minimum(ties)
     kept = above + kept_ties * each
     target = _below(u * kept, kept)
-    at = thresholds.of_mass(x, weights, target)
+    # Never below what may be drawn at all, which a threshold found in float32 might be.
+    at = thresholds.of_mass(x, weights, target).maximum(edge)
     above, each, ties = _around(x, weights, at)
     last = torch.where(at == edge, kept_ties, ties)
     index = ((target - above) / each).floor().clamp(min=0.0).minimum(last - 1)
