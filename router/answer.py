@@ -49,10 +49,13 @@ class Answer:
             generation.cancel()
 
     def close(self) -> None:
-        """Stop what still runs."""
+        """Stop what still runs, and let go of it: the two know each other, and what is left of a request must not wait for
+        the garbage collector, which seldom looks at what is older than some seconds.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
         self._cancel()
+        self.generations = []
 
     async def begun(self) -> None:
         """Wait until there is something to send.
