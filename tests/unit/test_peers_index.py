@@ -88,3 +88,28 @@ def test_a_malformed_stream_entry_is_that_nodes_trouble_alone() -> None:
         await follower._client.aclose()
 
     asyncio.run(main())
+
+
+def test_without_redis_the_index_is_kept_tidy_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a router expects of its nodes makes new sets of holders for as long as the outage lasts."""
+    monkeypatch.setattr("router.index._FEW_MASKS", 64)
+    monkeypatch.setattr("router.follower._RETRY_S", 0.001)
+    clock = MockClock()
+    index = PrefixIndex(clock=clock)
+    for number in range(1, 500):
+        index.expect("n0", chain(16 * number, 1), *(f"n{bit}" for bit in range(9) if number >> bit & 1))
+    assert len(index._numbers) > 200
+    clock.advance(60.0)
+    index.match(chain(0))  # by now nothing of that is believed any more
+    follower = Follower("redis://127.0.0.1:1/0", "c", index, clock=clock)
+
+    async def main() -> None:
+        following = asyncio.create_task(follower.run())
+        async with asyncio.timeout(10):
+            while len(index._numbers) > 64:
+                await asyncio.sleep(0.005)
+        assert follower.away
+        following.cancel()
+        await asyncio.wait([following])
+
+    asyncio.run(main())
