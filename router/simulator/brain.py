@@ -116,16 +116,16 @@ class Brain:
         """All nodes register with the router of `owner`."""
         self._owner = owner
         for node in prefill:
-            self._add("prefill", node, capacity=1)
+            self._add("prefill", node)
         for node in decode:
-            self._add("decode", node, capacity=self._hardware.max_num_seqs)
+            self._add("decode", node)
 
-    def _add(self, role: Role, node: PrefillNode | DecodeNode, capacity: int) -> None:
+    def _add(self, role: Role, node: PrefillNode | DecodeNode) -> None:
         self._known[node.node_id] = Known(role, node)
         self.fleets[role].add(
             node.node_id,
             node.node_id,
-            capacity=capacity,
+            capacity=self._hardware.max_num_seqs,  # of either role, as nodes register it
             token_bytes=self._hardware.kv_token_bytes,
             free_blocks=node.cache.room,
             total_blocks=node.cache.capacity,

@@ -244,6 +244,15 @@ def test_admission_refuses_nobody_where_there_is_room() -> None:
     assert figures["finished"] == 400
 
 
+def test_admission_counts_the_seconds_before_a_prefill_node_and_not_the_prompts() -> None:
+    """A prefill node registers with its `max_num_seqs` as any node does, not with the one prompt that it computes at a time."""
+    events, shape = Events(), Shape(1, 1)
+    settings = BrainSettings(policy="least_load", local_prefill_tokens=0, admission=Admission(max_queue_wait_s=0.0))
+    cluster = Cluster(shape, Brain(settings, shape.hardware, events), events)
+    ledger = cluster.run(request(number, 0.0, [number]) for number in range(3))  # 0.03 s each
+    assert not ledger.refusals
+
+
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
     lines = [
