@@ -38,8 +38,10 @@ class Hardware:
         for name, value in vars(self).items():
             if value < 0 or not math.isfinite(value):
                 raise ConfigError(f"{name} must be a number of at least 0, not {value}")
-        if self.step_fixed_s <= 0 or self.link_bytes_s <= 0 or min(self.chunk_tokens, self.layers) < 1:
-            raise ConfigError("a step and a link take time, a chunk has tokens, a model has layers")
+        if self.step_fixed_s <= 0 or self.link_bytes_s <= 0:
+            raise ConfigError("a step and a link take time")
+        if min(self.chunk_tokens, self.layers, self.max_num_seqs) < 1:
+            raise ConfigError("a chunk has tokens, a model has layers, a node runs sequences")
 
     def prefill_s(self, tokens: int, context: int) -> float:
         """Seconds to compute `tokens` after `context` tokens that are there already."""

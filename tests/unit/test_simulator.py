@@ -253,6 +253,12 @@ def test_admission_counts_the_seconds_before_a_prefill_node_and_not_the_prompts(
     assert not ledger.refusals
 
 
+@pytest.mark.parametrize("name", ["max_num_seqs", "chunk_tokens", "layers", "step_fixed_s", "link_bytes_s"])
+def test_hardware_that_can_do_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        Hardware(**{name: 0})
+
+
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
     lines = [
