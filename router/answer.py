@@ -54,7 +54,11 @@ class Answer:
         """
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None
         self._cancel()
+        for generation in self.generations:
+            if generation.outcome is not None and generation.outcome.error is not None:
+                generation.outcome.error.__traceback__ = None  # its frames know the generation
         self.generations = []
 
     async def begun(self) -> None:

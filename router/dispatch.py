@@ -237,7 +237,8 @@ class Dispatcher:
             placement = self.placer.decide(self._order(live, wanted))
         except Unavailable as error:
             drained = Unavailable("every decode node that is left is draining; try again later")
-            why = drained if self.nodes.draining("decode") else error
+            # Without its traceback: that holds this very frame, and the request with it.
+            why = drained if self.nodes.draining("decode") else error.with_traceback(None)
             if wanted.attempt == 1 and not live.admitted and not self.nodes.rejoining:
                 generation.feed(f.Unplaceable(why))
             else:

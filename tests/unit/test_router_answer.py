@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 from starlette.types import Message
 from tokenizers import Tokenizer, models
 
-from common.protocol import AttemptKey, PeerRef, SamplingParams, TokenChunk
+from common.errors import Unavailable
+from common.protocol import PeerRef, SamplingParams, TokenChunk
 from router import flow_events as f
 from router.answer import Answer
 from router.detokenizer import TokenPieces
@@ -37,6 +39,13 @@ async def _never() -> Message:
     return {"type": "http.disconnect"}
 
 
+def _begin(dispatcher: Dispatcher, name: str) -> Answer:
+    answer, request = Answer(), GenerationRequest([0] * 100, SamplingParams(seed=0, max_tokens=2))
+    answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
+    answer.watch(_never)
+    return answer
+
+
 @pytest.mark.usefixtures("no_collector")
 def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's looks at what is old after millions of objects only: prompts would pile up for gigabytes."""
@@ -44,25 +53,42 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     def place(_: Dispatcher, generation: Generation, wanted: f.Place) -> None:
         generation.feed(f.Placed(None, PEER, 1.0))
 
-    monkeypatch.setattr(Dispatcher, "place", place)
-    monkeypatch.setattr(NodeTable, "send", lambda *_, **__: None)
+    def send(*_: object, **__: object) -> None:
+        pass
 
-    async def serve(dispatcher: Dispatcher, name: str) -> weakref.ref[Generation]:
-        answer, request = Answer(), GenerationRequest([0] * 100, SamplingParams(seed=0, max_tokens=2))
-        answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
-        answer.watch(_never)
-        generation = answer.generations[0]
-        generation.feed(f.Chunk(PEER.incarnation, TokenChunk(AttemptKey(name, 1), 0, [0, 1], None, "length")))
+    async def answered(answer: Answer) -> None:
+        key = answer.generations[0].flow.key
+        answer.generations[0].feed(f.Chunk(PEER.incarnation, TokenChunk(key, 0, [0, 1], None, "length")))
+        await asyncio.sleep(0)  # the watcher waits
         assert len(await answer.finished()) == 1
+
+    async def refused(answer: Answer) -> None:
+        with contextlib.suppress(Unavailable):
+            await answer.finished()
+
+    async def parked(answer: Answer) -> None:
+        await asyncio.sleep(0)
+
+    left = list[weakref.ref[Answer] | weakref.ref[Generation]]()
+
+    async def play(dispatcher: Dispatcher, scene: Callable[[Answer], Awaitable[None]]) -> None:
+        answer = _begin(dispatcher, f"r{len(left)}")
+        left.extend([weakref.ref(answer), weakref.ref(answer.generations[0])])
+        await scene(answer)
         answer.close()
-        return weakref.ref(generation)
 
     async def main() -> None:
         dispatcher = Dispatcher(DispatchSettings(), Metrics())
-        left = [await serve(dispatcher, f"r{number}") for number in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr(Dispatcher, "place", place)
+            patch.setattr(NodeTable, "send", send)
+            await play(dispatcher, answered)
+        await play(dispatcher, refused)
+        monkeypatch.setattr(NodeTable, "rejoining", True)
+        await play(dispatcher, parked)
         await asyncio.sleep(0.01)  # the watchers end
         assert dispatcher.running == 0
-        assert [each() for each in left] == [None] * 3
+        assert [each() for each in left] == [None] * 6
         dispatcher.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
