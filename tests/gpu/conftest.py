@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from multiprocessing import resource_tracker
 
 import pytest
 import torch
@@ -50,6 +51,12 @@ def card_in_words() -> str:
     except importlib.metadata.PackageNotFoundError:
         flashinfer = "absent"
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, torch {torch.__version__}, flashinfer {flashinfer}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tracker_running():
+    """Python's helper of spawned processes, which lives as long as this one: no test has left it behind."""
+    resource_tracker.ensure_running()
 
 
 @pytest.fixture(autouse=True)
