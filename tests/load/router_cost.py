@@ -22,7 +22,7 @@ from load.direct import DirectRouter, find_nodes
 from load.results import Result, Target, median, percentile
 from load.session import Session
 from load.shape import random_prompt, random_text
-from load.worker import CHILD_ENV, ROOT, Worker
+from load.worker import ROOT, Worker, child_env
 
 from common.redis_server import RedisServer, free_port
 
@@ -147,7 +147,7 @@ def _running_router(session: Session) -> Iterator[_Stack]:
         command = [sys.executable, "-m", "common.cli", "router", "--port", str(port), "--log-level", "warning"]
         command += ["--model", str(session.folder), "--served-model-name", session.model_name]
         own = {"KVRELAY_REDIS_URL": redis_server.url, "KVRELAY_SUPERVISOR_PID": str(os.getpid())}
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **CHILD_ENV, **own})
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **child_env(), **own})
         stack.callback(_stop, process)
         url = f"http://127.0.0.1:{port}"
         _wait_usable(url, process)

@@ -35,7 +35,7 @@ import httpx
 import psutil
 from load.client import run
 from load.results import Result, Target, median, percentile
-from load.worker import CHILD_ENV, ROOT, Worker
+from load.worker import ROOT, Worker, child_env
 from stub_node import make_model_folder
 
 from common.redis_server import RedisServer, free_port
@@ -160,7 +160,7 @@ def running(*, command: list[str] | None = None, options: tuple[str, ...] = ()) 
         arguments = [*(command or [sys.executable, "-m", "common.cli"]), "router", "--port", str(port)]
         arguments += ["--log-level", "warning", "--model", str(folder), "--served-model-name", "bench", *options]
         own = {"KVRELAY_REDIS_URL": redis.url, "KVRELAY_SUPERVISOR_PID": str(os.getpid())}
-        process = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, **CHILD_ENV, **own})
+        process = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, **child_env(), **own})
         try:
             _wait_usable(port, process)
             with _apart(process.pid, stub.pid):

@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCH_PATH = [str(ROOT), str(ROOT / "tests")]
-CHILD_ENV = {"PYTHONPATH": os.pathsep.join(SEARCH_PATH)}
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """As the nodes run: an OpenMP team that waits passively leaves the cores to others at once."""
+
+
+def child_env() -> dict[str, str]:
+    """What a child must be told to find what we find: this repository, and what PYTHONPATH named before, which on a
+    card are the kernels that were compiled ahead."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join([*SEARCH_PATH, *([inherited] if inherited else [])])}
 
 
 class WorkerFailed(Exception):
@@ -51,7 +57,7 @@ class Worker:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**inherited, **CHILD_ENV, **(environ or {})},
+            env={**inherited, **child_env(), **(environ or {})},
             text=True,
         )
         self._target = target
