@@ -209,9 +209,7 @@ class Sender:
                 if not ack.code:
                     self._end.acknowledged(ack.key, now)
         except PeerLost as error:
-            if not peer.proven:
-                self._note_failure(address, peer.transport, error.message)
-            self._lose(address, error.message)
+            self._break(address, peer, error.message)
 
     def _peer(self, grant: Grant, dst_rank: int) -> Peer:
         """The connection to that rank of that incarnation, made if there is none.
@@ -324,6 +322,12 @@ class Sender:
                     if batch.key == key:
                         self._end.given_up(peer.take_back(sequence))
 
+    def _break(self, address: str, peer: Peer, reason: str) -> None:
+        """It does not work: what never did is not taken again for a while."""
+        if not peer.proven:
+            self._note_failure(address, peer.transport, reason)
+        self._lose(address, reason)
+
     def _lose(self, address: str, reason: str) -> None:
         """Close a connection; its transfers fail."""
         peer = self._peers.pop(address)
@@ -339,7 +343,7 @@ class Sender:
             if now - peer.last_progress < self._idle_s:
                 continue
             if peer.in_flight:
-                self._lose(address, f"no ack for {self._idle_s} s")
+                self._break(address, peer, f"no ack for {self._idle_s} s")
             elif peer.unused:
                 self._lose(address, "idle")
 

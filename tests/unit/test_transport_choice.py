@@ -13,9 +13,10 @@ from transfer_harness import Cluster, Recorder, layout, wait_until
 
 from common.clock import Clock, MockClock, monotonic
 from common.config import DecodeConfig
-from common.errors import ConfigError, HandshakeRefused
+from common.errors import ConfigError, HandshakeRefused, PeerLost
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
+from common.protocol import AttemptKey
 from kvtransfer import shm, transports
 from kvtransfer.base import SourceReleased
 from kvtransfer.choose import FORGET_AFTER_S, Failures, TransportOffer, choose, format_offers, parse_offers
@@ -203,6 +204,27 @@ def test_transport_that_breaks_before_its_first_ack_is_not_taken_again(
     transfer.final()
     sender = cluster.senders[0].end
     wait_until(lambda: "shm" in sender._failures.of(cluster.receivers[0].end.address, 0.0), "the sender knows")
+    cluster.transfer("r", attempt=2, tokens=27).run()
+    assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
+
+
+def test_transport_that_takes_messages_and_never_answers_is_not_taken_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL where a firewall lets nothing through but the ports that are configured."""
+    clock = MockClock()
+    cluster = make(layout(), layout(), clock)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(ShmListener, "receive", lambda _: None)
+        transfer = cluster.transfer("r", tokens=27)
+        transfer.open_senders()
+        transfer.grant()
+        transfer.final()
+        sender, recorder = cluster.senders[0].end, cluster.senders[0].recorder
+        wait_until(lambda: any(peer.in_flight for peer in list(sender._peers.values())), "something is under way")
+        clock.advance(31.0)
+        sender.abort(AttemptKey("nobody", 1))  # looks at the clock
+        assert isinstance(recorder.wait(transfer.key, SourceReleased).error, PeerLost)
     cluster.transfer("r", attempt=2, tokens=27).run()
     assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
 
