@@ -6,6 +6,7 @@ engine's for the cores. NumPy copies on the calling thread and lets go of the in
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from math import gcd
@@ -39,8 +40,8 @@ class Copier(Protocol):
         """
         ...
 
-    def wait(self) -> None:
-        """Until every copy has ended."""
+    def wait(self, at_most_s: float = math.inf) -> bool:
+        """Until every copy has ended, but no longer than that; whether they have."""
         ...
 
 
@@ -97,8 +98,9 @@ class SliceCopier:
             self.scatter(piece, blocks, payload[at : at + size_bytes])
             at += size_bytes
 
-    def wait(self) -> None:
+    def wait(self, at_most_s: float = math.inf) -> bool:
         """As `Copier.wait`: they have ended already."""
+        return True
 
     def _rows(self, piece: KVSlice, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The piece's planes (K or V of a layer) as rows, and the index of the piece's rows, the same in each plane."""

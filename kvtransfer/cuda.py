@@ -6,6 +6,8 @@ Thin on purpose: nothing else of a relay names CUDA. The compute stream never wa
 from __future__ import annotations
 
 import logging
+import math
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from common.kv.cuda_pages import CardMemory, pages_library
 from common.kv.storage import KVStorage
 from kvtransfer.copying import as_tensor
-from kvtransfer.device import Mark, Runs
+from kvtransfer.device import POLL_S, Mark, Runs
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +79,18 @@ class CudaDevice:
         """As `RelayDevice.fence`."""
         return EventMark(self._stream)
 
-    def wait(self) -> None:
+    def wait(self, at_most_s: float = math.inf) -> bool:
         """As `RelayDevice.wait`."""
+        until_s = time.monotonic() + at_most_s
         try:
-            self._stream.synchronize()
+            while not self._stream.query():
+                if time.monotonic() > until_s:
+                    log.error("copies of KV have not ended within %g s: the card stands still", at_most_s)
+                    return False
+                time.sleep(POLL_S)
         except RuntimeError as error:
             log.error("the card failed while KV was copied: %s", error)
+        return True
 
     def as_bytes(self, storage: KVStorage) -> torch.Tensor:
         """As `RelayDevice.as_bytes`."""

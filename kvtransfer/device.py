@@ -7,6 +7,7 @@ engine's thread, copies run on a stream of their own, and I/O threads look at ma
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from kvtransfer.wire import KVSlice
 
 POLL_S = 100e-6
 """An I/O thread looks at its marks this often while it has nothing else to do."""
+CLOSING_S = 5.0
+"""An end that is closed waits so long for its copies: the process is about to go, and a device may stand still."""
 
 
 class Mark(Protocol):
@@ -71,8 +74,9 @@ class RelayDevice(Protocol):
         """After all copies started so far."""
         ...
 
-    def wait(self) -> None:
-        """Until all copies have ended, or the device has failed."""
+    def wait(self, at_most_s: float = math.inf) -> bool:
+        """Until all copies have ended or the device has failed, but no longer than that; whether it is so. A copy
+        follows what was computed before, which never ends where it waits for a rank that is gone."""
         ...
 
     def as_bytes(self, storage: KVStorage) -> Any:

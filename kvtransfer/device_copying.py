@@ -6,6 +6,7 @@ copied from its pages straight into ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,9 +61,9 @@ class DeviceCopier:
         self._move(pieces, blocks, bounce, into_buffer=False)
         return _Then(self._device.fence(), lambda: self._bounces.append(bounce))
 
-    def wait(self) -> None:
-        """Until every copy has ended."""
-        self._device.wait()
+    def wait(self, at_most_s: float = math.inf) -> bool:
+        """As `Copier.wait`."""
+        return self._device.wait(at_most_s)
 
     def _move(self, pieces: Sequence[KVSlice], blocks: np.ndarray, buffer: Any, *, into_buffer: bool) -> None:
         at = 0

@@ -7,10 +7,10 @@ ranks over different ones, and still count as one.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil
 
 import zmq
 
@@ -24,7 +24,7 @@ from kvtransfer.base import DestinationReleased, IncomingTransfer, OnReceiverEve
 from kvtransfer.channel import Arrival, EndContext, Listener, poll
 from kvtransfer.choose import format_offers
 from kvtransfer.copying import make_copier
-from kvtransfer.device import Mark, Pending, RelayDevice
+from kvtransfer.device import CLOSING_S, Mark, Pending, RelayDevice
 from kvtransfer.ends import ReceivingEnd
 from kvtransfer.iothread import IOThread
 from kvtransfer.state import Claim
@@ -194,7 +194,7 @@ class Receiver:
         if self._more:
             return 0
         deadline = self._end.next_deadline()
-        return 1000 if deadline is None else ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
+        return 1000 if deadline is None else math.ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
 
     def _report(self) -> None:
         self._thread.report(self._told(self._end.take_events()))
@@ -214,13 +214,13 @@ class Receiver:
         self._end.fail_all(TransferError(f"the receiver's I/O thread failed: {error}"))
         self._report()
 
-    def _stop_copying(self) -> None:
-        self._copier.wait()
-        self._copying.clear()
+    def _stop_copying(self, at_most_s: float = math.inf) -> None:
+        if self._copier.wait(at_most_s):
+            self._copying.clear()  # else the memory that is copied must stay
         self._end.give_up_claims()
 
     def _finish(self) -> None:
-        self._stop_copying()
+        self._stop_copying(CLOSING_S)
         self._end.abort_all()
         self._report()
         for listener in self._listeners:

@@ -7,10 +7,10 @@ connection's buffer, and sends it. Which connection a destination gets is chosen
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
 
 import zmq
 
@@ -23,7 +23,7 @@ from kvtransfer.base import OnSenderEvent, OutgoingTransfer, SenderEvent
 from kvtransfer.channel import Buffer, Connector, EndContext, Peer, Ready, poll
 from kvtransfer.choose import Choice, Failures, choose, parse_offers
 from kvtransfer.copying import make_copier
-from kvtransfer.device import Mark, Pending, RelayDevice
+from kvtransfer.device import CLOSING_S, Mark, Pending, RelayDevice
 from kvtransfer.ends import SendingEnd
 from kvtransfer.iothread import IOThread
 from kvtransfer.state import Batch
@@ -352,7 +352,7 @@ class Sender:
         if any(peer.waiting and peer.has_room for peer in self._peers.values()):
             return 0
         deadline = self._end.next_deadline()
-        return 1000 if deadline is None else ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
+        return 1000 if deadline is None else math.ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
 
     def _report(self) -> None:
         events = [replace(event, traffic=self._tally.take(event.key)) for event in self._end.take_events()]
@@ -369,17 +369,17 @@ class Sender:
         self._stop_copying()
         self._report()
 
-    def _stop_copying(self) -> None:
-        self._copier.wait()
+    def _stop_copying(self, at_most_s: float = math.inf) -> None:
+        if self._copier.wait(at_most_s):
+            self._copying.clear()  # else the memory that is copied must stay
         self._final.clear()
-        self._copying.clear()
         self._end.give_up_batches()
 
     def _finish(self) -> None:
         self._end.fail_all(TransferAborted("the sender was closed"))
         for address in list(self._peers):
             self._lose(address, "closed")
-        self._stop_copying()
+        self._stop_copying(CLOSING_S)
         self._report()
         for connector in self._connectors.values():
             connector.close()

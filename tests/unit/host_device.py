@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,10 +99,13 @@ class HostDevice:
         self._fences = [*(m for m in self._fences if not m.was_done), mark]
         return mark
 
-    def wait(self) -> None:
+    def wait(self, at_most_s: float = math.inf) -> bool:
+        until_s = time.monotonic() + at_most_s
         for mark in self._fences:
             while not mark.done():
-                pass
+                if time.monotonic() > until_s:
+                    return False
+        return True
 
     def as_bytes(self, storage: KVStorage) -> np.ndarray:
         return self._memory

@@ -218,6 +218,23 @@ def test_receiver_that_stands_still_costs_its_transfer_no_more_than_its_deadline
     assert released.bytes_sent == 0
 
 
+def test_end_of_a_card_that_stands_still_can_be_closed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy follows what was computed before, and that may wait for a rank that is gone."""
+    monkeypatch.setattr("kvtransfer.receiver.CLOSING_S", 0.2)
+    cluster = make()
+    ours, _ = devices(cluster)
+    transfer = cluster.transfer(tokens=27)
+    transfer.compute()
+    ours.compute.open = False
+    transfer.open_receivers()
+    transfer.open_senders()
+    transfer.grant()
+    transfer.final()
+    wait_until(lambda: ours.copies > 0, "the copies are started")
+    cluster.receivers[0].end.close()
+    assert cluster.receivers[0].recorder.of(transfer.key, DestinationReleased)
+
+
 def test_closing_sender_takes_its_blocks_back(make: Any) -> None:
     cluster = make()
     transfer = stuck(cluster)
