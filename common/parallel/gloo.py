@@ -116,7 +116,10 @@ class PipelineLink:
 
     def close(self) -> None:
         self._in_flight.clear()
-        self._group.shutdown()
+        if self._device.type == "cuda":
+            self._group.abort()  # as `NcclGroup.close`
+        else:
+            self._group.shutdown()
 
 
 def _tag(count: int) -> int:

@@ -6,10 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from rank_processes import Case, Outcome, run_ranks
 
 from common.parallel import futex
+from common.parallel.gloo import PipelineLink
 from common.parallel.mesh import SOLO
+from common.parallel.nccl import NcclGroup
 
 KINDS = [
     pytest.param(
@@ -103,3 +106,25 @@ def test_a_lone_rank_exchanges_nothing() -> None:
     assert SOLO.all_reduce(marker) is marker  # pyright: ignore
     assert SOLO.gather_columns(marker) is marker  # pyright: ignore
     assert SOLO.place.world_size == 1
+
+
+class Ended:
+    """A group that notes how it is ended."""
+
+    def __init__(self) -> None:
+        self.how: list[str] = []
+
+    def abort(self) -> None:
+        self.how.append("abort")
+
+    def shutdown(self) -> None:
+        self.how.append("shutdown")
+
+
+def test_what_is_under_way_on_cards_is_not_waited_for_at_the_end() -> None:
+    """It may be a sum with a rank that was killed; NCCL's `shutdown` finishes it first."""
+    summing, passing, by_gloo = Ended(), Ended(), Ended()
+    NcclGroup(summing, 0, [0, 1]).close()
+    PipelineLink(passing, 0, [0, 1], torch.device("cuda", 0)).close()
+    PipelineLink(by_gloo, 0, [0, 1]).close()
+    assert (summing.how, passing.how, by_gloo.how) == (["abort"], ["abort"], ["shutdown"])
