@@ -124,11 +124,16 @@ class PairThread:
         if not isinstance(port, int):
             return
         group = _make_group(self._plan, store or self._store(port, None))
-        if not self._stopped.is_set():
-            self._on_ready()
-        while isinstance(item := self._queue.get(), _Move) and not self._stopped.is_set():
-            self._transfer(group, item.buffer)
-            item.then()
+        try:
+            if not self._stopped.is_set():
+                self._on_ready()
+            while isinstance(item := self._queue.get(), _Move) and not self._stopped.is_set():
+                self._transfer(group, item.buffer)
+                item.then()
+        finally:
+            if self._plan.backend != GLOO:
+                # Also what nothing is under way on holds memory of the card, and connections are made anew all the time.
+                group.abort()
 
     def _store(self, port: int, listening_fd: int | None) -> Store:
         return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -159,7 +164,6 @@ class PairThread:
             done.record(stream)
         reason = wait_for_card(done.query, work.is_completed, self._plan.timeout_s)
         if reason:
-            group.abort()
             raise PeerLost(reason)
 
     def _start(self, group: Any, buffer: torch.Tensor) -> Any:

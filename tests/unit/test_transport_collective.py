@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from common.errors import PeerLost
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.protocol import PeerRef
-from kvtransfer import collective
+from kvtransfer import collective, pair
 from kvtransfer.base import SourceReleased
 from kvtransfer.collective import CollectiveReceiver, CollectiveSender, GroupMeet, GroupReply, GroupRequest
 from kvtransfer.pair import wait_for_card
@@ -200,3 +201,30 @@ def test_wait_for_a_card_tells_what_failed_from_what_is_done(moved_at: float, ov
     assert says in reason
     assert bool(reason) == bool(says)
     assert clock() <= 2.1
+
+
+class FakeGroup:
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.mark.parametrize(("backend", "aborted"), [("nccl", 1), ("gloo", 0)])
+def test_group_on_cards_gives_its_memory_back_with_its_thread(
+    backend: str, aborted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = FakeGroup()
+    monkeypatch.setattr(pair, "_make_group", lambda *_: group)
+    plan = pair.GroupPlan(backend, "a", pair.RECEIVING, "127.0.0.1", "127.0.0.1", 5.0)
+    reasons: list[str] = []
+    ready = threading.Event()
+    thread = pair.PairThread("pair", plan, on_ready=ready.set, on_end=reasons.append)
+    thread.listen()
+    thread.start()
+    thread.meet(0)
+    assert ready.wait(DEADLINE_S)
+    thread.stop()
+    assert thread.join(DEADLINE_S)
+    assert (reasons, group.aborted) == (["stopped"], aborted)
