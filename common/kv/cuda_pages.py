@@ -26,8 +26,14 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("pages.cu")
-_ARCHITECTURES = ("compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90")
-"""The last one is for later cards, whose driver compiles the rest."""
+_ARCHITECTURES = (
+    "compute_75,code=sm_75",
+    "compute_80,code=sm_80",
+    "compute_90,code=sm_90",
+    "compute_90,code=compute_90",
+)
+"""From the oldest cards that CUDA 13 knows on; each also runs on later ones of its generation. The last one is for what
+came since, whose driver compiles the rest."""
 _COMPILE_S = 300.0
 _FOLDER = "kvrelay_kernels"
 
@@ -123,7 +129,8 @@ def pages_library() -> PagesLibrary | None:
     """The library of this process, compiled if need be; None where that is impossible, which is said once."""
     try:
         return PagesLibrary(_compiled())
-    except (OSError, subprocess.SubprocessError) as error:
+    # RuntimeError: of a user without a home.
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.warning("KV is copied by PyTorch and cannot be shared between processes of a card: %s", error)
         return None
 

@@ -52,6 +52,19 @@ def test_what_the_compiler_says_is_said(home: Path, caplog: pytest.LogCaptureFix
     assert not [path for path in home.rglob("*") if path.is_file()]
 
 
+def test_user_without_a_home_does_without(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container with a number for a user."""
+
+    def nowhere(_: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(nowhere))
+    assert cuda_pages.pages_library() is None
+    assert "home directory" in caplog.text
+
+
 def test_library_is_compiled_once_and_nothing_is_left_beside_it(home: Path) -> None:
     put_nvcc(home, COPY_ITSELF)
     path = cuda_pages._compiled()
