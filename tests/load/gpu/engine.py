@@ -137,7 +137,7 @@ class Engine:
 
 
 def _timed(run: Any) -> float:
-    """A chunk that draws no token may still run on the device when its output is there."""
+    """Until nothing runs on the device any more."""
     started = time.perf_counter()
     run()
     if torch.cuda.is_available():
