@@ -8,7 +8,7 @@ from common.config import NodeConfig
 from common.errors import ConfigError
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from common.node.address import source_address
+from common.node.address import one_interface
 from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.channel import Connector, Listener
 from kvtransfer.choose import CUDA_IPC, GLOO, NCCL, SHM, ZMQ
@@ -84,11 +84,6 @@ def _allowed(wanted: str, storage: KVStorage) -> list[str]:
     return [wanted]
 
 
-def _interface(config: NodeConfig) -> str:
-    """One address of this host for the sockets of process groups, which cannot listen on every interface."""
-    return source_address(config.redis_url) if config.host in ("0.0.0.0", "::", "*", "") else config.host
-
-
 def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None) -> Connector:
     match name:
         case "zmq":
@@ -98,7 +93,7 @@ def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayD
         case "cuda_ipc" if device is not None:
             return CudaIpcConnector(device, storage)
         case _:
-            return CollectiveConnector(_interface(config), backend=name, card=device.card if device else "")
+            return CollectiveConnector(one_interface(config), backend=name, card=device.card if device else "")
 
 
 def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
@@ -110,4 +105,4 @@ def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDe
         case "cuda_ipc" if device is not None:
             return CudaIpcListener(device, storage)
         case _:
-            return CollectiveListener(_interface(config), port, backend=name, card=device.card if device else "")
+            return CollectiveListener(one_interface(config), port, backend=name, card=device.card if device else "")

@@ -62,6 +62,23 @@ def rank_host(config: NodeConfig) -> str:
     return _LOOPBACK if config.nnodes == 1 else source_address(config.redis_url)
 
 
+def one_interface(config: NodeConfig) -> str:
+    """One address of this host by which other hosts reach it, for what cannot listen on every interface.
+
+    Raises: ConfigError as `source_address`.
+    """
+    return source_address(config.redis_url) if config.host in _EVERY_INTERFACE else config.host
+
+
+def mesh_interface(config: NodeConfig, *, on_cards: bool) -> str:
+    """What the exchanges among the ranks of one node are bound to.
+
+    On cards the same as a relay's: NCCL settles on one interface when a process first uses it, which is for these, and
+    from loopback no relay would reach another host. Raises: ConfigError as `source_address`.
+    """
+    return one_interface(config) if on_cards else rank_host(config)
+
+
 def source_address(redis_url: str) -> str:
     """The address from which this machine would talk to Redis; loopback for a Redis behind a Unix socket.
 

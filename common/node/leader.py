@@ -18,7 +18,7 @@ from common.config import NodeConfig
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, OnBlocksFinal, StepDone
 from common.engine.step import StepOutput
 from common.errors import ConfigError, RankLost
-from common.node.address import rank_host
+from common.node.address import mesh_interface, rank_host
 from common.node.loaded import LoadedRank, load_rank, own_device
 from common.node.rank_messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
 from common.node.ranks import RankedExecutor, RankLinks
@@ -110,7 +110,7 @@ class Leader:
                 self._blueprint.place(0),
                 master_address=setup.mesh_host,
                 master_port=setup.mesh_port,
-                interface=rank_host(config),
+                interface=mesh_interface(config, on_cards=self._blueprint.device == "cuda"),
                 timeout_s=config.rank_timeout_s,
                 same_host=same_host,
                 device=own_device(self._blueprint, config, self._blueprint.place(0)),

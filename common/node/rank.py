@@ -21,7 +21,7 @@ from common.config import NodeConfig
 from common.engine.executor import LocalExecutor, OnBlocksFinal
 from common.engine.step import StepInput
 from common.errors import EngineError, KvRelayError, PeerLost
-from common.node.address import advertised, rank_host
+from common.node.address import advertised, mesh_interface, rank_host
 from common.node.loaded import LoadedRank, load_rank, own_device
 from common.node.rank_messages import (
     MAX_ORDER_BYTES,
@@ -123,7 +123,7 @@ class RankProcess:
             blueprint.place(self._rank),
             master_address=setup.mesh_host,
             master_port=setup.mesh_port,
-            interface=rank_host(self._config),
+            interface=mesh_interface(self._config, on_cards=blueprint.device == "cuda"),
             timeout_s=self._config.rank_timeout_s,
             same_host=setup.same_host,
             device=own_device(blueprint, self._config, blueprint.place(self._rank)),

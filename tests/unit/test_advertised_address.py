@@ -10,7 +10,8 @@ import pytest
 from common.config import DecodeConfig
 from common.config_sources import resolve
 from common.errors import ConfigError
-from common.node.address import advertised, rank_host, source_address
+from common.node import address
+from common.node.address import advertised, mesh_interface, one_interface, rank_host, source_address
 from common.node.shell import NodeShell
 from common.protocol import NodeLoad, Ping, Pong
 from common.redis_server import RedisServer
@@ -74,6 +75,17 @@ def test_what_is_no_host_is_refused(host: str) -> None:
 def test_ranks_never_meet_on_every_interface(host: str, nnodes: int, expected: str) -> None:
     """For two hosts: the address that routes to Redis, which here is on loopback."""
     assert rank_host(config(host=host, nnodes=nnodes, advertise_host="192.0.2.99")) == expected
+
+
+@pytest.mark.parametrize(("host", "on_cpu"), [("0.0.0.0", "127.0.0.1"), ("192.0.2.7", "192.0.2.7")])
+def test_ranks_on_cards_take_the_interface_of_relays_to_other_hosts(
+    host: str, on_cpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL settles on one for the whole process."""
+    monkeypatch.setattr(address, "source_address", lambda _: "192.0.2.7")
+    node = config(host=host)
+    assert mesh_interface(node, on_cards=True) == one_interface(node) == "192.0.2.7"
+    assert mesh_interface(node, on_cards=False) == on_cpu
 
 
 def test_a_redis_without_a_route_is_a_configuration_error_without_its_password() -> None:
