@@ -116,9 +116,12 @@ def test_nothing_leaves_before_the_compute_stream_has_got_there(pair: CardPair) 
     """The engine reports a layer right after its launch; the kernel that writes it is still to come."""
     blocks = list(range(100))
     pair.open(KEY, blocks, blocks)
+    computed = torch.cuda.Event()
     torch.cuda._sleep(LONG)
-    pair.storage.data[:, :, blocks] = 3.0
+    pair.storage.data[:, :, :100].fill_(3.0)  # a list of blocks would be copied to the card, which waits for it
+    computed.record()
     pair.final(KEY, 100)
+    assert not computed.query(), "reported while the card sleeps"
     pair.finish()
     assert pair.ask("digest", blocks) == digest(pair.storage, blocks)
 
