@@ -109,11 +109,15 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 
 @pytest.fixture(autouse=True)
 def link_as_new(hosts: TwoHosts) -> Iterator[None]:
-    """Each test finds the link whole, and leaves both pools whole."""
+    """Each test finds the link whole and in use again, and leaves both pools whole."""
     yield
     hosts.mend()
     hosts.prefill.slow_down(None)
     hosts.system.wait_whole()
+    # Connections find out by and by, and whoever failed is not asked at once.
+    until_s = time.monotonic() + 60
+    while (answer := complete_all(hosts, make_prompts(time.monotonic_ns(), count=1))[0][0]).prefill != "relayed":
+        assert time.monotonic() < until_s, f"no relay any more: {answer}; log:\n{hosts.system.log_tail(80)}"
 
 
 def make_prompts(seed: int, count: int = STREAMS) -> list[list[int]]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from load.raw_zmq import raw_zmq_rate
-from load.relay_ends import RECEIVERS
 from load.results import Result, Target, median
 from load.session import Session
 from load.worker import PASSIVE, Worker
@@ -40,6 +39,10 @@ class _KVShape:
         return {**model, "tokens": tokens, "transfers": 1, "shuffled": True}
 
 
+_ON_CPU = ("zmq", "collective", "shm")
+"""Transports that need no card."""
+
+
 def run(session: Session) -> Result:
     """Every transport at equal layouts beside memcpy, then each resharding against its own transport's equal layout."""
     result = Result("transports")
@@ -52,7 +55,7 @@ def run(session: Session) -> Result:
     ]
     for shape in shapes:
         with _Ranks(session, shape) as ranks:
-            rounds = {name: ranks.measure(name) for name in RECEIVERS}
+            rounds = {name: ranks.measure(name) for name in _ON_CPU}
         if shape is shapes[0]:
             _compare(session, result, rounds)
         _resharding(result, shape, rounds)
