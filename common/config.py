@@ -21,6 +21,7 @@ KvTransport = Literal["auto", "zmq", "shm", "cuda_ipc", "collective"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
 Quantization = Literal["auto", "fp8"]
+GenerationConfig = Literal["auto", "none"]
 
 
 PREFILL_ROWS, DECODE_ROWS = (512, 8192), (256, 2048)
@@ -196,6 +197,14 @@ def _chat_template() -> Any:
     return _option(None, "File of a Jinja chat template, instead of the model's own.", "Clients")
 
 
+def _generation_config() -> Any:
+    text = (
+        "Where a request says nothing of temperature, top_p, top_k, min_p, repetition_penalty or the length of the answer: "
+        "auto takes what the model's generation_config.json says, none OpenAI's defaults."
+    )
+    return _option("auto", text, "Clients")
+
+
 def _request_timeout_s() -> Any:
     return _option(600.0, "Seconds after which an unfinished request is given up.", "Clients", low=0.001)
 
@@ -275,6 +284,7 @@ class RouterConfig(ServiceConfig):
     )
     served_model_name: str | None = _served_model_name()
     chat_template: str | None = _chat_template()
+    generation_config: GenerationConfig = _generation_config()
     api_key: str = _api_key()
     request_timeout_s: float = _request_timeout_s()
     max_body_mb: float = _option(4.0, "Larger request bodies are refused (413), in MB.", "Clients", low=0.001)
@@ -448,6 +458,7 @@ class UpConfig(ServiceConfig):
     quantization: Quantization = _quantization()
     api_key: str = _api_key()
     chat_template: str | None = _chat_template()
+    generation_config: GenerationConfig = _generation_config()
     request_timeout_s: float = _request_timeout_s()
     max_waiting: int = _max_waiting()
     max_queue_wait_s: float = _max_queue_wait_s()

@@ -261,8 +261,9 @@ def _generation_request(
     if room < 1 or (wanted is not None and explicit and wanted > room):
         asked = wanted if wanted is not None and explicit else 1
         raise _too_long(model, str(len(prompt_ids) + asked), len(prompt_ids), asked, param)
-    max_tokens = room if wanted is None else min(wanted, room)
-    sampling = body.sampling(max_tokens=max_tokens, eos_token_ids=model.eos_token_ids)
+    defaults = model.sampling_defaults
+    max_tokens = min(wanted or defaults.max_tokens or room, room)
+    sampling = body.sampling(max_tokens=max_tokens, eos_token_ids=model.eos_token_ids, defaults=defaults)
     beyond = [token_id for token_id in body.stop_token_ids or () if token_id >= model.vocab_size]
     if beyond:
         raise BadRequest(f"token id {beyond[0]} is not below {model.vocab_size}", param="stop_token_ids")

@@ -10,9 +10,11 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from common.config import GenerationConfig
 from common.errors import ConfigError, NotFound, Unavailable
 from common.model.config import load_model_config, resolve_model
 from common.protocol import ModelInfo, NodeRecord
+from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -28,9 +30,12 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    sampling_defaults: SamplingDefaults = NEUTRAL
 
 
-def load(name_or_path: str, name: str | None, chat_template: str | None) -> ServedModel:
+def load(
+    name_or_path: str, name: str | None, chat_template: str | None, generation_config: GenerationConfig
+) -> ServedModel:
     """Read what the router needs of a model folder. Takes a second for a large vocabulary.
 
     Raises: ConfigError, one sentence.
@@ -42,16 +47,25 @@ def load(name_or_path: str, name: str | None, chat_template: str | None) -> Serv
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     shown = name or Path(name_or_path).name
-    return ServedModel(shown, folder, tokenizer, config.max_context, config.vocab_size, frozenset(eos))
+    defaults = read_sampling_defaults(folder) if generation_config == "auto" else NEUTRAL
+    return ServedModel(shown, folder, tokenizer, config.max_context, config.vocab_size, frozenset(eos), defaults)
 
 
 class ModelCatalog:
     """What `/v1/models` lists: one model, or none as long as neither the configuration nor a node names one."""
 
-    def __init__(self, *, model: str | None, served_model_name: str | None, chat_template: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        model: str | None,
+        served_model_name: str | None,
+        chat_template: str | None,
+        generation_config: GenerationConfig = "auto",
+    ) -> None:
         self._configured = model
         self._served_name = served_model_name
         self._chat_template = chat_template
+        self._generation_config: GenerationConfig = generation_config
         self._model: ServedModel | None = None
         self._nodes_name: str | None = None
         """The model name of the nodes that we use."""
@@ -65,7 +79,9 @@ class ModelCatalog:
         Raises: ConfigError when it cannot be used.
         """
         if self._configured is not None:
-            self._model = await asyncio.to_thread(load, self._configured, self._served_name, self._chat_template)
+            self._model = await asyncio.to_thread(
+                load, self._configured, self._served_name, self._chat_template, self._generation_config
+            )
 
     def accept(self, records: list[NodeRecord]) -> list[NodeRecord]:
         """The nodes whose model is the one served here; learn from them what the configuration left open."""
@@ -121,7 +137,7 @@ class ModelCatalog:
 
     async def _load_from_node(self, info: ModelInfo, max_len: int) -> None:
         try:
-            model = await asyncio.to_thread(load, info.path, info.name, self._chat_template)
+            model = await asyncio.to_thread(load, info.path, info.name, self._chat_template, self._generation_config)
         except ConfigError as error:
             self._problem = f"{error}; give the router a folder with --model"
             log.error("cannot use the model that the nodes registered: %s", self._problem)

@@ -17,6 +17,7 @@ from pydantic_core import from_json
 
 from common.errors import BadRequest
 from common.protocol import SamplingParams
+from router.sampling_defaults import NEUTRAL, SamplingDefaults
 
 MAX_PROMPTS = 64
 MAX_STOP_CHARS = 256
@@ -207,8 +208,10 @@ class CompletionRequestBase(BaseModel):
     def continuous_usage(self) -> bool:
         return self.usage_in_stream and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def sampling(self, *, max_tokens: int, eos_token_ids: frozenset[int]) -> SamplingParams:
-        """The token-level part of the request. A seed is drawn here if the client gave none."""
+    def sampling(
+        self, *, max_tokens: int, eos_token_ids: frozenset[int], defaults: SamplingDefaults = NEUTRAL
+    ) -> SamplingParams:
+        """The token-level part of the request; `defaults` where it says nothing. A seed is drawn here if it gave none."""
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
             raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} to generate", param="min_tokens")
@@ -217,13 +220,15 @@ class CompletionRequestBase(BaseModel):
         return SamplingParams(
             seed=seed,
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else float(self.temperature),
-            top_p=1.0 if self.top_p is None else float(self.top_p),
-            top_k=max(0, self.top_k or 0),
-            min_p=float(self.min_p or 0.0),
+            temperature=defaults.temperature if self.temperature is None else float(self.temperature),
+            top_p=defaults.top_p if self.top_p is None else float(self.top_p),
+            top_k=defaults.top_k if self.top_k is None else max(0, self.top_k),
+            min_p=defaults.min_p if self.min_p is None else float(self.min_p),
             presence_penalty=float(self.presence_penalty or 0.0),
             frequency_penalty=float(self.frequency_penalty or 0.0),
-            repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
+            repetition_penalty=(
+                defaults.repetition_penalty if self.repetition_penalty is None else float(self.repetition_penalty)
+            ),
             logit_bias=[(int(key), float(bias)) for key, bias in (self.logit_bias or {}).items()],
             min_tokens=min_tokens,
             stop_token_ids=sorted(stop_ids),

@@ -58,7 +58,10 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.metrics = Metrics()
         self.catalog = ModelCatalog(
-            model=config.model, served_model_name=config.served_model_name, chat_template=config.chat_template
+            model=config.model,
+            served_model_name=config.served_model_name,
+            chat_template=config.chat_template,
+            generation_config=config.generation_config,
         )
         settings = DispatchSettings(
             lease_s=config.lease_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,28 @@ def test_relayed_chat_answers_whole_and_streamed_alike(model_folder: Path, token
         assert asked.sampling.stop_token_ids == [tokenizer.token_to_id("</s>")]
 
     play(model_folder, scene, script=script_of(answer, tokenizer), cached_tokens=7)
+
+
+@pytest.mark.parametrize("generation_config", ["auto", "none"])
+def test_the_models_sampling_defaults_reach_the_nodes(
+    model_folder: Path, tmp_path: Path, generation_config: Any
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20, "max_new_tokens": 4}')
+
+    async def scene(bench: Bench) -> None:
+        whole = await bench.client.chat.completions.create(
+            model="stub-model", messages=[{"role": "user", "content": LONG}], top_p=0.5
+        )
+        want = (0.7, 20, 0.5) if generation_config == "auto" else (1.0, 0, 0.5)
+        for node in (bench.prefill, bench.decode):
+            sampling = node.requests()[0].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.top_p) == want
+        assert whole.usage is not None
+        assert (whole.usage.completion_tokens == 4) == (generation_config == "auto")
+
+    play(folder, scene, config={"generation_config": generation_config})
 
 
 def test_short_prompt_is_prefilled_by_the_decode_node_and_says_so(model_folder: Path) -> None:
