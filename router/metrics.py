@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,7 @@ from common.protocol import AttemptStats, NodeLoad
 from router.breaker import Breakers
 from router.generation import Generation
 from router.nodes import Node
+from router.tallies import Counter, Histogram
 
 _LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -110,10 +111,12 @@ class Metrics:
         self._queue_all = histogram("vllm:request_queue_time_seconds", "Time in a node's queue.")
         self._prefill_all = histogram("vllm:request_prefill_time_seconds", "Time of prefill.")
         self._failed = Counter("kvrelay_request_failed", "Requests that failed.", ["code"], registry=registry)
-        self._cancelled = Counter("kvrelay_request_cancelled", "Requests whose client left.", registry=registry)
-        self._relayed = Counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.", registry=registry)
+        self._cancelled = Counter(
+            "kvrelay_request_cancelled", "Requests whose client left.", registry=registry
+        ).labels()
+        self._relayed = Counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.", registry=registry).labels()
         self._attempts = Counter("kvrelay_attempts", "Attempts placed, by prefill mode.", ["mode"], registry=registry)
-        self._retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry)
+        self._retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry).labels()
         self._http_errors = Counter("kvrelay_http_errors", "Error responses, by status.", ["status"], registry=registry)
         self._pending = Gauge(
             "kvrelay_requests_pending", "Generations in this router that are not over.", registry=registry
@@ -154,14 +157,14 @@ class Metrics:
 
     def attempt(self, mode: str, number: int) -> None:
         """An attempt was placed."""
-        self._attempts_by_mode[mode].inc()
+        self._attempts_by_mode[mode].value += 1
         if number > 1:
-            self._retries.inc()
+            self._retries.value += 1
 
     def tokens(self, generation: Generation, count: int, *, first: bool) -> None:
         """`count` tokens went to the client."""
         now = time.perf_counter()
-        self._generated.inc(count)
+        self._generated.value += count
         if first:
             self._ttft.observe(now - generation.arrived_s)
         elif generation.last_token_s is not None and count:
@@ -174,24 +177,24 @@ class Metrics:
             self._queue.observe(stats.queue_s)
             self._prefill.observe(stats.prefill_s)
         if not role_is_prefill:  # both legs may count the bytes of one relay; the receiver knows what arrived
-            self._relayed.inc(stats.relayed_bytes)
+            self._relayed.value += max(stats.relayed_bytes, 0)
 
     def end(self, generation: Generation) -> None:
         """A generation ended."""
         outcome = generation.outcome
         assert outcome is not None
         if outcome.error is not None:
-            self._failed.labels(outcome.error.code).inc()
+            self._failed.labels(outcome.error.code).value += 1
         elif outcome.finish_reason is None:
-            self._cancelled.inc()
+            self._cancelled.value += 1
         else:
-            self._success[outcome.finish_reason].inc()
-            self._prompt_tokens.inc(len(generation.request.prompt_ids))
+            self._success[outcome.finish_reason].value += 1
+            self._prompt_tokens.value += len(generation.request.prompt_ids)
             self._e2e.observe(time.perf_counter() - generation.arrived_s)
 
     def http_error(self, status: int) -> None:
         """An error response was sent."""
-        self._http_errors.labels(str(status)).inc()
+        self._http_errors.labels(str(status)).value += 1
 
     def render(self) -> bytes:
         """The exposition text."""

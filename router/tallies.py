@@ -1,0 +1,99 @@
+"""Counters and histograms for one thread. Router process, event loop.
+
+prometheus_client's own take a lock and several calls for every figure, a dozen times per request. These are plain numbers
+until somebody scrapes; what a scrape shows is the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
+
+
+class Count:
+    """One series of a `Counter`. Its owner adds to `value`, never less than 0."""
+
+    __slots__ = ("created_s", "value")
+
+    def __init__(self) -> None:
+        self.value: float = 0
+        self.created_s = time.time()
+
+
+class Counter(Collector):
+    """A counter family; without label names it has its one series from the beginning."""
+
+    def __init__(self, name: str, text: str, label_names: Iterable[str] = (), *, registry: CollectorRegistry) -> None:
+        self._name, self._text, self._label_names = name, text, tuple(label_names)
+        self._series: dict[tuple[str, ...], Count] = {}
+        if not self._label_names:
+            self.labels()
+        registry.register(self)
+
+    def labels(self, *values: str) -> Count:
+        """The series with these label values, made at its first use."""
+        return self._series.setdefault(values, Count())
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
+        for values, count in self._series.items():
+            family.add_metric(values, count.value, created=count.created_s)
+        return [family]
+
+
+class Distribution:
+    """One series of a `Histogram`."""
+
+    __slots__ = ("_bounds", "counts", "created_s", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """How many values fell into each bucket: above the bound before, up to and with its own."""
+        self.sum = 0.0
+        self.created_s = time.time()
+
+    def observe(self, value: float) -> None:
+        """Enter one value; what is no number is none."""
+        if value == value:
+            self.counts[bisect_left(self._bounds, value)] += 1
+            self.sum += value
+
+
+class Histogram(Collector):
+    """A histogram family with the upper bounds `buckets`, to which infinity is added."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        label_names: Iterable[str],
+        *,
+        buckets: tuple[float, ...],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name, self._text, self._label_names = name, text, tuple(label_names)
+        self._bounds = tuple(map(float, buckets))
+        self._series: dict[tuple[str, ...], Distribution] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Distribution:
+        """The series with these label values, made at its first use."""
+        return self._series.setdefault(values, Distribution(self._bounds))
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
+        bounds = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]
+        for values, series in self._series.items():
+            family.add_metric(values, list(zip(bounds, accumulate(series.counts), strict=True)), series.sum)
+            labels = dict(zip(self._label_names, values, strict=True))
+            family.add_sample(f"{self._name}_created", labels, series.created_s)
+        return [family]
