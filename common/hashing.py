@@ -17,6 +17,7 @@ HASH_BYTES = 16
 BLOCK_SIZE = 16
 """Token slots per KV block; the default everywhere, carried in every `KVLayout`."""
 
+_TOKEN_BYTES = 4
 BlockHash = bytes
 
 
@@ -33,8 +34,7 @@ def root_hash(fingerprint: str, *, cache_salt: str = "", lora_id: str = "") -> B
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of one block (or of the partial last block of a transfer) after `parent`."""
-    tokens = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    return hashlib.sha256(b"P" + parent + _field(b"T", tokens)).digest()[:HASH_BYTES]
+    return _chain(parent, _encode(token_ids))
 
 
 def hash_blocks(
@@ -53,8 +53,18 @@ def hash_blocks(
     """
     hashes = list(parents)
     parent = hashes[-1] if hashes else root
+    start = len(hashes) * block_size
     stop = len(token_ids) if include_partial else len(token_ids) - len(token_ids) % block_size
-    for start in range(len(hashes) * block_size, stop, block_size):
-        parent = hash_block(parent, token_ids[start : min(start + block_size, stop)])
+    tokens = _encode(token_ids[start:stop])
+    for at in range(0, len(tokens), size := _TOKEN_BYTES * block_size):
+        parent = _chain(parent, tokens[at : at + size])
         hashes.append(parent)
     return hashes
+
+
+def _encode(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def _chain(parent: BlockHash, tokens: bytes) -> BlockHash:
+    return hashlib.sha256(b"P" + parent + _field(b"T", tokens)).digest()[:HASH_BYTES]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Keys = npt.NDArray[np.uint64]
+KeyArray = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.intp]
 Becomes = Callable[[int], int]
@@ -42,6 +42,13 @@ _AT_ONCE = 1024
 """Keys of one sweep that stores."""
 
 
+class KeyList(list[int]):
+    """Keys for access one by one: quicker where they are few."""
+
+
+Keys = KeyArray | KeyList
+
+
 class BlockTable:
     """At most `limit` entries; the ones that were not used for longest go first, by segments.
 
@@ -58,7 +65,7 @@ class BlockTable:
         self._on_evict = on_evict
         self._most_segments = 1 + int(limit / _EMPTIEST) // SEGMENT
         slots = self._most_segments * SEGMENT
-        self.keys: Keys = np.zeros(slots, np.uint64)
+        self.keys: KeyArray = np.zeros(slots, np.uint64)
         self.values: Values = np.zeros(slots, np.uint32)
         self.stamps: Values = np.zeros(slots, np.uint32)
         self._room = np.zeros(self._most_segments, np.int64)
@@ -79,6 +86,17 @@ class BlockTable:
 
     # -- looking up
 
+    def look(self, key: int, stamp: int | None) -> int:
+        """The value of `key`, 0 if it is not here; marks it as used, unless `stamp` is None."""
+        at, key_at = self._begin_at[key >> self._shift] | key & _INSIDE, self.key_at
+        while (found := key_at[at]) != key:
+            if not found:
+                return 0
+            at = at & ~_INSIDE | at + 1 & _INSIDE
+        if stamp is not None:
+            self.stamp_at[at] = stamp
+        return self.value_at[at]
+
     def place(self, key: int) -> int:
         """Where `key` is, or would be."""
         at, key_at = self._begin_at[key >> self._shift] | key & _INSIDE, self.key_at
@@ -86,7 +104,7 @@ class BlockTable:
             at = at & ~_INSIDE | at + 1 & _INSIDE
         return at
 
-    def places(self, keys: Keys) -> Places:
+    def places(self, keys: KeyArray) -> Places:
         """Where each of `keys` is, or would be alone."""
         table = self.keys
         at: Places = self._directory[keys >> np.uint64(self._shift)]
@@ -99,7 +117,7 @@ class BlockTable:
             left = left[(found != keys[left]) & (found != 0)]
         return at
 
-    def find(self, keys: Keys, stamp: int | None) -> Values:
+    def find(self, keys: KeyArray, stamp: int | None) -> Values:
         """The value of each of `keys`, 0 for one that is not here; marks them as used, unless `stamp` is None."""
         at = self.places(keys)
         if stamp is not None:
@@ -111,8 +129,8 @@ class BlockTable:
     def put(self, keys: Keys, becomes: Becomes, stamp: int) -> int:
         """Give each of `keys` the value that follows on its present one, never 0. Returns for how many that was news."""
         if len(keys) <= self._few:
-            return self._put_few(keys.tolist(), becomes, stamp)
-        distinct, news = _distinct(keys), 0
+            return self._put_few(listed(keys), becomes, stamp)
+        distinct, news = _distinct(arrayed(keys)), 0
         for start in range(0, len(distinct), step := min(_AT_ONCE, self.limit)):
             at = self._claim(distinct[start : start + step])
             self.stamps[at] = stamp
@@ -122,8 +140,8 @@ class BlockTable:
     def cut(self, keys: Keys, becomes: Becomes) -> int:
         """As `put`, for those that are here; one whose next value is 0 is removed."""
         if len(keys) <= self._few:
-            return self._cut_few(keys.tolist(), becomes)
-        at = self.places(keys)
+            return self._cut_few(listed(keys), becomes)
+        at = self.places(arrayed(keys))
         return self._replace(_distinct(at[self.values[at] != 0]), becomes)
 
     def _put_few(self, keys: list[int], becomes: Becomes, stamp: int) -> int:
@@ -189,7 +207,7 @@ class BlockTable:
         self.live += int(np.count_nonzero(new[inverse])) - int(np.count_nonzero(old[inverse]))
         return int(np.count_nonzero((old != new)[inverse]))
 
-    def _claim(self, keys: Keys) -> Places:
+    def _claim(self, keys: KeyArray) -> Places:
         """Where each of the distinct `keys` is now; those that were not here have the value 0."""
         if self.live + len(keys) > self.limit:
             self._evict(len(keys))
@@ -204,7 +222,7 @@ class BlockTable:
             for segment, needed in zip(*np.unique(segments[short], return_counts=True), strict=True):
                 self._renew(int(segment), int(needed))
 
-    def _occupy(self, keys: Keys, at: Places) -> Places:
+    def _occupy(self, keys: KeyArray, at: Places) -> Places:
         """Write distinct keys where they are or would be alone; of those that meet, all but one go on."""
         table = self.keys
         left = np.flatnonzero(table[at] == 0)
@@ -279,6 +297,16 @@ class BlockTable:
         self.live -= int(np.count_nonzero(old))
         self.values[here] = numbers[old]
         self.live += int(np.count_nonzero(self.values[here]))
+
+
+def listed(keys: Keys) -> list[int]:
+    """To be handled one by one."""
+    return keys if isinstance(keys, KeyList) else keys.tolist()
+
+
+def arrayed(keys: Keys) -> KeyArray:
+    """To be handled all at once."""
+    return np.array(keys, np.uint64) if isinstance(keys, KeyList) else keys
 
 
 def _full(segment: int) -> int:

@@ -1,6 +1,7 @@
 """What the prefix index answers: how many leading blocks of a prompt each incarnation holds. Pure.
 
-Kept as one number a slot of the index, so that a fleet of a thousand nodes is looked at without a Python step per node.
+Kept as sets of slots of the index, one for each depth: a thousand nodes that hold a system prompt are one entry. Whoever
+asks for a few of them looks into these; for a whole fleet they become one number a slot, without a Python step per node.
 """
 
 from __future__ import annotations
@@ -17,27 +18,32 @@ Depths = npt.NDArray[np.float64]
 class Hits(Mapping[str, int]):
     """By incarnation, of those that hold the first block. Invariant: never changes."""
 
-    def __init__(self, slots: Mapping[str, int], depths: Depths) -> None:
-        """`slots`: each incarnation's place in `depths`, shared and never changed; `depths` ends with a 0."""
+    def __init__(self, slots: Mapping[str, int], size: int, found: Sequence[tuple[int, int]]) -> None:
+        """`slots`: each incarnation's slot, below `size`; shared and never changed. `found`: (mask of slots, their depth),
+        each slot in one at most.
+        """
         self.slots = slots
-        self._depths = depths
+        self._size = size
+        self._found = found
+        self._depths: Depths | None = None
+        """By slot, once somebody asked for all; it ends with a 0."""
 
-    @classmethod
-    def of_masks(cls, slots: Mapping[str, int], size: int, found: Sequence[tuple[int, int]]) -> Hits:
-        """From (mask of slots below `size`, their depth), each slot in one at most."""
-        depths = np.zeros(size + 1)
-        width = size // 8 + 1
-        for mask, depth in found:
+    def column(self, places: npt.NDArray[np.intp]) -> Depths:
+        """The depths at these places; -1 is that of an incarnation that the index does not know."""
+        if self._depths is None:
+            self._depths = self._spread()
+        return self._depths[places]
+
+    def _spread(self) -> Depths:
+        depths = np.zeros(self._size + 1)
+        width = self._size // 8 + 1
+        for mask, depth in self._found:
             if mask.bit_count() == 1:
                 depths[mask.bit_length() - 1] = depth
                 continue
             packed = np.frombuffer(mask.to_bytes(width, "little"), np.uint8)
-            depths[np.unpackbits(packed, count=size + 1, bitorder="little").view(np.bool_)] = depth
-        return cls(slots, depths)
-
-    def column(self, places: npt.NDArray[np.intp]) -> Depths:
-        """The depths at these places; -1 is that of an incarnation that the index does not know."""
-        return self._depths[places]
+            depths[np.unpackbits(packed, count=self._size + 1, bitorder="little").view(np.bool_)] = depth
+        return depths
 
     def places(self, incarnations: Iterable[str]) -> npt.NDArray[np.intp]:
         """What `column` takes for these incarnations, as long as `slots` is the same object."""
@@ -45,23 +51,28 @@ class Hits(Mapping[str, int]):
 
     def without(self, incarnations: Iterable[str]) -> Hits:
         """The same, with nothing held by these."""
-        depths = self._depths.copy()
-        depths[self.places(incarnations)] = 0.0
-        return Hits(self.slots, depths)
+        kept = ~sum(1 << self.slots[incarnation] for incarnation in set(incarnations) & self.slots.keys())
+        return Hits(self.slots, self._size, [(mask & kept, depth) for mask, depth in self._found if mask & kept])
 
     def __getitem__(self, incarnation: str) -> int:
-        depth = int(self._depths[self.slots[incarnation]])
-        if not depth:
+        depth = self.get(incarnation)
+        if depth is None:
             raise KeyError(incarnation)
         return depth
 
     def get(self, incarnation: str, default: Any = None) -> Any:
         """As any mapping's, without the exception: most requests ask for what is not held."""
-        slot = self.slots.get(incarnation)
-        return default if slot is None else int(self._depths.item(slot)) or default
+        if not self._found or (slot := self.slots.get(incarnation)) is None:
+            return default
+        if self._depths is not None:
+            return int(self._depths.item(slot)) or default
+        for mask, depth in self._found:
+            if mask >> slot & 1:
+                return depth
+        return default
 
     def __iter__(self) -> Iterator[str]:
-        return (incarnation for incarnation, slot in self.slots.items() if self._depths[slot])
+        return (incarnation for incarnation in self.slots if self.get(incarnation))
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(self._depths))
+        return sum(mask.bit_count() for mask, _ in self._found)

@@ -12,6 +12,7 @@ The same round frees the numbers of masks that no block has any more.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from common.clock import Clock, monotonic
 from common.hashing import HASH_BYTES, BlockHash
 from common.protocol import Tier
-from router.block_table import SEGMENT, BlockTable, Keys, Values
+from router.block_table import SEGMENT, BlockTable, KeyList, Keys, Values, arrayed, listed
 from router.hits import Hits
 
 Hashes = Sequence[BlockHash] | bytes | Keys
@@ -29,7 +30,7 @@ EXPECTATION_S = 4.0
 """A block that this router only expects a node to hold is believed for so long, at most twice."""
 _EXPECTED_BLOCKS = 1_000_000
 """So many are expected at most in that time."""
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_SPREAD, _WORD = 0x9E3779B97F4A7C15, 2**64 - 1
 """2^64 over the golden ratio, odd: the segment is picked by the upper bits of a product with it."""
 _FEW_MASKS = 16_384
 """Up to so many masks no round is made for their numbers alone, nor before there are twice as many as the last one left."""
@@ -37,17 +38,23 @@ _CLEANED_AT_ONCE = 32 * SEGMENT
 _RELEASED_AT_ONCE = 8192
 _LAST_USE = 2**32 - 1
 """Stamps have 32 bits; a router that runs for months gets there."""
+_FEW_HASHES = 16
+"""Up to so many are made into keys one by one."""
 _FEW_BITS = 32
 """Above so many, NumPy finds them faster."""
 
 
 def block_keys(hashes: Hashes) -> Keys:
     """64 bits of each hash, well spread, never 0. Raises: ValueError for hashes of another length."""
-    if isinstance(hashes, np.ndarray):
+    if isinstance(hashes, KeyList | np.ndarray):
         return hashes
     blob = hashes if isinstance(hashes, bytes) else b"".join(hashes)
+    if len(blob) % HASH_BYTES:
+        raise ValueError(f"{len(blob)} bytes are not hashes of {HASH_BYTES} each")
+    if len(blob) <= _FEW_HASHES * HASH_BYTES:
+        return KeyList([((one ^ other) * _SPREAD & _WORD) or 1 for one, other in struct.iter_unpack("<QQ", blob)])
     words = np.frombuffer(blob, dtype="<u8").reshape(-1, HASH_BYTES // 8)
-    return np.maximum((words[:, 0] ^ words[:, 1]) * _SPREAD, np.uint64(1))
+    return np.maximum((words[:, 0] ^ words[:, 1]) * np.uint64(_SPREAD), np.uint64(1))
 
 
 class PrefixIndex:
@@ -173,32 +180,24 @@ class PrefixIndex:
                     break
         if alive and len(keys):
             found.append((alive, len(keys)))
-        return Hits.of_masks(self._slots, len(self._names), found)
+        return Hits(self._slots, len(self._names), found)
 
     def _few_runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
         """(first block, mask of its holders) wherever the holders change; ends where nobody's prefix goes on."""
-        masks = self._masks
-        last: list[int] = []
-        for start, key in enumerate(keys.tolist()):
-            numbers: list[int] = []
+        masks, last = self._masks, -1
+        for start, key in enumerate(listed(keys)):
+            mask = 0
             for table in tables:
-                at = table.place(key)
-                number = table.value_at[at]
-                numbers.append(number)
-                if number and use is not None:
-                    table.stamp_at[at] = use
-            if numbers != last:
-                last = numbers
-                mask = 0
-                for number in numbers:
-                    mask |= masks[number]
+                mask |= masks[table.look(key, use)]
+            if mask != last:
+                last = mask
                 yield start, self._any_tier(mask)
                 if not mask:
                     return
 
     def _runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
         """As `_few_runs`, all blocks at once."""
-        numbers = np.array([table.find(keys, use) for table in tables])
+        numbers = np.array([table.find(arrayed(keys), use) for table in tables])
         changes = (np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(axis=0)) + 1).tolist()
         for start in [0, *changes]:
             mask = 0

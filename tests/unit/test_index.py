@@ -11,7 +11,7 @@ import pytest
 
 import router.index
 from common.clock import MockClock
-from router.index import EXPECTATION_S, PrefixIndex
+from router.index import EXPECTATION_S, PrefixIndex, block_keys
 
 
 def names(count: int, first: int = 0) -> list[bytes]:
@@ -207,3 +207,13 @@ def test_a_look_without_touching_keeps_nothing_alive(few: int) -> None:
             index.match(names(20), touch=touch)
     assert used.match(names(20)) == {"a": 20}
     assert looked_at.match(names(20)) == {}
+
+
+def test_keys_are_the_same_however_many_are_made_at_once() -> None:
+    hashes = [os.urandom(16) for _ in range(40)] + [bytes(16), b"8 bytes." * 2]
+    at_once = [int(key) for key in block_keys(hashes)]
+    assert at_once == [key for each in hashes for key in block_keys([each])]
+    assert min(at_once) == 1, "0 is that of an empty place"
+    assert block_keys(keys := block_keys(hashes[:2])) is keys
+    with pytest.raises(ValueError):
+        block_keys([b"short"])
