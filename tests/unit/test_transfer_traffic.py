@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transfer_harness import Cluster, Recorder, layout
+import transport_ends
+from transfer_harness import Cluster, layout
 
-from common.clock import Clock
-from common.kv.layout import KVLayout
-from common.kv.storage import KVStorage
 from common.protocol import AttemptKey, Grant, PeerRef
 from kvtransfer.base import IncomingTransfer, OutgoingTransfer, Received, SourceReleased
-from kvtransfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from kvtransfer.ranked import RankedReceiver, RankedSender, TransferReport
 from kvtransfer.traffic import MAX_PAIRS, Traffic, TrafficLog
 
@@ -19,21 +16,8 @@ KEY = AttemptKey("r", 1)
 PEER = PeerRef("decode-7", "inc-1", "", ["a", "b"])
 
 
-class Loopback:
-    def __init__(self) -> None:
-        self.network = LoopbackNetwork()
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> LoopbackSender:
-        return LoopbackSender(storage, kv, rank, on_event, self.network, clock=clock, min_message_bytes=1)
-
-    def receiver(
-        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
-    ) -> LoopbackReceiver:
-        return LoopbackReceiver(storage, kv, rank, on_event, self.network, clock=clock, incarnation="dst-1")
-
-
 def test_both_ends_report_the_bytes_of_every_pair() -> None:
-    cluster = Cluster(Loopback(), layout(tp=2), layout(tp=1, pp=(3, 1)))
+    cluster = Cluster(transport_ends.loopback(), layout(tp=2), layout(tp=1, pp=(3, 1)))
     try:
         transfer = cluster.transfer(tokens=16)
         transfer.run()

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import transport_ends
 import zmq
-from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
+from transfer_harness import DEADLINE_S, Recorder, layout, wait_until
 
 import kvtransfer.zmq
-from common.clock import Clock, MockClock
+from common.clock import MockClock
 from common.errors import ConfigError, DeadlineExceeded, HandshakeRefused, PeerLost
 from common.hashing import HASH_BYTES
 from common.kv.layout import KVLayout
@@ -25,30 +26,10 @@ from kvtransfer.base import ReceiveFailed, SourceReleased
 from kvtransfer.zmq import ZmqReceiver, ZmqSender
 
 
-@dataclasses.dataclass
-class Transport:
-    options: dict[str, Any]
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ZmqSender:
-        return ZmqSender(storage, kv, rank, on_event, clock=clock, **self.options)
-
-    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ZmqReceiver:
-        return ZmqReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, clock)
-
-
 @pytest.fixture
 def make() -> Iterator[Any]:
-    clusters: list[Cluster] = []
-
-    def factory(src: KVLayout | None = None, dst: KVLayout | None = None, clock: Any = None, **options: Any) -> Cluster:
-        defaults = {"staging_bytes": 1024, "window": 4, "min_message_bytes": 1}
-        extra = {"clock": clock} if clock else {}
-        clusters.append(Cluster(Transport(defaults | options), src or layout(), dst or layout(), **extra))
-        return clusters[-1]
-
-    yield factory
-    for cluster in clusters:
-        cluster.close()
+    with transport_ends.clusters(transport_ends.zmq) as make:
+        yield make
 
 
 class FakeReceiver:

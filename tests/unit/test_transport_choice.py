@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import transport_ends
 from hypothesis import given
 from hypothesis import strategies as st
-from transfer_harness import Cluster, Recorder, layout, wait_until
+from transfer_harness import Recorder, layout, wait_until
 
-from common.clock import Clock, MockClock, monotonic
+from common.clock import MockClock
 from common.config import DecodeConfig
 from common.errors import ConfigError, HandshakeRefused, PeerLost
 from common.kv.layout import KVLayout
@@ -136,31 +137,22 @@ def test_host_id_is_stable_and_says_nothing_of_the_host() -> None:
     assert " " not in (host_id() or "")
 
 
-class Everything:
+def even_ranks_share_memory() -> transport_ends.Transport:
     """Ranks of the source take turns: even ones may share memory with the destination, odd ones may not."""
 
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Sender:
-        connectors: list[Any] = [ZmqConnector()]
-        if rank % 2 == 0:
-            connectors.append(ShmConnector())
-        return Sender(storage, kv, rank, on_event, connectors, clock=clock, min_message_bytes=1)
+    def sender(storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, **kw: Any) -> Sender:
+        connectors: list[Any] = [ZmqConnector(), *([] if rank % 2 else [ShmConnector()])]
+        return Sender(storage, kv, rank, on_event, connectors, min_message_bytes=1, **kw)
 
-    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Receiver:
-        listeners = [ZmqListener("127.0.0.1", 0), ShmListener()]
-        return Receiver(storage, kv, rank, on_event, listeners, clock=clock, incarnation="dst-1")
+    return transport_ends.Transport(
+        sender, lambda *where, **kw: Receiver(*where, [ZmqListener("127.0.0.1", 0), ShmListener()], **kw)
+    )
 
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    clusters: list[Cluster] = []
-
-    def factory(src: KVLayout, dst: KVLayout, clock: Clock = monotonic) -> Cluster:
-        clusters.append(Cluster(Everything(), src, dst, clock=clock))
-        return clusters[-1]
-
-    yield factory
-    for cluster in clusters:
-        cluster.close()
+    with transport_ends.clusters(even_ranks_share_memory) as make:
+        yield make
 
 
 def test_slices_of_one_attempt_arrive_over_two_transports(make: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,7 +205,7 @@ def test_transport_that_takes_messages_and_never_answers_is_not_taken_again(
 ) -> None:
     """As NCCL where a firewall lets nothing through but the ports that are configured."""
     clock = MockClock()
-    cluster = make(layout(), layout(), clock)
+    cluster = make(clock=clock)
     with monkeypatch.context() as deaf:
         deaf.setattr(ShmListener, "receive", lambda _: None)
         transfer = cluster.transfer("r", tokens=27)
@@ -239,7 +231,7 @@ def test_transport_that_failed_is_tried_again_after_a_while(
         raise OSError("no memory left")
 
     clock = MockClock()
-    cluster = make(layout(), layout(), clock)
+    cluster = make(clock=clock)
     cluster.senders[0].end._idle_s = idle_s
     with monkeypatch.context() as broken:
         broken.setattr(shm.ring, "create", cannot)

@@ -8,47 +8,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import transport_ends
 import zmq
-from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
+from transfer_harness import DEADLINE_S, Cluster, wait_until
 
-from common.clock import Clock, MockClock
+from common.clock import MockClock
 from common.errors import PeerLost
-from common.kv.layout import KVLayout
-from common.kv.storage import KVStorage
 from common.protocol import PeerRef
 from kvtransfer import collective, pair
 from kvtransfer.base import SourceReleased
-from kvtransfer.collective import CollectiveReceiver, CollectiveSender, GroupMeet, GroupReply, GroupRequest
+from kvtransfer.collective import CollectiveReceiver, GroupMeet, GroupReply, GroupRequest
 from kvtransfer.pair import wait_for_card
 
 ENCODE = collective._CODEC.encode
 
 
-class Transport:
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> CollectiveSender:
-        return CollectiveSender(
-            storage,
-            kv,
-            rank,
-            "127.0.0.1",
-            on_event,
-            clock=clock,
-            staging_bytes=1024,
-            min_message_bytes=1,
-            timeout_s=0.5,
-        )
-
-    def receiver(
-        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
-    ) -> CollectiveReceiver:
-        return CollectiveReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, clock, timeout_s=0.5)
-
-
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    made = Cluster(Transport(), layout(), layout())
-    yield made
-    made.close()
+    with transport_ends.clusters(transport_ends.collective) as make:
+        yield make(timeout_s=0.5)
 
 
 class FakeReceiver:

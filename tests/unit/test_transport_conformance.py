@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import HostDevice
+import transport_ends
 from transfer_harness import Cluster, Recorder, layout, wait_until
 
-from common.clock import Clock, MockClock
+from common.clock import MockClock
 from common.errors import CorruptSlice, DeadlineExceeded, HandshakeRefused, TransferError
 from common.kv.layout import KVLayout
-from common.kv.storage import KVStorage
 from common.protocol import AttemptKey
 from kvtransfer.base import (
     DestinationReleased,
@@ -27,108 +26,24 @@ from kvtransfer.base import (
     ReceiveFailed,
     SourceReleased,
 )
-from kvtransfer.collective import CollectiveConnector, CollectiveListener, CollectiveReceiver, CollectiveSender
-from kvtransfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from kvtransfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
-from kvtransfer.shm import ShmConnector, ShmListener, ShmReceiver, ShmSender
-from kvtransfer.zmq import ZmqConnector, ZmqListener, ZmqReceiver, ZmqSender
-
-
-class ZmqTransport:
-    """Small messages, so that every transfer takes several."""
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ZmqSender:
-        return ZmqSender(storage, kv, rank, on_event, clock=clock, staging_bytes=1024, window=4, min_message_bytes=1)
-
-    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ZmqReceiver:
-        return ZmqReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, clock, incarnation="dst-1")
-
-
-class LoopbackTransport:
-    def __init__(self) -> None:
-        self.network = LoopbackNetwork()
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> LoopbackSender:
-        return LoopbackSender(storage, kv, rank, on_event, self.network, clock=clock, min_message_bytes=1)
-
-    def receiver(
-        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
-    ) -> LoopbackReceiver:
-        return LoopbackReceiver(storage, kv, rank, on_event, self.network, clock=clock, incarnation="dst-1")
-
-
-class ShmTransport:
-    """Few small pages, so that every transfer goes round the ring."""
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ShmSender:
-        return ShmSender(storage, kv, rank, on_event, clock=clock, page_bytes=1024, num_pages=4, min_message_bytes=1)
-
-    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ShmReceiver:
-        return ShmReceiver(storage, kv, rank, on_event, clock=clock, incarnation="dst-1")
-
-
-class CollectiveTransport:
-    """Gloo; small messages, so that every transfer takes several."""
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> CollectiveSender:
-        return CollectiveSender(
-            storage, kv, rank, "127.0.0.1", on_event, clock=clock, staging_bytes=1024, window=4, min_message_bytes=1
-        )
-
-    def receiver(
-        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
-    ) -> CollectiveReceiver:
-        return CollectiveReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, clock, incarnation="dst-1")
-
-
-class CudaIpcTransport:
-    """On a stand-in for the card; small messages and marks that come late."""
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> CudaIpcSender:
-        device = HostDevice(storage)
-        return CudaIpcSender(
-            storage, kv, rank, on_event, device, clock=clock, message_bytes=1024, window=4, min_message_bytes=1
-        )
-
-    def receiver(
-        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
-    ) -> CudaIpcReceiver:
-        return CudaIpcReceiver(storage, kv, rank, on_event, HostDevice(storage), clock=clock, incarnation="dst-1")
-
-
-class StagedTransport:
-    """KV on a stand-in for a card, through host memory: pinned buffers over ZMQ, by way of such ones over shared memory."""
-
-    def __init__(self, connector: Any, listener: Any) -> None:
-        self._connector, self._listener = connector, listener
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Sender:
-        device = HostDevice(storage)
-        return Sender(storage, kv, rank, on_event, [self._connector()], device=device, clock=clock, min_message_bytes=1)
-
-    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> Receiver:
-        device = HostDevice(storage)
-        return Receiver(
-            storage, kv, rank, on_event, [self._listener()], device=device, clock=clock, incarnation="dst-1"
-        )
-
+from kvtransfer.collective import CollectiveConnector, CollectiveListener
+from kvtransfer.shm import ShmConnector, ShmListener
+from kvtransfer.zmq import ZmqConnector, ZmqListener
 
 TRANSPORTS = {
-    "cuda_ipc": CudaIpcTransport,
-    "staged-zmq": lambda: StagedTransport(
+    "cuda_ipc": transport_ends.cuda_ipc,
+    "staged-zmq": lambda: transport_ends.staged(
         partial(ZmqConnector, staging_bytes=1024, window=4), partial(ZmqListener, "127.0.0.1", 0)
     ),
-    "staged-collective": lambda: StagedTransport(
+    "staged-collective": lambda: transport_ends.staged(
         partial(CollectiveConnector, "127.0.0.1", staging_bytes=1024, window=4),
         partial(CollectiveListener, "127.0.0.1", 0),
     ),
-    "staged-shm": lambda: StagedTransport(partial(ShmConnector, page_bytes=1024, num_pages=4), ShmListener),
-    "zmq": ZmqTransport,
-    "loopback": LoopbackTransport,
-    "shm": ShmTransport,
-    "collective": CollectiveTransport,
+    "staged-shm": lambda: transport_ends.staged(partial(ShmConnector, page_bytes=1024, num_pages=4), ShmListener),
+    "zmq": transport_ends.zmq,
+    "loopback": transport_ends.loopback,
+    "shm": transport_ends.shm,
+    "collective": transport_ends.collective,
 }
 
 

@@ -9,23 +9,23 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import transport_ends
 from host_device import HostDevice
-from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
+from transfer_harness import DEADLINE_S, Cluster, wait_until
 
-from common.clock import Clock, MockClock
+from common.clock import MockClock
 from common.errors import DeadlineExceeded, PeerLost, TransferAborted
-from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.protocol import AttemptKey, PeerRef
 from kvtransfer import cuda_ipc, ring
 from kvtransfer.base import DestinationReleased, OutgoingTransfer, Received, ReceiveFailed, SourceReleased
 from kvtransfer.choose import TransportOffer
-from kvtransfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kvtransfer.host import host_id
 
 
@@ -58,49 +58,23 @@ class GatedDevice(HostDevice):
         return mark
 
 
-class Transport:
-    def __init__(self) -> None:
-        self.devices: list[GatedDevice] = []
-
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> CudaIpcSender:
-        self.devices.append(GatedDevice(storage))
-        return CudaIpcSender(
-            storage,
-            kv,
-            rank,
-            on_event,
-            self.devices[-1],
-            clock=clock,
-            message_bytes=1024,
-            window=3,
-            min_message_bytes=1,
-        )
-
-    def receiver(
-        self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock
-    ) -> CudaIpcReceiver:
-        self.devices.append(GatedDevice(storage))
-        return CudaIpcReceiver(storage, kv, rank, on_event, self.devices[-1], clock=clock)
-
-
 @pytest.fixture
 def make() -> Iterator[Any]:
-    clusters: list[Cluster] = []
+    made: list[GatedDevice] = []
 
-    def factory(**options: Any) -> Cluster:
-        clusters.append(Cluster(Transport(), layout(), layout(), **options))
-        return clusters[-1]
+    def device(storage: KVStorage) -> GatedDevice:
+        made.append(GatedDevice(storage))
+        return made[-1]
 
-    yield factory
-    for cluster in clusters:
-        for device in cluster.transport.devices:
-            device.compute.open = device.copying.open = True
-        cluster.close()
+    with transport_ends.clusters(partial(transport_ends.cuda_ipc, device, window=3)) as make:
+        yield make
+        for each in made:
+            each.compute.open = each.copying.open = True
 
 
 def devices(cluster: Cluster) -> tuple[GatedDevice, GatedDevice]:
     """The receiver's and the sender's."""
-    return cluster.transport.devices[0], cluster.transport.devices[1]
+    return cluster.receivers[0].end._device, cluster.senders[0].end._device
 
 
 def test_nothing_is_lent_before_the_card_has_computed_it(make: Any) -> None:

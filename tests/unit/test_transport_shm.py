@@ -8,43 +8,28 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transfer_harness import DEADLINE_S, Cluster, Recorder, layout, wait_until
+import transport_ends
+from transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 
-from common.clock import Clock, MockClock
+from common.clock import MockClock
 from common.errors import DeadlineExceeded, PeerLost, ProtocolError
-from common.kv.layout import KVLayout
-from common.kv.storage import KVStorage
 from common.protocol import AttemptKey, PeerRef
 from kvtransfer import ring, shm, wire
 from kvtransfer.base import SourceReleased
 from kvtransfer.choose import TransportOffer
 from kvtransfer.host import host_id
-from kvtransfer.shm import ShmReceiver, ShmSender
-
-
-class Transport:
-    def sender(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ShmSender:
-        return ShmSender(storage, kv, rank, on_event, clock=clock, page_bytes=1024, num_pages=3, min_message_bytes=1)
-
-    def receiver(self, storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, clock: Clock) -> ShmReceiver:
-        return ShmReceiver(storage, kv, rank, on_event, clock=clock)
+from kvtransfer.shm import ShmReceiver
 
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    clusters: list[Cluster] = []
-
-    def factory(**options: Any) -> Cluster:
-        clusters.append(Cluster(Transport(), layout(), layout(), **options))
-        return clusters[-1]
-
-    yield factory
-    for cluster in clusters:
-        cluster.close()
+    with transport_ends.clusters(partial(transport_ends.shm, num_pages=3)) as make:
+        yield make
 
 
 class FakeReceiver:
@@ -295,7 +280,7 @@ def test_rings_are_unmapped_and_leave_no_name() -> None:
         return Path("/proc/self/maps").read_text().count("kvrelay-ring")
 
     before, files = mapped(), set(Path("/dev/shm").iterdir())
-    cluster = Cluster(Transport(), layout(tp=2), layout(pp=(2, 2)))
+    cluster = Cluster(transport_ends.shm(), layout(tp=2), layout(pp=(2, 2)))
     try:
         cluster.transfer().run()
         assert mapped() > before
