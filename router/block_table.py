@@ -57,10 +57,6 @@ class BlockTable:
 
     def __init__(self, limit: int, on_evict: Callable[[Values], None], few: int) -> None:
         self.limit = limit
-        self.live = 0
-        """Entries with a value."""
-        self.segments = 1
-        """In use: those before it."""
         self._few = few
         self._on_evict = on_evict
         self._most_segments = 1 + int(limit / _EMPTIEST) // SEGMENT
@@ -74,6 +70,21 @@ class BlockTable:
         self.key_at, self.value_at, self.stamp_at, self._room_at = (
             array.data for array in (self.keys, self.values, self.stamps, self._room)
         )
+        self._begin()
+
+    def clear(self) -> None:
+        """Forget everything. What was never used costs nothing: new arrays would be written as a whole."""
+        used = slice(0, self.segments << _BITS)
+        self.keys[used] = 0
+        self.values[used] = 0
+        self._room[: self.segments] = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.live = 0
+        """Entries with a value."""
+        self.segments = 1
+        """In use: those before it."""
         self._shift = 63
         self._directory: Places = np.zeros(2, np.intp)
         """By the upper bits of a key: where its segment begins."""

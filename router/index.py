@@ -315,9 +315,10 @@ class PrefixIndex:
     def _turn(self) -> None:
         now = self._clock()
         if now - self._turned_s >= EXPECTATION_S:
-            late = now - self._turned_s >= 2 * EXPECTATION_S
-            self._fading = self._expectations() if late else self._fresh
-            self._fresh = self._expectations()
+            self._fading.clear()
+            if now - self._turned_s >= 2 * EXPECTATION_S:
+                self._fresh.clear()
+            self._fresh, self._fading = self._fading, self._fresh
             self._turned_s = now
 
     def _clean(self, table: BlockTable, here: slice) -> None:
