@@ -14,25 +14,18 @@ from enum import Enum
 from typing import Any
 
 from common.clock import Clock
-from common.engine.executor import Executor, StepDone, StepFailed
-from common.engine.scheduler import Plan, Progress, Scheduler, insert_by_priority
-from common.engine.sequence import Sequence
-from common.engine.step import StepOutput
+from common.engine.executor import Executor
+from common.engine.scheduler import Progress, Scheduler, insert_by_priority
 from common.errors import (
     CorruptSlice,
-    EngineError,
     HandshakeRefused,
     KvRelayError,
-    NoFiniteLogits,
     PeerLost,
-    RankLost,
     TransferAborted,
-    Unavailable,
 )
 from common.hashing import hash_blocks
 from common.kv.layout import KVLayout, check_compatible
-from common.node.intake import make_sequence
-from common.node.meter import StepMeter
+from common.node.logic import Attempt, RoleLogic
 from common.node.outbox import ClientLost, FromClient, Outbox
 from common.protocol import (
     Abort,
@@ -72,11 +65,8 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class _Attempt:
-    identity: Identity
+class _Attempt(Attempt):
     request: DecodeRequest
-    seq: Sequence
-    deadline_s: float
     phase: Phase = Phase.WAITING
     offer: Offer | None = None
     prefill_identity: Identity = b""
@@ -97,7 +87,7 @@ class _Early:
     messages: list[tuple[Identity, Offer | PrefillDone]] = field(default_factory=list)
 
 
-class DecodeNode:
+class DecodeNode(RoleLogic[_Attempt]):
     """All attempts of one decode node. Invariant: when `attempts` is empty, no block is used."""
 
     def __init__(
@@ -115,30 +105,14 @@ class DecodeNode:
         transfer_timeout_s: float,
         early_s: float,
     ) -> None:
-        self.me = me
-        self.layout = layout
-        self.vocab_size = vocab_size
-        self.scheduler = scheduler
-        self.executor = executor
+        super().__init__(me, layout, vocab_size, scheduler, executor, outbox, clock, max_accepted=max_accepted)
         self.receiver = receiver
-        self.outbox = outbox
-        self.clock = clock
-        self.max_accepted = max_accepted
         self.transfer_timeout_s = transfer_timeout_s
         self.early_s = early_s
-        self.attempts: dict[AttemptKey, _Attempt] = {}
-        self._plans: dict[int, Plan] = {}
-        """Steps in flight."""
-        self._meter = StepMeter(depth=scheduler.config.depth)
         self.deferred: deque[_Attempt] = deque()
         self.early: dict[AttemptKey, _Early] = {}
-        self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
         self._generated_tokens = 0
-        self._prompt_tokens = 0
-        self._relayed_bytes = 0
-        self._relayed_by: dict[str, int] = {}
         self._local_prefills = 0
-        self._transfers_failed = 0
 
     # ------------------------------------------------------------ events
 
@@ -161,33 +135,20 @@ class DecodeNode:
                 self._receive_failed(self.attempts[key], error)
             case DestinationReleased(key):
                 self._destination_released(self.attempts[key])
-            case StepDone(output):
-                self._step_done(output)
-            case StepFailed(step_id, error):
-                self._step_failed(step_id, error)
             case ClientLost(identity):
-                # It may only have been held up: then it must hear that its attempts are over.
-                for attempt in [a for a in self.attempts.values() if a.identity == identity]:
-                    self._fail(attempt, Unavailable("the router was silent past its lease"))
+                super().handle(event)
                 for attempt in [a for a in self.attempts.values() if a.prefill_identity == identity]:
                     self._prefill_lost(attempt)
             case _:
-                log.warning("a decode node does not take %s", event)
+                super().handle(event)
 
-    def describe_attempts(self) -> list[dict[str, Any]]:
-        """For operators: every attempt, where it stands and how old it is."""
-        now_s = self.clock()
-        return [
-            {
-                "attempt": str(key),
-                "state": self._state(attempt),
-                "age_s": round(now_s - attempt.seq.arrival_s, 3),
-                "prompt_tokens": attempt.request.prompt_len,
-                "generated_tokens": attempt.seq.num_generated,
-                "prefill_node": None if attempt.request.prefill is None else attempt.request.prefill.node_id,
-            }
-            for key, attempt in self.attempts.items()
-        ]
+    def _describe(self, attempt: _Attempt) -> dict[str, Any]:
+        return {
+            "state": self._state(attempt),
+            "prompt_tokens": attempt.request.prompt_len,
+            "generated_tokens": attempt.seq.num_generated,
+            "prefill_node": None if attempt.request.prefill is None else attempt.request.prefill.node_id,
+        }
 
     def _state(self, attempt: _Attempt) -> str:
         if attempt.phase is not Phase.ACTIVE:
@@ -195,64 +156,21 @@ class DecodeNode:
         return "running" if attempt.seq.key in self.scheduler.running else "waiting"
 
     def on_time(self, now_s: float) -> None:
-        for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
-            self._end(attempt)
         for key in [key for key, early in self.early.items() if now_s > early.expires_s]:
             self._refuse_early(key)
-        self.load = self._measure_load()
+        super().on_time(now_s)
 
     def step(self) -> bool:
         self._grant_deferred()
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return False
-        for seq in plan.admitted:
-            if seq.first_step_s is None:
-                seq.first_step_s = self.clock()
-        self.outbox.flush()  # grants must not wait for the step
-        self._plans[plan.step.step_id] = plan
-        self._meter.begin(plan.step.step_id, self.clock())
-        try:
-            output = self.executor.submit(plan.step)
-        except Exception as error:  # one step's failure must not end the node
-            self._step_failed(plan.step.step_id, error)
-            return True
-        if output is not None:
-            self._step_done(output)
-        return True
-
-    def _step_done(self, output: StepOutput) -> None:
-        plan = self._plans.pop(output.step_id)
-        self._meter.end(output.step_id, self.clock(), plan.step.query_lens)
-        self._prompt_tokens += sum(n for n in plan.step.query_lens if n > 1)
-        for done in self.scheduler.update(plan, output.sampled):
-            if done.sampled is not None and done.sampled.error is not None:
-                self._fail(self.attempts[done.seq.key], NoFiniteLogits(done.sampled.error))
-            elif done.sampled is not None:
-                self._generated_tokens += 1
-                self._token(self.attempts[done.seq.key], done)
+        return super().step()
 
     # ------------------------------------------------------------ admission
 
     def _accept(self, identity: Identity, request: DecodeRequest) -> None:
-        if request.key in self.attempts:
-            log.warning("%s came twice, the first one goes on", request.key)
+        seq = self._take(identity, request)
+        if seq is None:
             return
-        now_s = self.clock()
-        try:
-            seq = make_sequence(
-                request,
-                scheduler=self.scheduler,
-                fingerprint=self.layout.fingerprint,
-                vocab_size=self.vocab_size,
-                accepted=len(self.attempts),
-                max_accepted=self.max_accepted,
-                now_s=now_s,
-            )
-        except KvRelayError as error:
-            self.outbox.reply(identity, AttemptFailed(request.key, error.code, error.message))
-            return
-        attempt = _Attempt(identity, request, seq, now_s + request.timeout_s)
+        attempt = _Attempt(identity, seq, seq.arrival_s + request.timeout_s, request)
         self.attempts[request.key] = attempt
         if request.prefill is None:
             self._local_prefills += 1
@@ -376,6 +294,7 @@ class DecodeNode:
 
     def _token(self, attempt: _Attempt, done: Progress) -> None:
         assert done.sampled is not None
+        self._generated_tokens += 1
         seq = attempt.seq
         stats = None if attempt.spoke else self._stats(attempt)
         attempt.spoke = True
@@ -415,14 +334,14 @@ class DecodeNode:
         if attempt.phase is not Phase.ACTIVE:
             self._fail(attempt, PeerLost("the prefill node has been silent past its lease"))
 
-    def _fail(self, attempt: _Attempt, error: KvRelayError) -> None:
-        """Tell the router, and the prefill node if it has offered; then end."""
-        if attempt.phase is Phase.DRAINING:
+    def _fail(self, attempt: _Attempt | None, error: KvRelayError) -> None:
+        """Tell the router, and the prefill node if it still sends; then end."""
+        if attempt is None or attempt.phase is Phase.DRAINING:
             return
         key = attempt.seq.key
         log.warning("%s failed: %s", key, error.message)
         self.outbox.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
-        if attempt.offer is not None:
+        if attempt.offer is not None and attempt.phase is not Phase.ACTIVE:
             self.outbox.reply(attempt.prefill_identity, TransferAbort(key, error.code, error.message))
         self._end(attempt)
 
@@ -440,40 +359,13 @@ class DecodeNode:
             self.scheduler.abort(attempt.seq)
         del self.attempts[attempt.seq.key]
 
-    def _step_failed(self, step_id: int, error: Exception) -> None:
-        if isinstance(error, RankLost):
-            raise error  # the engine loop ends, and the node with it: its ranks share fate
-        log.error("step %d failed", step_id, exc_info=error)
-        self._meter.drop(step_id)
-        plan = self._plans.pop(step_id)
-        self.scheduler.fail(plan)
-        for seq in plan.seqs:
-            attempt = self.attempts.pop(seq.key, None)
-            if attempt is not None:  # else it has ended, and was only waiting for this step
-                failure = EngineError(f"the step failed: {error}")
-                self.outbox.reply(attempt.identity, AttemptFailed(seq.key, failure.code, failure.message))
-
     def _measure_load(self) -> NodeLoad:
         scheduler = self.scheduler
         # One that has ended may still run, until its last step is done.
         incoming = max(0, len(self.attempts) - len(scheduler.running) - len(scheduler.waiting))
-        return NodeLoad(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + incoming,
+        return self._load(
+            waiting=incoming,
             queued_tokens=sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting),
-            kv_blocks_used=scheduler.pool.num_used,
-            kv_blocks_cached=scheduler.pool.num_cached,
-            kv_blocks_total=scheduler.pool.num_blocks,
-            prompt_tokens=self._prompt_tokens,
-            step_age_s=self._meter.age_s(self.clock()),
-            prompt_busy_s=self._meter.prompt_busy_s,
-            step_s=self._meter.step_s,
             generated_tokens=self._generated_tokens,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            preemptions=scheduler.num_preemptions,
-            relayed_bytes=self._relayed_bytes,
-            relayed_by=dict(self._relayed_by),
             local_prefills=self._local_prefills,
-            transfers_failed=self._transfers_failed,
         )

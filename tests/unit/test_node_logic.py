@@ -13,7 +13,7 @@ from fake_engine import generate
 from node_pair import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
 from common.engine.step import SampledToken, StepInput, StepOutput
-from common.node.outbox import ClientLost, FromClient, FromPeer, PeerGone, ToPeer
+from common.node.outbox import ClientLost, FromClient, FromPeer, PeerGone, ToClient, ToPeer
 from common.protocol import (
     AttemptFailed,
     AttemptKey,
@@ -370,4 +370,25 @@ def test_requests_time_out_silently_and_free_everything() -> None:
     pair.clock.advance(601.0)
     pair.p.on_time(pair.clock())
     pair.d.on_time(pair.clock())
+    pair.assert_whole()
+
+
+def test_a_step_that_fails_on_the_decode_node_ends_its_attempts_once_and_bothers_no_prefill_node() -> None:
+    pair = Pair()
+    pair.request(max_tokens=30)
+    for _ in range(10):
+        if pair.d.attempts[KEY].phase is not Phase.ACTIVE:
+            pair.run(rounds=1)
+    pair.to_prefill()
+    pair.d_runner.fail_next = RuntimeError("made to fail")
+    pair.d.step()
+    pair.d.outbox.flush()
+    (told,) = pair.d_out
+    assert isinstance(told, ToClient)
+    assert (told.identity, told.message) == (
+        ROUTER,
+        AttemptFailed(KEY, "engine_error", "the step failed: made to fail"),
+    )
+    assert not pair.d.attempts
+    pair.run()
     pair.assert_whole()
