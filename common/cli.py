@@ -34,7 +34,7 @@ from common.config_sources import (
     type_label,
 )
 from common.errors import KvRelayError
-from common.process import die_with_parent
+from common.process import die_with_parent, end_process
 
 ENTRY_POINT_GROUP = "kvrelay.commands"
 _ORDER = ["up", "router", "prefill", "decode", "admin", "load", "simulate"]
@@ -233,7 +233,10 @@ def _root(
 
 def main() -> None:
     """Console script."""
-    app(prog_name="kvrelay")
+    try:
+        app(prog_name="kvrelay")
+    except SystemExit as end:
+        end_process(end.code)
 
 
 if __name__ == "__main__":

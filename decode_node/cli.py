@@ -7,7 +7,7 @@ import asyncio
 from common.cli import service_app
 from common.config import DecodeConfig
 from common.config_sources import Resolved
-from common.process import prepare_compute, run_service
+from common.process import lasting_imports, prepare_compute, run_service
 
 _HELP = """Start a decode node: it receives KV caches and generates, with continuous batching.
 
@@ -24,7 +24,8 @@ def _run(resolved: Resolved[DecodeConfig]) -> None:
 
     asyncio.run(check_redis(config.redis_url))
     prepare_compute(config.threads, config.nice)
-    from decode_node.service import serve
+    with lasting_imports():
+        from decode_node.service import serve
 
     run_service(lambda: serve(config))
 

@@ -10,7 +10,7 @@ import sys
 from common.config import DecodeConfig
 from common.logs import configure
 from common.node.rank_arguments import rank_arguments
-from common.process import prepare_compute
+from common.process import lasting_imports, prepare_compute
 
 
 def main() -> None:
@@ -19,9 +19,10 @@ def main() -> None:
     config = DecodeConfig(**json.load(sys.stdin))
     configure(config.log_level)
     prepare_compute(config.threads, nice=0)  # the leader's niceness is inherited
-    from common.node.rank import RankProcess
-    from decode_node.rank_end import ReceivingRank
-    from decode_node.service import CODEC, blueprint_of
+    with lasting_imports():
+        from common.node.rank import RankProcess
+        from decode_node.rank_end import ReceivingRank
+        from decode_node.service import CODEC, blueprint_of
 
     process = RankProcess(config, blueprint_of(config), arguments.rank, arguments.leader, CODEC)
     process.run(small_batches=True, make_end=ReceivingRank)

@@ -7,7 +7,7 @@ import asyncio
 from common.cli import service_app
 from common.config import PrefillConfig
 from common.config_sources import Resolved
-from common.process import prepare_compute, run_service
+from common.process import lasting_imports, prepare_compute, run_service
 
 _HELP = """Start a prefill node: it computes prompts and relays their KV cache to decode nodes.
 
@@ -24,7 +24,8 @@ def _run(resolved: Resolved[PrefillConfig]) -> None:
 
     asyncio.run(check_redis(config.redis_url))
     prepare_compute(config.threads, config.nice)
-    from prefill_node.service import serve
+    with lasting_imports():
+        from prefill_node.service import serve
 
     run_service(lambda: serve(config))
 

@@ -10,7 +10,7 @@ import sys
 from common.config import PrefillConfig
 from common.logs import configure
 from common.node.rank_arguments import rank_arguments
-from common.process import prepare_compute
+from common.process import lasting_imports, prepare_compute
 
 
 def main() -> None:
@@ -19,10 +19,11 @@ def main() -> None:
     config = PrefillConfig(**json.load(sys.stdin))
     configure(config.log_level)
     prepare_compute(config.threads, nice=0)  # the leader's niceness is inherited
-    from common.node.rank import RankProcess
-    from common.node.startup import plan_node
-    from prefill_node.rank_end import SendingRank
-    from prefill_node.service import CODEC
+    with lasting_imports():
+        from common.node.rank import RankProcess
+        from common.node.startup import plan_node
+        from prefill_node.rank_end import SendingRank
+        from prefill_node.service import CODEC
 
     process = RankProcess(config, plan_node(config), arguments.rank, arguments.leader, CODEC)
     process.run(small_batches=False, make_end=SendingRank)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from common.cli import service_app
 from common.config import RouterConfig
 from common.config_sources import Resolved
-from common.process import run_service
+from common.process import lasting_imports, run_service
 
 _HELP = """Start a router: the OpenAI-compatible HTTP address of a cluster.
 
@@ -28,19 +28,11 @@ def _run(resolved: Resolved[RouterConfig]) -> None:
     from common.redis_client import check_redis
 
     asyncio.run(check_redis(resolved.config.redis_url))
-    from router.service import serve
-
-    _calm_collector()
-    run_service(lambda: serve(resolved.config), loop_factory=_loop_factory())
-
-
-def _calm_collector() -> None:
-    """Let the garbage collector look at what requests leave behind, and seldom at all that stays: modules, models and
-    the stories of past requests. Going through these takes tens of milliseconds, in which no stream moves.
-    """
-    gc.collect()
-    gc.freeze()
+    with lasting_imports():
+        from router.service import serve
+    # Requests leave little behind that the collector must find.
     gc.set_threshold(*_COLLECT)
+    run_service(lambda: serve(resolved.config), loop_factory=_loop_factory())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

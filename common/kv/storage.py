@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import math
 import mmap
 
@@ -57,13 +57,12 @@ class KVStorage:
         size_bytes = math.prod(shape) * DTYPE_BYTES[layout.dtype]
         self.shared = allocate_shareable(where, size_bytes) if where.type == "cuda" else None
         """On a card: its memory, if other processes can map it."""
-        if self.shared is None:
-            self.data: Tensor = torch.empty(shape, dtype=dtype, device=where)
-        else:
-            self.data = self.shared.tensor(where).view(dtype).view(shape)
         if device == "cpu":
-            _advise_huge_pages(self.data)
-        self.data.zero_()
+            self.data: Tensor = _zeros_on_demand(size_bytes).view(dtype).view(shape)
+        elif self.shared is None:
+            self.data = torch.zeros(shape, dtype=dtype, device=where)
+        else:
+            self.data = self.shared.tensor(where).view(dtype).view(shape).zero_()
         self.words: np.ndarray | None = None
         if device == "cpu":
             word = _NUMPY_WORD[DTYPE_BYTES[layout.dtype]]
@@ -85,15 +84,20 @@ def _check_scales(scales: tuple[tuple[float, float], ...], num_layers: int) -> N
         raise ConfigError(f"KV scales must be positive numbers: {scales}")
 
 
-def _advise_huge_pages(data: Tensor) -> None:
-    """Ask for large pages, before the first touch: blocks at random places otherwise miss the TLB at every turn,
-    which halves the speed of gathering and scattering them. No more than a wish; systems without them ignore it."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return
-    first = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = data.data_ptr() + data.nbytes - first
-    if size > 0:
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(size // mmap.PAGESIZE * mmap.PAGESIZE), advice
-        )
+def _zeros_on_demand(size_bytes: int) -> Tensor:
+    """[size_bytes], uint8, of memory that the system clears and hands out page by page as it is first written:
+    a node starts at once, and takes no more than its requests have needed.
+
+    In large pages where there are any: blocks at random places otherwise miss the TLB at every turn, which halves the
+    speed of gathering and scattering them.
+
+    Raises: ConfigError if the system refuses so much.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError(f"no memory for {size_bytes / 1e9:.2f} GB of KV: {error.strerror}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # no more than a wish
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size_bytes))

@@ -67,6 +67,7 @@ class _End:
         self.shard = self.layout.shards()[rank]
         each = blocks_for(tokens)
         self.storage = KVStorage(self.layout, self.shard, each * transfers, device)
+        self.storage.data.zero_()  # its pages are there before anything is measured
         self.bits = self.storage.data.view(torch.int16)
         self.tokens = tokens
         blocks = list(range(each * transfers))

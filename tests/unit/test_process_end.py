@@ -1,0 +1,33 @@
+"""How our processes end: at once, with all that they said and the code that they meant."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"), [("None", 0, ""), ("0", 0, ""), ("78", 78, ""), ("'no parent'", 1, "no parent\n")]
+)
+def test_output_and_exit_code_are_those_of_sys_exit(code: str, status: int, error: str) -> None:
+    said = "x" * 10_000  # more than a buffer that nobody flushes holds back
+    program = f"import sys; from common.process import end_process; sys.stdout.write('{said}'); end_process({code})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, said, error)
+
+
+def test_a_reader_that_has_gone_does_not_keep_it() -> None:
+    program = "from common.process import end_process; print('x' * 100); end_process(3)"
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 3
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
