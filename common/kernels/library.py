@@ -6,8 +6,11 @@ import functools
 import importlib
 import logging
 import os
+import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -43,6 +46,7 @@ def _find(device: torch.device) -> Library:
         return Library(None, f"flashinfer needs compute capability 8.0, this card has {capability[0]}.{capability[1]}")
     # From 0.7 on norms would come from another compiler where that is installed; ours are compiled ahead.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    _find_ninja()
     try:
         flashinfer = importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
@@ -55,6 +59,14 @@ def _find(device: torch.device) -> Library:
     except (ImportError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return Library(None, f"flashinfer {flashinfer.__version__} cannot build or run its kernels: {error}")
     return Library(flashinfer)
+
+
+def _find_ninja() -> None:
+    """flashinfer runs the program `ninja`; the package of that name puts it beside this interpreter, which is on PATH
+    only where the virtual environment was activated."""
+    beside = Path(sys.executable).parent
+    if shutil.which("ninja") is None and (beside / "ninja").exists():
+        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(beside))))
 
 
 def _run_one(flashinfer: ModuleType, device: torch.device) -> None:

@@ -40,9 +40,18 @@ def end_by_exception() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
 
+class Incomplete(Exception):
+    """A benchmark broke after it had measured something; raise it from what broke it."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(f"{result.bench} broke after {len(result.figures)} figures")
+        self.result = result
+
+
 @dataclass
 class Run:
-    """One command's results. One that breaks does not take the others' figures with it; a missed target breaks nothing."""
+    """One command's results. One that breaks does not take others' figures with it, nor its own that were there already;
+    a missed target breaks nothing."""
 
     about: dict[str, Any]
     """The machine and what was measured with."""
@@ -51,6 +60,8 @@ class Run:
     console: Console = field(default_factory=lambda: Console(width=None if sys.stdout.isatty() else 150))
     results: list[Result] = field(default_factory=list[Result])
     broken: list[str] = field(default_factory=list[str])
+    left_out: list[str] = field(default_factory=list[str])
+    """What there was no time for."""
 
     def measure(self, name: str, bench: Callable[[], Result]) -> None:
         """Run one benchmark and write its JSON."""
@@ -58,10 +69,12 @@ class Run:
         started = time.monotonic()
         try:
             result = bench()
-        except Exception:
+        except Exception as error:
             traceback.print_exc()
             self.broken.append(name)
-            return
+            if not isinstance(error, Incomplete) or not error.result.figures:
+                return
+            result = error.result
         result.details["took_s"] = round(time.monotonic() - started, 1)
         self.results.append(result)
         save(result, self.about, self.folder)
@@ -71,9 +84,11 @@ class Run:
         print_table(self.results, self.about, self.console, title=title)
         self.console.print(f"JSON: {self.folder}/<name>.json", highlight=False)
         if self.broken:
-            self.console.print(f"[red]could not be measured: {', '.join(self.broken)}[/red]")
+            self.console.print(f"[red]could not be measured, or not whole: {', '.join(self.broken)}[/red]")
+        if self.left_out:
+            self.console.print(f"[yellow]left out, there was no time left: {', '.join(self.left_out)}[/yellow]")
         if whole_json is not None:
             results = [result.as_json() for result in self.results]
-            whole = {"machine": self.about, "broken": self.broken, "results": results}
+            whole = {"machine": self.about, "broken": self.broken, "left_out": self.left_out, "results": results}
             whole_json.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
         return 1 if self.broken else 0

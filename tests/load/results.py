@@ -82,7 +82,7 @@ class Result:
                 "name": f.name,
                 "value": _finite(f.value),
                 "unit": f.unit,
-                "limit": f.limit,
+                "limit": _finite(f.limit),
                 "limit_name": f.limit_name,
                 "share": _finite(f.share),
                 "target": None if f.target is None else vars(f.target),

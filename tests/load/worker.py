@@ -10,19 +10,25 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from network_hosts import Host
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCH_PATH = [str(ROOT), str(ROOT / "tests")]
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """As the nodes run: an OpenMP team that waits passively leaves the cores to others at once."""
+RESULT_TIMEOUT_S = 1200.0
+"""Longer than any call takes: a worker that hangs must not hang its benchmark."""
 
 
 def child_env() -> dict[str, str]:
@@ -33,7 +39,7 @@ def child_env() -> dict[str, str]:
 
 
 class WorkerFailed(Exception):
-    """A call raised in the worker, or the worker ended; the message is its traceback."""
+    """A call raised in the worker, or the worker ended or was too slow; the message is its traceback, if it has one."""
 
 
 class Worker:
@@ -45,9 +51,11 @@ class Worker:
         *,
         environ: dict[str, str] | None = None,
         host: Host | None = None,
+        left_s: Callable[[], float] = lambda: RESULT_TIMEOUT_S,
         **arguments: Any,
     ) -> None:
-        """`host`: the network namespace to run in, instead of our own."""
+        """`host`: the network namespace to run in, instead of our own. `left_s`: how long whoever waits for a result will
+        wait from now on; a worker that is slower is killed."""
         command = [sys.executable, __file__, str(os.getpid()), target, json.dumps(arguments)]
         if host is not None:
             command = host.inside(command)
@@ -58,9 +66,11 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**inherited, **child_env(), **(environ or {})},
-            text=True,
+            bufsize=0,
         )
         self._target = target
+        self._left_s = left_s
+        self._unread = b""
         try:
             self.result()
         except BaseException:
@@ -83,21 +93,32 @@ class Worker:
         """Begin a call whose result `result` will fetch."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps([method, arguments]) + "\n")
-            self._process.stdin.flush()
+            self._process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
         except BrokenPipeError as error:
             raise WorkerFailed(f"the worker {self._target} has ended") from error
 
     def result(self) -> Any:
-        """What the call begun by `start` returned."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise WorkerFailed(f"the worker {self._target} ended with code {self._process.wait()}")
-        answer = json.loads(line)
+        """What the call begun by `start` returned. Raises: WorkerFailed."""
+        answer = json.loads(self._line())
         if "error" in answer:
             raise WorkerFailed(f"{self._target}:\n{answer['error']}")
         return answer["result"]
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        deadline_s = time.monotonic() + self._left_s()
+        readable = select.poll()
+        readable.register(self._process.stdout, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not readable.poll(1000 * max(0.0, deadline_s - time.monotonic())):
+                self._process.kill()
+                raise WorkerFailed(f"the worker {self._target} did not answer in time, it was killed")
+            part = self._process.stdout.read(2**16)
+            if not part:
+                raise WorkerFailed(f"the worker {self._target} ended with code {self._process.wait()}")
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
     def close(self) -> None:
         """End the process."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +66,20 @@ def test_kernels_that_cannot_be_built_are_done_without(
     card.setattr(library, "_run_one", no_compiler)
     assert choose_kernels(CARD, torch.bfloat16) is TORCH
     assert "Could not find nvcc" in caplog.text
+
+
+def test_compiler_tools_of_a_virtual_environment_that_is_not_activated_are_found(
+    card: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """flashinfer runs `ninja` from PATH; without it every kernel that was not compiled ahead would be done without."""
+    for folder in ("bin", "empty"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "bin" / "ninja").touch(0o755)
+    card.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    card.setenv("PATH", str(tmp_path / "empty"))
+    card.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    choose_kernels(CARD, torch.float16)
+    assert shutil.which("ninja") == str(tmp_path / "bin" / "ninja")
 
 
 def test_with_flashinfer_16_bits_compute_with_its_kernels(card: pytest.MonkeyPatch) -> None:

@@ -1,31 +1,30 @@
-"""The lines of `gpu-bench`: each function measures one group and returns its figures beside their limits."""
+"""The lines of `gpu-bench`: each function measures one group and adds its figures beside their limits, as it gets them."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
-from load import client
 from load.client import Stream, complete, gaps
 from load.direct import DirectRouter, find_nodes
 from load.gpu.session import GpuSession
 from load.results import Result, Target, median, percentile
 from load.shape import Shape, random_prompt
-from load.worker import Worker
+from load.worker import Worker, WorkerFailed
 from system import System
 
 
-def limits(session: GpuSession) -> Result:
+def limits(session: GpuSession, result: Result) -> None:
     """What the card can do, before anything is held against it."""
-    result = Result("limits")
-    result.add("device copy, read and written", session.limits["copy"] / 1e9, "GB/s")
-    result.add("bf16 product of 8192-cubes", session.limits["matrix"] / 1e12, "TFLOP/s")
-    return result
+    result.add("device copy, read and written", session.limits["copy_bandwidth"] / 1e9, "GB/s")
+    result.add("bf16 product of 8192-cubes", session.limits["matrix_rate"] / 1e12, "TFLOP/s")
+    if any(math.isnan(limit) for limit in session.limits.values()):
+        raise RuntimeError("a limit could not be measured: what is held against it has no share")
 
 
-def decode(session: GpuSession) -> Result:
-    """Decode steps of the big shape against reading its weights and KV once, and tokens/s of the small one."""
-    result = Result("decode")
+def decode(session: GpuSession, result: Result) -> None:
+    """Decode steps of the big shape against reading its weights and KV once."""
     sizes, shape = session.sizes, session.shape("big")
     most = max(sizes.batches)
     with session.engine("big", most, sizes.context + 256) as engine:
@@ -33,7 +32,9 @@ def decode(session: GpuSession) -> Result:
             context = sizes.context if batch > 1 else 64
             step_s = _step_s(session, engine, batch, context)
             kv_bytes = batch * (context + sizes.steps // 2) * shape.kv_bytes_per_token()
-            bound_s = (shape.weight_bytes_per_token() + (kv_bytes if batch > 1 else 0)) / session.limits["copy"]
+            bound_s = (shape.weight_bytes_per_token() + (kv_bytes if batch > 1 else 0)) / session.limits[
+                "copy_bandwidth"
+            ]
             result.add(
                 f"{shape.name} decode, batch {batch}, context {context}",
                 batch / step_s,
@@ -43,16 +44,19 @@ def decode(session: GpuSession) -> Result:
                 target=Target(0.85 if batch == 1 else 0.75, of_share=True),
                 note=f"a step takes {1e3 * step_s:.2f} ms",
             )
-        _outside_kernels(session, result, engine)
         session.notes["step_s"] = _step_s(session, engine, min(sizes.batches), sizes.stream_prompt)
+        _outside_kernels(session, result, engine)
+
+
+def decode_small(session: GpuSession, result: Result) -> None:
+    """Tokens/s of the small shape alone, where launching costs more than reading."""
     small = session.shape("small")
     with session.engine("small", 1, 512) as engine:
         step_s = _step_s(session, engine, 1, 64)
-    bound = session.limits["copy"] / small.weight_bytes_per_token()
+    bound = session.limits["copy_bandwidth"] / small.weight_bytes_per_token()
     result.add(
         f"{small.name} decode, batch 1", 1 / step_s, "tok/s", limit=bound, limit_name="by bandwidth", target=Target(700)
     )
-    return result
 
 
 def _step_s(session: GpuSession, engine: Worker, batch: int, context: int) -> float:
@@ -64,6 +68,8 @@ def _outside_kernels(session: GpuSession, result: Result, engine: Worker) -> Non
     batch = min(sizes.batches)
     step_s = _step_s(session, engine, batch, sizes.context)
     busy_s = engine.call("busy_s", batch=batch, context=sizes.context, steps=min(10, sizes.steps))
+    if not busy_s:
+        raise RuntimeError("the profiler saw no kernel: it may not be allowed to here")
     result.add(
         f"share of a decode step outside of kernels, batch {batch}",
         100 * max(0.0, 1 - busy_s / step_s),
@@ -73,9 +79,8 @@ def _outside_kernels(session: GpuSession, result: Result, engine: Worker) -> Non
     )
 
 
-def prefill(session: GpuSession) -> Result:
+def prefill(session: GpuSession, result: Result) -> None:
     """A long prompt of the big shape against the matrix rate."""
-    result = Result("prefill")
     sizes, shape = session.sizes, session.shape("big")
     with session.engine("big", 1, sizes.prefill) as engine:
         taken_s = median(engine.call("prefill", tokens=sizes.prefill, chunk=sizes.prefill_chunk, times=sizes.repeats))
@@ -83,17 +88,15 @@ def prefill(session: GpuSession) -> Result:
         f"{shape.name} prefill of {sizes.prefill} tokens",
         shape.prefill_flop(sizes.prefill) / taken_s / 1e12,
         "TFLOP/s",
-        limit=session.limits["matrix"] / 1e12,
+        limit=session.limits["matrix_rate"] / 1e12,
         limit_name="bf16 product",
         target=Target(0.65, of_share=True),
         note=f"{sizes.prefill / taken_s:,.0f} tokens/s",
     )
-    return result
 
 
-def relay(session: GpuSession) -> Result:
+def relay(session: GpuSession, result: Result) -> None:
     """KV between two processes of one card."""
-    result = Result("relay")
     sizes, shape = session.sizes, session.shape("big")
     transport = "shm" if session.dry_run else "cuda_ipc"
     ends = {
@@ -125,20 +128,17 @@ def relay(session: GpuSession) -> Result:
         f"KV relay over {transport}, {sizes.relay_transfers} prompts of {sizes.relay_tokens} tokens, blocks at random",
         2 * median(rates[1:]) / 1e9,
         "GB/s",
-        limit=session.limits["copy"] / 1e9,
+        limit=session.limits["copy_bandwidth"] / 1e9,
         limit_name="device copy",
         target=Target(0.6, of_share=True),
         note="bytes read and written, as of the copy; from the grants to the last verified slice",
     )
-    return result
 
 
-def ttft(session: GpuSession) -> Result:
+def ttft(session: GpuSession, result: Result) -> None:
     """The time to first token with and without the relay."""
-    result = Result("ttft")
     system = session.system("big", prefill=1)
-    client.run(_first_tokens(session, result, system.process("redis")["address"]))
-    return result
+    session.run(_first_tokens(session, result, system.process("redis")["address"]))
 
 
 async def _first_tokens(session: GpuSession, result: Result, redis_url: str) -> None:
@@ -167,13 +167,12 @@ async def _first_tokens(session: GpuSession, result: Result, redis_url: str) -> 
     )
 
 
-def interference(session: GpuSession) -> Result:
+def interference(session: GpuSession, result: Result) -> None:
     """Running streams while long prompts arrive: prefill and decode side by side on the card, and colocated."""
-    result = Result("interference")
     sizes = session.sizes
     p99: dict[str, float] = {}
     for name, nodes in (("prefill and decode side by side", 1), ("colocated chunked prefill", 0)):
-        quiet, loaded, ttfts = client.run(_streams_and_prompts(session, session.system("big", prefill=nodes)))
+        quiet, loaded, ttfts = session.run(_streams_and_prompts(session, session.system("big", prefill=nodes)))
         p99[name] = percentile(loaded, 0.99)
         result.add(
             f"{sizes.streams} streams, {name}: ITL p99",
@@ -186,7 +185,6 @@ def interference(session: GpuSession) -> Result:
         )
     beside, colocated = p99.values()
     result.add("ITL p99, side by side / colocated", beside / colocated, "x")
-    return result
 
 
 async def _streams_and_prompts(session: GpuSession, system: System) -> tuple[list[float], list[float], list[float]]:
@@ -230,27 +228,39 @@ async def _answer(url: str, model: str, prompt: list[int], tokens: int = 2) -> S
     return await (await complete(url, model, prompt, tokens)).wait()
 
 
-def peer(session: GpuSession) -> Result:
-    """Output tokens/s of many requests at once, beside `transformers`' own continuous batching, and what a stream costs."""
-    result = Result("peer")
-    sizes = session.sizes
-    load = {"requests": sizes.peer_requests, "prompt": sizes.peer_prompt, "tokens": sizes.peer_tokens}
-    for which in dict.fromkeys((sizes.small, sizes.big)):
-        kind = "small" if which == sizes.small else "big"
-        folder = str(session.folder(kind))
-        with session.worker("load.gpu.peer:Transformers", folder=folder, device=session.device) as other:
-            theirs = other.call("serve", **load)
-        system = session.system(kind, prefill=1)
-        rates = [client.run(_serve(session, kind, system.url)) for _ in range(2)]
-        result.add(
-            f"{which}, {sizes.peer_requests} at once, {sizes.peer_prompt} in, {sizes.peer_tokens} out, over HTTP",
-            rates[-1],
-            "tok/s",
-            limit=theirs,
-            limit_name="transformers, in process",
-            target=Target(5, of_share=True),
-        )
-    return result
+def peer(session: GpuSession, result: Result) -> None:
+    """Output tokens/s of many requests at once, beside `transformers`' own continuous batching: the small shape."""
+    _beside_transformers(session, result, "small")
+
+
+def peer_big(session: GpuSession, result: Result) -> None:
+    """As `peer`, of the big shape."""
+    _beside_transformers(session, result, "big")
+
+
+def _beside_transformers(session: GpuSession, result: Result, kind: str) -> None:
+    sizes, url = session.sizes, session.system(kind, prefill=1).url
+    rates = [session.run(_serve(session, kind, url)) for _ in range(2)]
+    theirs, failed = None, None
+    try:
+        with session.worker(
+            "load.gpu.peer:Transformers", folder=str(session.folder(kind)), device=session.device
+        ) as other:
+            theirs = other.call(
+                "serve", requests=sizes.peer_requests, prompt=sizes.peer_prompt, tokens=sizes.peer_tokens
+            )
+    except WorkerFailed as error:
+        failed = error  # ours is told all the same
+    result.add(
+        f"{session.shape(kind).name}, {sizes.peer_requests} at once, {sizes.peer_prompt} in, {sizes.peer_tokens} out, over HTTP",
+        rates[-1],
+        "tok/s",
+        limit=theirs,
+        limit_name="transformers, in process",
+        target=Target(5, of_share=True),
+    )
+    if failed is not None:
+        raise failed
 
 
 async def _serve(session: GpuSession, kind: str, url: str) -> float:
@@ -262,16 +272,15 @@ async def _serve(session: GpuSession, kind: str, url: str) -> float:
     return sizes.peer_requests * sizes.peer_tokens / (time.perf_counter() - started)
 
 
-def hidden(session: GpuSession) -> Result:
+def hidden(session: GpuSession, result: Result) -> None:
     """What serving adds to a decode step: the gap between a stream's tokens against the bare engine's step."""
-    result = Result("hidden")
     sizes = session.sizes
     batch = min(sizes.batches)
     if "step_s" not in session.notes:
         with session.engine("big", batch, sizes.stream_prompt + 256) as engine:
             session.notes["step_s"] = _step_s(session, engine, batch, sizes.stream_prompt)
     step_s = session.notes["step_s"]
-    itl_s = client.run(_gap(session, session.system("big", prefill=1).url, batch))
+    itl_s = session.run(_gap(session, session.system("big", prefill=1).url, batch))
     result.add(
         f"gap between tokens, {batch} streams over HTTP",
         1e3 * itl_s,
@@ -281,7 +290,6 @@ def hidden(session: GpuSession) -> Result:
         target=Target(1.03, at_most=True, of_share=True),
         note="1.0 is step preparation hidden altogether",
     )
-    return result
 
 
 async def _gap(session: GpuSession, url: str, batch: int) -> float:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import random
+import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from load import client
 from load.shape import SHAPES, Shape, make_model_folder
-from load.worker import ROOT, Worker
+from load.worker import ROOT, Worker, WorkerFailed
 from system import System, running_system
 
 RESULTS = ROOT / "bench-results"
 _START_TIMEOUT_S = 240.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,40 @@ DRY = Sizes(
 
 @dataclass
 class GpuSession:
-    """Owns every process of the run. What is measured has the card for itself: a worker stops the running system."""
+    """Owns every process of the run. What is measured has the card for itself: a worker stops the running system.
+
+    Whatever waits, waits no longer than `left_s`.
+    """
 
     dry_run: bool
+    budget_s: float
+    """Of the whole run, from now on."""
     rng: random.Random = field(default_factory=lambda: random.Random(20_250_101))
     notes: dict[str, float] = field(default_factory=dict)
     """What one line measured for another."""
     _running: tuple[tuple[str, int], System, contextlib.ExitStack] | None = None
+
+    def __post_init__(self) -> None:
+        self._until_s = self._line_until_s = time.monotonic() + self.budget_s
+
+    def begin(self, needed_s: float, at_most_s: float) -> bool:
+        """A line that needs about so long begins, and is ended after `at_most_s`; False if the run has less time left."""
+        now = time.monotonic()
+        self._line_until_s = min(self._until_s, now + at_most_s)
+        return self._until_s - now >= needed_s
+
+    def left_s(self) -> float:
+        """Seconds until the line that is being measured must be over."""
+        return max(1.0, self._line_until_s - time.monotonic())
+
+    def run(self, main: Coroutine[Any, Any, _T]) -> _T:
+        """Run a client. Raises: TimeoutError when the line's time is over."""
+
+        async def bounded() -> _T:
+            async with asyncio.timeout(self.left_s()):
+                return await main
+
+        return client.run(bounded())
 
     @property
     def sizes(self) -> Sizes:
@@ -88,23 +122,33 @@ class GpuSession:
         """The model folder of that shape."""
         return make_model_folder(self.shape(which), RESULTS)
 
-    @cached_property
+    @property
     def limits(self) -> dict[str, float]:
-        """Measured once, before anything else: copy bandwidth in bytes/s, matrix rate in FLOP/s."""
-        with self.worker("load.gpu.card:Card", device=self.device) as card:
-            return {"copy": card.call("copy_bandwidth"), "matrix": card.call("matrix_rate")}
+        """Measured once, before anything else: copy bandwidth in bytes/s, matrix rate in FLOP/s; NaN if that broke."""
+        return self._card[1]
 
-    @cached_property
+    @property
     def about(self) -> dict[str, Any]:
         """What the figures are taken with."""
+        return self._card[0]
+
+    @cached_property
+    def _card(self) -> tuple[dict[str, Any], dict[str, float]]:
         with self.worker("load.gpu.card:Card", device=self.device) as card:
-            return {**card.call("about"), "dry_run": self.dry_run}
+            about = {**card.call("about"), "dry_run": self.dry_run}
+            limits: dict[str, float] = {"copy_bandwidth": math.nan, "matrix_rate": math.nan}
+            for name in limits:
+                try:
+                    limits[name] = card.call(name)
+                except WorkerFailed:
+                    traceback.print_exc()
+            return about, limits
 
     @contextlib.contextmanager
     def worker(self, target: str, **arguments: Any) -> Iterator[Worker]:
         """A process that holds `target`, ended with the block: its memory on the card is free again."""
         self.stop_system()
-        worker = Worker(target, **arguments)
+        worker = Worker(target, left_s=self.left_s, **arguments)
         try:
             yield worker
         finally:
@@ -135,13 +179,15 @@ class GpuSession:
                 f"[decode]\nmax_num_batched_tokens = {512 if prefill else 2048}\nlocal_prefill_chunk = 2048\n"
             )
             arguments = [
+                # Long streams live on the decode node; on a card of 80 GB halves would not hold them.
+                *(("--prefill-gpu-memory-utilization", "0.32", "--decode-gpu-memory-utilization", "0.58") * prefill),
                 *("--model", str(self.folder(which)), "--load-format", "dummy", "--dtype", "bfloat16"),
                 *("--device", self.device, "--prefill", str(prefill), "--decode", "1", "--config", str(config)),
                 *("--max-num-seqs", str(max(sizes.streams, sizes.peer_requests) + 8), "--log-level", "warning"),
                 *("--start-timeout-s", str(_START_TIMEOUT_S), "--local-prefill-tokens", "0"),
             ]
             system = stack.enter_context(running_system(folder, *arguments))
-            system.wait_usable(prefill=prefill, timeout_s=_START_TIMEOUT_S)
+            system.wait_usable(prefill=prefill, timeout_s=min(_START_TIMEOUT_S, self.left_s()))
             self._running = ((which, prefill), system, stack.pop_all())
         return system
 
@@ -150,4 +196,7 @@ class GpuSession:
         if self._running is not None:
             _, _, stack = self._running
             self._running = None
-            stack.close()
+            try:
+                stack.close()
+            except (subprocess.TimeoutExpired, AssertionError):  # what was measured before is not lost for it
+                traceback.print_exc()

@@ -1,0 +1,53 @@
+"""The runner of the GPU suite: what fails, dies or hangs in one group costs the others nothing, and is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpu.run_suite import GROUPS, Group, run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+_TESTS = """
+import os, time, pytest
+@pytest.mark.parametrize("x", [0], ids=["a name of words"])
+def test_passes(x): pass
+@pytest.mark.skip(reason="needs two cards [sic]")
+def test_skips(): pass
+def test_fails(): assert False
+def test_dies(): os._exit(7)
+def test_hangs(): time.sleep(600)
+"""
+
+
+def test_each_group_is_told_whatever_the_others_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    file = tmp_path / "test_of_all_kinds.py"
+    file.write_text(_TESTS)
+    alone = ("-p", "pytest_timeout", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(tmp_path))
+    groups = [
+        Group(name, 15, (*alone, *(f"{file}::test_{kind}" for kind in kinds.split())))
+        for name, kinds in (("mixed", "passes fails skips"), ("dead", "passes dies"), ("good", "passes"))
+    ]
+    groups.append(Group("hanging", 3, (*alone, f"{file}::test_hangs")))
+    mixed, dead, good, hanging = run_all(groups, 100)
+    assert (dict(mixed.counts), mixed.end, mixed.is_good) == ({"PASSED": 1, "FAILED": 1, "SKIPPED": 1}, "", False)
+    assert (dict(dead.counts), dead.end) == ({"PASSED": 1}, "its process ended with 7")
+    assert (dict(good.counts), good.is_good) == ({"PASSED": 1}, True)
+    assert (hanging.end, hanging.is_good) == ("ended after 3 s, not whole", False)
+    assert "test_of_all_kinds.py::test_passes[a name of words] PASSED" in capsys.readouterr().out
+
+
+def test_groups_without_time_are_left_out_and_named() -> None:
+    told = run_all(GROUPS, 0.0)
+    assert [each.name for each in told] == [group.name for group in GROUPS]
+    assert all("LEFT OUT" in str(each) and not each.is_good for each in told)
+
+
+def test_every_gpu_test_file_is_in_a_group() -> None:
+    named = {word.partition("::")[0] for group in GROUPS for word in group.arguments}
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert files <= named
+    assert all((ROOT / name).exists() for name in named if name.startswith("tests/"))
