@@ -45,6 +45,8 @@ class _Recording(TorchDispatchMode):
 class ReplayingRecorder:
     """A `common.engine.graphs.Recorder`."""
 
+    keeps_memory = True
+
     def __init__(self) -> None:
         self.recorded = 0
 

@@ -42,6 +42,11 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class Recorder(Protocol):
     """Keeps one function for repetition."""
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether what it records holds memory for good, beside what `DecodeGraphs` and attention own."""
+        ...
+
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """What repeats `run` on the memory that it used; `run` may be called any number of times for that."""
         ...
@@ -49,6 +54,8 @@ class Recorder(Protocol):
 
 class EagerRecorder:
     """Repeats a function by calling it."""
+
+    keeps_memory = False
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
@@ -59,6 +66,8 @@ class CudaRecorder:
 
     The largest should come first; the others then fit into what it took.
     """
+
+    keeps_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -126,10 +126,11 @@ class Scheduler:
     def reserve(self, seq: Sequence) -> int | None:
         """Give a sequence the blocks for KV that another node will send.
 
-        Returns how many leading blocks the prefix cache holds already, or None while there is no room.
+        Returns how many leading blocks the prefix cache holds already, or None while there is no room, or while another
+        one waits whose turn is first.
         """
         busy = bool(self.running or self.reserved)
-        if self._free_seats() <= 0 or (busy and self.waiting):
+        if self._free_seats() <= 0 or (busy and self._yields_to_waiting(seq)):
             return None
         if not self._take_blocks(seq, spare_tokens=0, watermark=len(self.running) + 1 if busy else 0):
             return None
@@ -307,6 +308,13 @@ class Scheduler:
         self.num_preemptions += 1
         seq.likely_cached = 0
         self.waiting.appendleft(seq)
+
+    def _yields_to_waiting(self, seq: Sequence) -> bool:
+        """Whether one that waits goes first: it ran already, or is more important, or as important and came no later."""
+        if not self.waiting:
+            return False
+        head = self.waiting[0]
+        return head.preemptions > 0 or (head.priority, head.arrival_s) <= (seq.priority, seq.arrival_s)
 
     def _free_seats(self) -> int:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)

@@ -86,7 +86,8 @@ class LoadedRank:
         self.mesh.agree("weights", "loaded", config.start_timeout_s)
         rows = max(batched_tokens(config, self.blueprint), config.max_num_seqs)
         largest = Largest(rows, self.blueprint.model.max_model_len, config.max_num_seqs)
-        use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_record)
+        kept = self._recorder is not None and self._recorder.keeps_memory
+        use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_record, graphs_kept=kept)
         log.info("%s: %s", self.place, use)
         memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
         wish = KvWish(config.gpu_memory_utilization, memory, config.kv_blocks)

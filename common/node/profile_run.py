@@ -134,11 +134,13 @@ def profile_run(
     largest: Largest,
     meter: MemoryMeter,
     graph_sizes: Callable[[AttentionBackend], list[int]],
+    *,
+    graphs_kept: bool,
 ) -> CardUse:
     """Run the largest steps on a small KV memory that is gone afterwards.
 
     `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps to be recorded later with such
-    attention, for which memory is set aside; empty for none.
+    attention, for whose static memory there must be room; empty for none. `graphs_kept`: so must there for recordings.
     """
     weights = meter.used()
     storage = make_storage(largest.blocks)
@@ -149,17 +151,22 @@ def profile_run(
     for step in (*largest_steps(largest), decode_step(largest, 1)):
         runner.execute(step)
     activations = meter.peak() - weights - kv_bytes
-    graphs = _graph_bytes(runner, attention, largest, meter, graph_sizes(attention))
+    graphs = _graph_bytes(runner, attention, largest, meter, graph_sizes(attention), graphs_kept)
     del runner, attention, storage
     free, total = meter.card()
     return CardUse(total, free, weights, activations, graphs)
 
 
 def _graph_bytes(
-    runner: ModelRunner, attention: AttentionBackend, largest: Largest, meter: MemoryMeter, sizes: list[int]
+    runner: ModelRunner,
+    attention: AttentionBackend,
+    largest: Largest,
+    meter: MemoryMeter,
+    sizes: list[int],
+    kept: bool,
 ) -> int:
-    """Attention's static memory, part of which all sizes share, the pool that all share, and what the driver keeps of
-    each."""
+    """Attention's static memory, part of which all sizes share. Of recordings that are kept also the pool that all
+    share, and what the driver keeps of each."""
     if not sizes:
         return 0
     before = meter.used()
@@ -168,6 +175,8 @@ def _graph_bytes(
     backends.append(attention.for_graph(sizes[-1]))
     each = meter.used() - before - shared
     del backends
+    if not kept:
+        return shared + len(sizes) * each
     before = meter.used()
     meter.start()
     runner.execute(decode_step(largest, sizes[-1]))

@@ -71,7 +71,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 seed=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops, min_tokens=min_tokens
             ),
             root=root_hash("fake"),
-            arrival_s=0.0,
+            arrival_s=float(self.count)
+            if self.count % 2
+            else 0.0,  # of KV from elsewhere: some is due before those that wait
             relays=relays,
         )
 

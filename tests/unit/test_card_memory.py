@@ -152,6 +152,12 @@ class FakeMeter:
         return 10**9, 2 * 10**9
 
 
+class KeepingRecorder(EagerRecorder):
+    """Counts as CUDA graphs do."""
+
+    keeps_memory = True
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", tmp_path_factory.mktemp("memory") / "llama"))
@@ -176,7 +182,7 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
     monkeypatch.setattr(ModelRunner, "execute", watched)
     config = DecodeConfig(model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5)
     meter = FakeMeter()
-    loaded = load(config, meter=meter, recorder=EagerRecorder())
+    loaded = load(config, meter=meter, recorder=KeepingRecorder())
     # The longest chunk, the most sequences, one row, the largest decode step; the card is looked at last, with all of it
     # gone.
     assert ran == [1, 5, 1, 5]
@@ -186,12 +192,22 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
     assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), per_block, 1)
 
 
+def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None:
+    """`--enforce-eager` runs the same padded steps, on the same static memory of attention, and keeps nothing else."""
+    config = DecodeConfig(model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5)
+    eager, kept = (load(config, meter=FakeMeter(), recorder=each()) for each in (EagerRecorder, KeepingRecorder))
+    use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
+    per_block = eager.blueprint.layout.bytes_per_block
+    assert eager.max_blocks == kv_blocks_on_card(use, KvWish(0.5), per_block, 1)
+    assert eager.max_blocks - kept.max_blocks >= len(graph_sizes(5)) * GRAPH_BYTES // per_block
+
+
 def test_steps_that_will_not_be_recorded_get_no_memory(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("common.node.loaded.worth_recording", lambda attention, max_context: False)
     config = DecodeConfig(model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5)
-    loaded = load(config, meter=FakeMeter(), recorder=EagerRecorder())
+    loaded = load(config, meter=FakeMeter(), recorder=KeepingRecorder())
     use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
     assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), loaded.blueprint.layout.bytes_per_block, 1)
     loaded.lay_out(20)

@@ -14,10 +14,10 @@ from common.node.meter import StepMeter
 from common.protocol import AttemptKey, SamplingParams
 
 
-def sequence(name: str, priority: int = 0, tokens: int = 40, first: int = 1) -> Sequence:
+def sequence(name: str, priority: int = 0, tokens: int = 40, first: int = 1, arrival_s: float = 0.0) -> Sequence:
     ids = [first] * tokens
     sampling = SamplingParams(seed=0, max_tokens=4)
-    return Sequence(AttemptKey(name, 1), ids, tokens, sampling, root_hash("m"), 0.0, priority)
+    return Sequence(AttemptKey(name, 1), ids, tokens, sampling, root_hash("m"), arrival_s, priority)
 
 
 def scheduler() -> Scheduler:
@@ -32,6 +32,30 @@ def test_waiting_requests_are_ordered_by_priority_then_arrival() -> None:
     plan = made.schedule()
     assert plan is not None
     assert [seq.key.request_id for seq in plan.seqs] == ["c", "f"]
+
+
+def test_kv_from_elsewhere_is_let_in_by_priority_then_arrival_among_those_that_wait() -> None:
+    """Else relayed requests would get no seat for as long as prompts to be computed here keep coming."""
+    made = scheduler()
+    made.add(sequence("runs", arrival_s=1.0))
+    assert made.schedule() is not None
+    made.add(sequence("waits", arrival_s=3.0))
+    assert made.reserve(sequence("later", arrival_s=4.0)) is None
+    assert made.reserve(sequence("same time", arrival_s=3.0)) is None
+    assert made.reserve(sequence("less important", 1, arrival_s=2.0)) is None
+    assert made.reserve(sequence("more important", -1, arrival_s=9.0)) is not None
+    assert not made._free_seats()  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_sequence_that_had_to_make_room_goes_before_kv_from_elsewhere() -> None:
+    made = scheduler()
+    for name in ("old", "young"):
+        made.add(sequence(name, arrival_s=5.0))
+    assert made.schedule() is not None
+    young = made.running[AttemptKey("young", 1)]
+    young.in_flight = 0
+    made._preempt(young)  # pyright: ignore[reportPrivateUsage]
+    assert made.reserve(sequence("earlier", arrival_s=1.0)) is None
 
 
 def test_a_waiting_prompt_is_known_to_be_cached() -> None:
