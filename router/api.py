@@ -31,6 +31,7 @@ from common.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
+from router.abreast import abreast
 from router.answer import Answer, EventStream, JsonResponse, error_response
 from router.dispatch import Dispatcher
 from router.generation import GenerationRequest
@@ -189,7 +190,9 @@ def _ids(request: Request) -> RequestIds | None:
 async def _parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
     """The body, and its size in bytes, which bounds all work on it."""
     data = await read_body(request, services.max_body_bytes, services.body_timeout_s)
-    return await _maybe_on_thread(len(data), lambda: parse_body(data, kind)), len(data)
+    body = await _maybe_on_thread(len(data), lambda: parse_body(data, kind))
+    await abreast()
+    return body, len(data)
 
 
 async def _maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:
@@ -306,6 +309,7 @@ async def _serve(
     options: FormatOptions,
 ) -> Response:
     """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
+    await abreast()
     answer = Answer()
     ids: RequestIds = request.state.ids
     handed_over = False

@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 REPLACEMENT_WAIT_S = 15.0
 """So long a request whose node died waits for another one before its client gets an error."""
 
+_STARTS_PER_TURN = 32
+"""So many requests are placed before everything else on the loop has its turn."""
+
 
 @dataclass(frozen=True)
 class DispatchSettings:
@@ -99,6 +102,8 @@ class Dispatcher:
         self.breakers = Breakers(clock=clock)
         self.stories = Stories()
         self._waiting = 0
+        self._fresh: list[Generation] = []
+        """Submitted and not started."""
         self._stopping: Unavailable | None = None
         """What every request is told since `fail_all`."""
         self.nodes = NodeTable(
@@ -148,6 +153,8 @@ class Dispatcher:
     ) -> list[Generation]:
         """Start the generations of one client request: all of them or none. `client_id` is its own name for it.
 
+        They are placed a moment later, in a row with those of other requests that come now (as `router.abreast`).
+
         Raises: as `check_room`.
         """
         self.check_room(len(requests), requests[0].tenant)
@@ -172,13 +179,22 @@ class Dispatcher:
                 self._live[own_id] = _Live(generation, timer, self._clock() + timeout_s, chain)
                 self._waiting += 1
                 generations.append(generation)
-            for generation in generations:
-                generation.start()
         except Exception:
             for generation in generations:
                 generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
             raise
+        if not self._fresh:
+            asyncio.get_running_loop().call_soon(self._start_fresh)
+        self._fresh += generations
         return generations
+
+    def _start_fresh(self) -> None:
+        """Start what was submitted; a burst in portions, between which streams go on."""
+        portion, self._fresh = self._fresh[:_STARTS_PER_TURN], self._fresh[_STARTS_PER_TURN:]
+        for generation in portion:
+            generation.start()
+        if self._fresh:
+            asyncio.get_running_loop().call_soon(self._start_fresh)
 
     def check_room(self, count: int, tenant: str = "") -> None:
         """Refuse early what `submit` would refuse.

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import KvRelayError
+from router.abreast import abreast
 from router.api import KeyGuard
 
 log = logging.getLogger(__name__)
@@ -50,4 +51,5 @@ class Front:
             if not isinstance(error, KvRelayError | ClientDisconnect):
                 log.exception("%s failed", scope["path"])
             response = await self._on_error(request, error)
+        await abreast()
         await response(scope, receive, send)

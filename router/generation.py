@@ -163,8 +163,9 @@ class Generation:
     # -- for the dispatcher
 
     def start(self) -> None:
-        """Begin; call once. Whatever this raises, the generation has ended with it."""
-        self._run(self.flow.start())
+        """Begin; call once. Raises nothing, as `feed`."""
+        if self.outcome is None:
+            self._run(self.flow.start())
 
     def feed(self, event: f.Event) -> None:
         """Handle one event.
@@ -175,10 +176,7 @@ class Generation:
         """
         self._events.append(event)
         if not self._busy:
-            try:
-                self._run([])
-            except Exception:
-                log.exception("%s failed on %s", self.request_id, type(event).__name__)
+            self._run([])
 
     def _run(self, instructions: f.Instructions) -> None:
         self._busy = True
@@ -193,8 +191,8 @@ class Generation:
                         self._placed(event)
                     pending += self.flow.handle(event)
         except Exception:
+            log.exception("%s failed", self.request_id)
             self._break_off(pending)
-            raise
         finally:
             self._busy = False
 

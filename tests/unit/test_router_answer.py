@@ -59,7 +59,6 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     async def answered(answer: Answer) -> None:
         key = answer.generations[0].flow.key
         answer.generations[0].feed(f.Chunk(PEER.incarnation, TokenChunk(key, 0, [0, 1], None, "length")))
-        await asyncio.sleep(0)  # the watcher waits
         assert len(await answer.finished()) == 1
 
     async def refused(answer: Answer) -> None:
@@ -67,12 +66,13 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
             await answer.finished()
 
     async def parked(answer: Answer) -> None:
-        await asyncio.sleep(0)
+        assert answer.generations[0].outcome is None
 
     left = list[weakref.ref[Answer] | weakref.ref[Generation]]()
 
     async def play(dispatcher: Dispatcher, scene: Callable[[Answer], Awaitable[None]]) -> None:
         answer = _begin(dispatcher, f"r{len(left)}")
+        await asyncio.sleep(0)  # it is placed, and the watcher waits
         left.extend([weakref.ref(answer), weakref.ref(answer.generations[0])])
         await scene(answer)
         answer.close()

@@ -12,7 +12,7 @@ from common.clock import MockClock
 from common.errors import BadRequest, Unavailable
 from common.protocol import SamplingParams
 from router.dispatch import Dispatcher, DispatchSettings
-from router.generation import Generation, GenerationRequest
+from router.generation import Generation, GenerationRequest, Outcome
 from router.metrics import Metrics
 from router.nodes import NodeTable
 from router.placing import Order
@@ -32,8 +32,10 @@ def play(scene: Callable[[Dispatcher], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def submit(dispatcher: Dispatcher, name: str) -> Generation:
-    return dispatcher.submit(name, [REQUEST], cast("Any", None), lambda: None)[0]
+async def submit(dispatcher: Dispatcher, name: str) -> Generation:
+    generation = dispatcher.submit(name, [REQUEST], cast("Any", None), lambda: None)[0]
+    await asyncio.sleep(0)  # it is placed
+    return generation
 
 
 def message(generation: Generation) -> str:
@@ -49,7 +51,7 @@ def test_a_bug_in_the_placing_of_one_that_waited_ends_it_and_the_others_are_plac
     monkeypatch.setattr("router.parking.WAKE_AFTER_S", 0.0)
 
     async def scene(dispatcher: Dispatcher) -> None:
-        waiting = [submit(dispatcher, name) for name in "abc"]
+        waiting = [await submit(dispatcher, name) for name in "abc"]
         asked: list[Order] = []
 
         def decide(order: Order, **_: object) -> None:
@@ -75,7 +77,7 @@ def test_one_that_was_let_in_waits_for_nodes_to_come_back_and_a_new_one_does_not
     monkeypatch.setattr("router.parking.WAKE_AFTER_S", 0.0)
 
     async def scene(dispatcher: Dispatcher) -> None:
-        let_in, new = submit(dispatcher, "a"), submit(dispatcher, "b")
+        let_in, new = await submit(dispatcher, "a"), await submit(dispatcher, "b")
         dispatcher._live["a"].admitted = True
         monkeypatch.setattr(NodeTable, "rejoining", False)
         dispatcher._on_usable()
@@ -97,7 +99,7 @@ def test_being_woken_in_vain_does_not_prolong_the_wait_for_a_node(monkeypatch: p
 
     async def scene(dispatcher: Dispatcher) -> None:
         dispatcher._clock = clock
-        waiting = submit(dispatcher, "a")
+        waiting = await submit(dispatcher, "a")
         waits: list[float] = []
         park = dispatcher._parking.park
 
@@ -126,11 +128,11 @@ def test_a_router_that_stops_takes_nothing_more(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(NodeTable, "rejoining", True)
 
     async def scene(dispatcher: Dispatcher) -> None:
-        running = submit(dispatcher, "a")
+        running = await submit(dispatcher, "a")
         dispatcher.fail_all(Unavailable("the router is shutting down; try again"))
         assert "shutting down" in message(running)
         with pytest.raises(Unavailable, match="shutting down"):
-            submit(dispatcher, "b")
+            await submit(dispatcher, "b")
 
     play(scene)
 
@@ -143,7 +145,7 @@ def test_a_request_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyPa
 
     async def scene(dispatcher: Dispatcher) -> None:
         with pytest.raises(ZeroDivisionError):
-            submit(dispatcher, "a")
+            await submit(dispatcher, "a")
         assert dispatcher.stories.recent(10) == []
 
     play(scene)
@@ -154,5 +156,30 @@ def test_more_prompts_than_the_queue_takes_are_the_clients_mistake() -> None:
         with pytest.raises(BadRequest, match="at most 256 prompts"):
             dispatcher.check_room(257)
         dispatcher.check_room(256)
+
+    play(scene)
+
+
+def test_a_burst_is_placed_in_portions_and_one_that_left_before_its_turn_is_not_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene(dispatcher: Dispatcher) -> None:
+        asked: list[Order] = []
+
+        def decide(order: Order, **_: object) -> None:
+            asked.append(order)
+            raise ZeroDivisionError  # of one request, and not of those behind it
+
+        monkeypatch.setattr(dispatcher.placer, "decide", decide)
+        burst = [dispatcher.submit(f"r{i}", [REQUEST], cast("Any", None), lambda: None)[0] for i in range(80)]
+        assert not asked
+        burst[40].cancel()
+        turns = list[int]()
+        while dispatcher.running:
+            before = len(asked)
+            await asyncio.sleep(0)
+            turns.append(len(asked) - before)
+        assert turns == [32, 31, 16]
+        assert [generation.outcome == Outcome() for generation in burst] == [i == 40 for i in range(80)]
 
     play(scene)

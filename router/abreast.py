@@ -1,0 +1,12 @@
+"""Requests that arrive together pass the stages of their way together. Router process, event loop.
+
+A request runs through more code than the processor's nearer caches hold. One that goes all the way by itself finds
+little of it there and leaves little for the next; under load that is a third of its time.
+"""
+
+import asyncio
+
+
+async def abreast() -> None:
+    """Let the others come as far: the next stage then runs for all of them in a row."""
+    await asyncio.sleep(0)
