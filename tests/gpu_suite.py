@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +29,16 @@ def make_runner(model: Path, **options: Any) -> ModelRunner:
     loaded.lay_out(NUM_BLOCKS)
     loaded.record()
     return loaded.runner
+
+
+def sanitized(*tests: str) -> tuple[int, str]:
+    """Run tests under compute-sanitizer. Returns its exit status, 9 for a wrong access to memory, and what was said.
+
+    Calls of CUDA that fail are none of its business: libraries ask in that way what a driver has.
+    """
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    assert sanitizer is not None, "this needs compute-sanitizer, a part of the CUDA toolkit"
+    options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
+    command = [sanitizer, *options, sys.executable, "-m", "pytest", *tests]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return done.returncode, done.stdout + done.stderr

@@ -42,10 +42,15 @@ class Group:
     arguments: tuple[str, ...]
 
 
+_ATTENTION, _RUNNER = "tests/gpu/test_gpu_attention.py", "tests/gpu/test_gpu_exactness.py"
+_GRAPHS = "tests/gpu/test_gpu_decode_graphs.py"
+# Attention in float16 is made of kernels that scripts/gpu-build does not build unless asked, and that then compile here.
+_OTHERS, _FLOAT16 = ("-k", "bfloat16 or not float16"), ("-k", "float16 and not bfloat16")
+
 GROUPS = (
-    Group("kernels", 120, ("tests/gpu/test_gpu_card.py", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_attention.py")),
-    Group("runner", 120, ("tests/gpu/test_gpu_exactness.py",)),
-    Group("graphs", 90, ("tests/gpu/test_gpu_decode_graphs.py",)),
+    Group("kernels", 120, ("tests/gpu/test_gpu_card.py", "tests/gpu/test_gpu_kernels.py", _ATTENTION, *_OTHERS)),
+    Group("runner", 120, (_RUNNER, *_OTHERS)),
+    Group("graphs", 90, (_GRAPHS, *_OTHERS)),
     Group("relay", 100, ("tests/gpu/test_relay_on_card.py", "--deselect", _SANITIZER)),
     Group("system", 90, ("tests/gpu/test_gpu_system.py",)),
     Group("sampler", 40, ("tests/gpu/test_gpu_sampler.py",)),
@@ -53,6 +58,7 @@ GROUPS = (
     Group("families", 220, ("tests/integration/test_exactness.py",)),
     Group("sanitizer", 160, ("tests/gpu/test_gpu_sanitizer.py", _SANITIZER)),
     Group("fp8 kv", 80, ("tests/integration/test_fp8_kv.py",)),
+    Group("float16", 240, (_ATTENTION, _RUNNER, _GRAPHS, *_FLOAT16)),
 )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_suite import sanitized
 from relay_card import CardPair, copy_bytes_per_s, digest, random_storage, relay_bytes_per_s
 
 from common.errors import PeerLost
@@ -227,10 +227,6 @@ def test_relay_reaches_much_of_the_cards_copy_rate() -> None:
 
 
 def test_sanitizer_finds_nothing_in_the_kernel() -> None:
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    assert sanitizer is not None, "this needs compute-sanitizer, a part of the CUDA toolkit"
-    test = f"{__file__}::{test_kernel_copies_what_pytorch_copies.__name__}"
-    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", test]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
+    code, output = sanitized("-q", f"{__file__}::{test_kernel_copies_what_pytorch_copies.__name__}")
+    assert code == 0, output[-4000:]
+    assert "ERROR SUMMARY: 0 errors" in output
