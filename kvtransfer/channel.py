@@ -95,7 +95,7 @@ class Peer(ABC):
         self.closed = False
         self._window = window
         self._sequence = 0
-        self._in_flight: dict[int, Buffer] = {}
+        self._in_flight: dict[int, tuple[Buffer, Batch]] = {}
 
     @property
     def has_room(self) -> bool:
@@ -117,15 +117,15 @@ class Peer(ABC):
         self._sequence += 1
         return self._sequence
 
-    def send(self, header: wire.SliceHeader, buffer: Buffer, size_bytes: int, now: float) -> None:
-        """Send the first `size_bytes` of `buffer`, which came from `stage`."""
+    def send(self, header: wire.SliceHeader, buffer: Buffer, batch: Batch, now: float) -> None:
+        """Send `batch`, which lies in `buffer`, which came from `stage`."""
         if not self._in_flight:
             self.last_progress = now
-        self._in_flight[header.sequence] = buffer
-        self._put(wire.encode(header), buffer, size_bytes)
+        self._in_flight[header.sequence] = buffer, batch
+        self._put(wire.encode(header), buffer, batch.size_bytes)
 
-    def acks(self, ready: Ready, now: float) -> Iterator[wire.SliceAck]:
-        """The acks that have come; their buffers are free again.
+    def acks(self, ready: Ready, now: float) -> Iterator[tuple[wire.SliceAck, Batch]]:
+        """The acks that have come, each once and with what was sent; their buffers are free again.
 
         Raises: PeerLost, after the last of them, if the connection ended.
         """
@@ -135,12 +135,13 @@ class Peer(ABC):
             except ProtocolError as error:
                 log.warning("dropped an ack: %s", error)
                 continue
-            buffer = self._in_flight.pop(ack.sequence, None)
-            if buffer is not None:
+            sent = self._in_flight.pop(ack.sequence, None)
+            if sent is not None:
+                buffer, batch = sent
                 self._free(buffer)
                 self.last_progress = now
                 self.proven = True
-                yield ack
+                yield ack, batch
 
     def take_back(self, sequence: int) -> Batch:
         """End a loan: whatever the other end still reads of it, it will discard, even if it stands still now."""

@@ -110,12 +110,18 @@ class SendingEnd:
         state.give_up(batch.size_bytes)
         self._release_if_done(state)
 
-    def acknowledged(self, key: AttemptKey, now: float) -> None:
-        """A message of this attempt was taken. Ignored if not live."""
-        state = self._open_state(key)
-        if state is not None:
+    def acknowledged(self, batch: Batch, now: float) -> None:
+        """The other end has taken `batch`, which was handed. Ignored if its transfer is not live any more."""
+        state = self._open_state(batch.key)
+        if state is not None and state.transfer is batch.transfer:
             state.acknowledged(now)
             self._release_if_done(state)
+
+    def refused(self, batch: Batch, error: Exception) -> None:
+        """The other end will not have `batch`. Ignored if its transfer is not live any more."""
+        state = self._open_state(batch.key)
+        if state is not None and state.transfer is batch.transfer:
+            self.fail(batch.key, error)
 
     def fail(self, key: AttemptKey, error: Exception) -> None:
         """Stop this attempt: aborted, refused by the receiver, or its peer is lost. Ignored if not live."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
@@ -14,6 +15,9 @@ from kvtransfer.mailbox import Command, Mailbox
 
 log = logging.getLogger(__name__)
 
+_PAUSE_S = 0.5
+"""The longest pause after a failure: a thread that fails at every turn must not fill the log nor take a core."""
+
 Event = TypeVar("Event", SenderEvent, ReceiverEvent)
 
 
@@ -21,7 +25,7 @@ class IOThread(Generic[Event]):
     """A thread that calls `turn` over and over until `stop`, then `finish` once.
 
     `turn` waits for something to do, the mailbox included, and calls `run_commands`. An exception
-    in it is logged and handed to `recover`; the thread goes on. Keys are registered by `begin`, and given up
+    in it is logged and handed to `recover`; the thread goes on, after a pause that grows while every turn fails. Keys are registered by `begin`, and given up
     when their `...Released` is reported.
     """
 
@@ -42,6 +46,11 @@ class IOThread(Generic[Event]):
         self._closed = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def closing(self) -> bool:
+        """`stop` has been called; the thread may not know yet. For any thread."""
+        return self._closed
 
     def start(self) -> None:
         self._thread.start()
@@ -89,14 +98,27 @@ class IOThread(Generic[Event]):
         self._stopping = True
 
     def _run(self) -> None:
+        pause_s = 0.0
         while not self._stopping:
-            self._guard(self._turn)
-        self._finish()
+            if self._guard(self._turn):
+                pause_s = 0.0
+                continue
+            # It may have failed before it came to them, and one of them may be to stop.
+            self.run_commands()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s + 0.001, _PAUSE_S)
+        self._guard(self._finish)
         self.mailbox.close()
 
-    def _guard(self, action: Command) -> None:
+    def _guard(self, action: Command) -> bool:
+        """Whether it went well."""
         try:
             action()
         except Exception as error:
             log.exception("%s drops its transfers", self._thread.name)
-            self._recover(error)
+            try:
+                self._recover(error)
+            except Exception:
+                log.exception("%s could not clear up", self._thread.name)
+            return False
+        return True

@@ -15,7 +15,7 @@ from functools import partial
 import zmq
 
 from common.clock import Clock, monotonic
-from common.errors import CorruptSlice, ProtocolError, TransferAborted, TransferError
+from common.errors import CorruptSlice, KvRelayError, ProtocolError, TransferAborted, TransferError
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.protocol import AttemptKey
@@ -59,6 +59,8 @@ class Receiver:
         self._device = device
         self._copying = Pending()
         """Messages that the device is writing."""
+        self._unanswered: dict[int, tuple[Listener, Arrival, wire.SliceHeader]] = {}
+        """Messages that were taken and not acknowledged yet, by the identity of their arrival."""
         self._blocks_free: dict[AttemptKey, Mark] = {}
         """When the device has done with what it computed in these blocks before."""
         self._address = format_offers(listener.offer for listener in listeners)
@@ -151,10 +153,11 @@ class Receiver:
             log.warning("dropped a data message: %s", error)
             listener.acknowledge(arrival, None)
             return
+        self._unanswered[id(arrival)] = listener, arrival, header
         try:
             claim = self._end.accept(header, len(arrival.payload))
         except TransferError as error:
-            self._refuse(listener, arrival, header, error)
+            self._refuse(arrival, error)
             return
         done = partial(self._placed, listener, arrival, header, claim)
         try:
@@ -162,16 +165,22 @@ class Receiver:
         except CorruptSlice as error:
             self._end.fail(claim.key, error)
             self._end.placed(claim, self._clock())
-            self._refuse(listener, arrival, header, error)
+            self._refuse(arrival, error)
             return
         if mark is None:
             done()
         else:
             self._copying.add(mark, done)
 
-    def _refuse(self, listener: Listener, arrival: Arrival, header: wire.SliceHeader, error: TransferError) -> None:
+    def _refuse(self, arrival: Arrival, error: TransferError) -> None:
         log.info("refused a data message: %s", error)
-        listener.acknowledge(arrival, wire.SliceAck(header.key, header.sequence, error.code, error.message[:1024]))
+        self._answer(arrival, error)
+
+    def _answer(self, arrival: Arrival, error: KvRelayError | None = None) -> None:
+        """Acknowledge a message, once; nothing reads it any more."""
+        listener, _, header = self._unanswered.pop(id(arrival))
+        code, message = ("", "") if error is None else (error.code, error.message[:1024])
+        listener.acknowledge(arrival, wire.SliceAck(header.key, header.sequence, code, message))
 
     def _write(self, claim: Claim, arrival: Arrival) -> Mark | None:
         """Begin to place a message; None if that is done. Raises: CorruptSlice."""
@@ -187,7 +196,7 @@ class Receiver:
         transport = listener.offer.transport
         self._bytes[transport] += claim.size_bytes
         self._tally.add(header.key, header.src_rank, transport, "", claim.size_bytes)
-        listener.acknowledge(arrival, wire.SliceAck(header.key, header.sequence))
+        self._answer(arrival)
 
     def _poll_timeout_ms(self) -> int:
         """0 while messages wait that no socket tells of, else until the next deadline, at most a second."""
@@ -210,17 +219,27 @@ class Receiver:
             yield event
 
     def _recover(self, error: Exception) -> None:
-        self._stop_copying()
-        self._end.fail_all(TransferError(f"the receiver's I/O thread failed: {error}"))
+        failure = TransferError(f"the receiver's I/O thread failed: {error}")
+        self._end.fail_all(failure)
         self._report()
-
-    def _stop_copying(self, at_most_s: float = math.inf) -> None:
-        if self._copier.wait(at_most_s):
-            self._copying.clear()  # else the memory that is copied must stay
+        while not self._stop_copying(CLOSING_S) and not self._thread.closing:
+            pass
         self._end.give_up_claims()
+        self._report()
+        if not self._copying:
+            for _, arrival, _ in list(self._unanswered.values()):
+                self._answer(arrival, failure)
+
+    def _stop_copying(self, at_most_s: float) -> bool:
+        """Whether no copy is under way any more; else the memory that is copied must stay."""
+        ended = self._copier.wait(at_most_s)
+        if ended:
+            self._copying.clear()
+        return ended
 
     def _finish(self) -> None:
         self._stop_copying(CLOSING_S)
+        self._end.give_up_claims()
         self._end.abort_all()
         self._report()
         for listener in self._listeners:

@@ -199,15 +199,15 @@ class Sender:
 
     def _take_acks(self, address: str, peer: Peer, ready: Ready, now: float) -> None:
         try:
-            for ack in peer.acks(ready, now):
+            for ack, batch in peer.acks(ready, now):
                 if ack.code:
                     error = from_code(ack.code, ack.message)
-                    log.info("%s refused a message of %s: %s", address, ack.key, error)
-                    self._end.fail(ack.key, error)
-                if (batch := peer.returned(ack.sequence)) is not None:
+                    log.info("%s refused a message of %s: %s", address, batch.key, error)
+                    self._end.refused(batch, error)
+                if peer.returned(ack.sequence) is not None:
                     self._end.handed(batch, now)
                 if not ack.code:
-                    self._end.acknowledged(ack.key, now)
+                    self._end.acknowledged(batch, now)
         except PeerLost as error:
             self._break(address, peer, error.message)
 
@@ -310,7 +310,7 @@ class Sender:
             self._end.handed(batch, self._clock())
 
     def _put(self, peer: Peer, batch: Batch, header: SliceHeader, buffer: Buffer) -> None:
-        peer.send(header, buffer, batch.size_bytes, self._clock())
+        peer.send(header, buffer, batch, self._clock())
         self._bytes[peer.transport] += batch.size_bytes
         self._tally.add(batch.key, batch.dst_rank, peer.transport, peer.why, batch.size_bytes)
 
@@ -366,20 +366,26 @@ class Sender:
         self._end.fail_all(TransferError(f"the sender's I/O thread failed: {error}"))
         for address in list(self._peers):
             self._lose(address, "the I/O thread failed")
-        self._stop_copying()
+        self._report()
+        while not self._stop_copying(CLOSING_S) and not self._thread.closing:
+            pass
+        self._end.give_up_batches()
         self._report()
 
-    def _stop_copying(self, at_most_s: float = math.inf) -> None:
-        if self._copier.wait(at_most_s):
-            self._copying.clear()  # else the memory that is copied must stay
+    def _stop_copying(self, at_most_s: float) -> bool:
+        """Whether no copy is under way any more; else the memory that is copied must stay."""
         self._final.clear()
-        self._end.give_up_batches()
+        ended = self._copier.wait(at_most_s)
+        if ended:
+            self._copying.clear()
+        return ended
 
     def _finish(self) -> None:
         self._end.fail_all(TransferAborted("the sender was closed"))
         for address in list(self._peers):
             self._lose(address, "closed")
         self._stop_copying(CLOSING_S)
+        self._end.give_up_batches()
         self._report()
         for connector in self._connectors.values():
             connector.close()

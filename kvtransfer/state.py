@@ -29,10 +29,15 @@ _KEEP_BACK = 0.25
 class Batch:
     """Slices to read and send to one destination rank in one message. None of them will be offered again."""
 
-    key: AttemptKey
+    transfer: OutgoingTransfer
     dst_rank: int
     slices: list[KVSlice]
     size_bytes: int
+
+    @property
+    def key(self) -> AttemptKey:
+        """Of its attempt. The same key may be open again by the time at which the ack of an older batch comes."""
+        return self.transfer.key
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ class Outgoing:
         route.taken_s = now
         slices, size_bytes = route.take(max_bytes)
         self.in_hand += size_bytes
-        return Batch(self.transfer.key, dst_rank, slices, size_bytes)
+        return Batch(self.transfer, dst_rank, slices, size_bytes)
 
     def handed(self, batch: Batch, now: float) -> None:
         """`batch` was given to the wire: its source is not read any more. Its ack is still to come."""
@@ -165,7 +170,7 @@ class Outgoing:
     def acknowledged(self, now: float) -> None:
         """The other end has one of the messages that were handed."""
         self.progress(now)
-        self.unacknowledged = max(0, self.unacknowledged - 1)
+        self.unacknowledged -= 1
 
     def give_up(self, size_bytes: int) -> None:
         """So much of what was in hand is not read any more, and did not reach the other end: this is never complete."""

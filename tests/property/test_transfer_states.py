@@ -45,9 +45,9 @@ class Relay(RuleBasedStateMachine):
         self.now = 0.0
         self.attempts: dict[AttemptKey, dict[str, Any]] = {}
         self.batches: list[tuple[int, Batch]] = []
-        self.wire: list[tuple[SliceHeader, int]] = []
+        self.wire: list[tuple[SliceHeader, Batch]] = []
         self.delivered: list[tuple[SliceHeader, int]] = []
-        self.claims: list[tuple[int, Claim, int]] = []
+        self.claims: list[tuple[int, Claim, int, Batch]] = []
         """Receiving rank, what it writes, the rank that sent it."""
         self.opened: dict[tuple[str, int, AttemptKey], int] = {}
         self.released: dict[tuple[str, int, AttemptKey], int] = {}
@@ -137,7 +137,7 @@ class Relay(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_under_a_copy(self, data: st.DataObject) -> None:
         if self.claims:
-            rank, claim, _ = data.draw(st.sampled_from(self.claims))
+            rank, claim, *_ = data.draw(st.sampled_from(self.claims))
             self.receivers[rank].abort(claim.key)
         else:
             rank, batch = data.draw(st.sampled_from(self.batches))
@@ -182,23 +182,23 @@ class Relay(RuleBasedStateMachine):
         src_rank, batch = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
         header = self.senders[src_rank].state_of(batch).header(batch, "d1", 0)
         self.senders[src_rank].handed(batch, self.now)
-        self.wire.append((header, batch.size_bytes))
+        self.wire.append((header, batch))
 
     @precondition(lambda self: self.wire)
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        header, size = self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
+        header, batch = self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
         receiver = self.receivers[header.dst_rank]
         try:
-            claim = receiver.accept(header, size)
+            claim = receiver.accept(header, batch.size_bytes)
         except CorruptSlice as error:
             raise AssertionError(f"a good message was called corrupt: {error}") from error
         except TransferError:
             for sender in self.senders:
                 sender.fail(header.key, TransferError("refused"))
             return
-        self.delivered.append((header, size))
-        self.claims.append((header.dst_rank, claim, header.src_rank))
+        self.delivered.append((header, batch.size_bytes))
+        self.claims.append((header.dst_rank, claim, header.src_rank, batch))
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data(), how=st.sampled_from(["again", "attempt", "source", "destination", "rank", "hash", "size"]))
@@ -229,14 +229,14 @@ class Relay(RuleBasedStateMachine):
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
     def write(self, data: st.DataObject) -> None:
-        rank, claim, src_rank = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
+        rank, claim, src_rank, batch = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
         assert ("d", rank, claim.key) not in self.released, "written after the release"
         cells = [cell for s in claim.slices for cell in cells_of(s)]
         done = self.placed.setdefault((rank, claim.key), set())
         assert not done & set(cells), "written twice"
         done |= set(cells)
         self.receivers[rank].placed(claim, self.now)
-        self.senders[src_rank].acknowledged(claim.key, self.now)
+        self.senders[src_rank].acknowledged(batch, self.now)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), until=st.sampled_from(["read", "sent", "delivered", "written", "written"]))
@@ -271,7 +271,7 @@ class Relay(RuleBasedStateMachine):
             for event in receiver.take_events():
                 if isinstance(event, DestinationReleased):
                     self.release("d", rank, event.key)
-                    assert all((rank, event.key) != (r, c.key) for r, c, _ in self.claims), "released under a write"
+                    assert all((rank, event.key) != (r, c.key) for r, c, *_ in self.claims), "released under a write"
                 elif isinstance(event, Received):
                     assert (rank, event.key) not in self.failed
                     assert self.placed.get((rank, event.key), set()) == self.wanted(rank, event.key)
@@ -310,7 +310,7 @@ class Relay(RuleBasedStateMachine):
             return
         for rank, batch in self.batches:
             self.senders[rank].handed(batch, self.now)
-        for rank, claim, _ in self.claims:
+        for rank, claim, *_ in self.claims:
             self.receivers[rank].placed(claim, self.now)
         self.batches, self.claims = [], []
         for sender in self.senders:

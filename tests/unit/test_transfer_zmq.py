@@ -293,6 +293,36 @@ def test_small_layers_of_a_slow_prompt_are_not_kept_back_until_the_receiver_give
         fake.ack(*got[:2])
 
 
+@pytest.mark.parametrize("code", ["", "transfer_aborted"])
+def test_late_ack_of_an_older_transfer_says_nothing_of_the_next_one_under_its_key(
+    make: Any, fake: FakeReceiver, code: str
+) -> None:
+    cluster = make(min_message_bytes=1024)  # all in one message
+    sender = cluster.senders[0]
+    sent = []
+    for _ in range(2):
+        transfer = cluster.transfer(tokens=4)
+        transfer.compute()
+        transfer.open_senders()
+        transfer.grant(fake.peer)
+        transfer.final()
+        got = fake.next()
+        assert got is not None
+        sent.append(got)
+        if len(sent) == 1:
+            sender.end.abort(transfer.key)
+            sender.recorder.wait(transfer.key, SourceReleased)
+    (identity, old, _), new = sent[0], sent[1][:2]
+    ack = wire.SliceAck(old.key, old.sequence, code, "late")
+    fake.socket.send_multipart([identity, wire.encode(ack)])
+    wait_until(lambda: next(iter(sender.end._peers.values())).in_flight == 1, "the late ack is taken")
+    cluster.transfer("bystander", tokens=1, held=1).run()
+    assert len(sender.recorder.of(transfer.key, SourceReleased)) == 1, "only that of the first"
+    fake.ack(*new)
+    wait_until(lambda: len(sender.recorder.of(transfer.key, SourceReleased)) == 2, "released by its own ack")
+    assert sender.recorder.of(transfer.key, SourceReleased)[1].error is None
+
+
 def test_link_that_breaks_with_the_last_slices_on_it_fails_the_transfer(make: Any, fake: FakeReceiver) -> None:
     """Everything was handed to the wire; nobody else would miss it before the receiver's deadline."""
     cluster = make()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -206,6 +207,61 @@ def test_end_of_a_card_that_stands_still_can_be_closed(make: Any, monkeypatch: p
     transfer.final()
     wait_until(lambda: ours.copies > 0, "the copies are started")
     cluster.receivers[0].end.close()
+    assert cluster.receivers[0].recorder.of(transfer.key, DestinationReleased)
+
+
+def test_copies_under_way_when_the_receiver_fails_are_answered_when_they_have_ended(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make()
+    ours, _ = devices(cluster)
+    transfer = cluster.transfer(tokens=27)
+    transfer.compute()
+    ours.copying.open = False
+    transfer.open_receivers()
+    transfer.open_senders()
+    transfer.grant()
+    transfer.final()
+    receiver = cluster.receivers[0].end
+    wait_until(lambda: ours.copies > 0, "a copy is under way")
+
+    def fail(_: float) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(receiver._end, "expire", fail)
+    cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
+    assert receiver._unanswered, "the card still reads what was lent"
+    assert not cluster.senders[0].recorder.events
+    ours.copying.open = True
+    assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is not None
+    peer = next(iter(cluster.senders[0].end._peers.values()))
+    wait_until(lambda: not (peer.in_flight or peer.lent), "the whole window is free again")
+    receiver.abort(transfer.key)
+    cluster.transfer("after", tokens=60, seed=1).run()
+
+
+def test_receiver_that_fails_over_a_card_that_stands_still_can_be_closed(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.receiver.CLOSING_S", 0.2)
+    cluster = make()
+    ours, _ = devices(cluster)
+    transfer = cluster.transfer(tokens=27)
+    transfer.compute()
+    ours.copying.open = False
+    transfer.open_receivers()
+    transfer.open_senders()
+    transfer.grant()
+    transfer.final()
+    receiver = cluster.receivers[0].end
+    wait_until(lambda: ours.copies > 0, "a copy is under way")
+    monkeypatch.setattr(receiver._end, "expire", lambda _: 1 / 0)
+    cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
+    closing = threading.Thread(target=receiver.close, daemon=True)
+    closing.start()
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
     assert cluster.receivers[0].recorder.of(transfer.key, DestinationReleased)
 
 
