@@ -10,11 +10,14 @@ has a clock that its requests' tokens advance, and one that comes back starts at
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.errors import Overloaded
+from router.costs import Costs
 from router.policy import Decision, Fleet
+from router.policy.fleet import FEW, Figures
 
 USEFUL_QUEUE_S = 1.0
 """A prefill node with so much to compute has no use for more yet: more than the time between its reports."""
@@ -40,8 +43,8 @@ class Objectives:
             return
         ttft_s, tpot_s = decision.ttft_s + ahead_s, decision.tpot_s
         source = decision.prefill
-        decodes = decode.values(decision.decode.picked.incarnation)["requests"] > 0
-        waits = decodes if source is None else prefill.values(source.picked.incarnation)["requests"] > 0
+        decodes = decode.node(decision.decode.picked.incarnation).requests > 0
+        waits = decodes if source is None else prefill.node(source.picked.incarnation).requests > 0
         if 0 < self.ttft_s < ttft_s and (waits or ahead_s > 0) and max(prefill.costs.prefills, decode.costs.prefills):
             raise Overloaded(
                 f"the first token would take about {ttft_s:.1f} s, longer than the {self.ttft_s:g} s that are the "
@@ -58,16 +61,30 @@ class Objectives:
 
 def crowded(prefill: Fleet, decode: Fleet) -> str:
     """Why no node has use for another request now; empty if one has."""
-    # Nearly always some node has a seat free or nothing to compute, and that is quickly seen.
-    seats = decode.spare_seats
-    if len(decode) and seats[seats.argmax()] < 0 and (decode.requests >= decode.capacity * _SPARE).all():
+    if len(decode) and _all(_running, decode):
         return "every decode node has more requests than it can run"
-    if len(prefill) and prefill.requests[prefill.requests.argmin()] > 0:
-        queue_s = prefill.slowness * prefill.backlog * prefill.costs.queued_token_s
-        full = (queue_s >= USEFUL_QUEUE_S) & (prefill.requests >= 2)
-        if (full | (prefill.requests >= prefill.capacity * _SPARE)).all():
-            return f"every prefill node has work for {queue_s.min():.1f} s"
+    if len(prefill) and _all(_computing, prefill):
+        queue_s = float(prefill.columns.slow_backlog.min()) * prefill.costs.queued_token_s
+        return f"every prefill node has work for {queue_s:.1f} s"
     return ""
+
+
+def _running(at: Figures[Any], costs: Costs) -> Any:
+    """Whether a decode node, or each, has as many requests as it has use for."""
+    return at.requests >= at.capacity * _SPARE
+
+
+def _computing(at: Figures[Any], costs: Costs) -> Any:
+    """Whether a prefill node, or each, has."""
+    queued = (at.slow_backlog * costs.queued_token_s >= USEFUL_QUEUE_S) & (at.requests >= 2)
+    return queued | (at.requests >= at.capacity * _SPARE)
+
+
+def _all(full: Callable[[Figures[Any], Costs], Any], fleet: Fleet) -> bool:
+    """Nearly always one of the first nodes is not full, and that is quickly seen."""
+    if not all(full(at, fleet.costs) for at in fleet.nodes[:FEW]):
+        return False
+    return len(fleet) <= FEW or bool(full(fleet.columns, fleet.costs).all())
 
 
 def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:

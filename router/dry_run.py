@@ -74,7 +74,7 @@ def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Ob
 def _candidates(fleet: Fleet, query: Query, policy: str, memory: Memory, leg: Choice | None) -> list[dict[str, Any]]:
     if not len(fleet):
         return []
-    scores = dict(zip(fleet.node_ids, POLICIES[policy].score(fleet, query, memory).tolist(), strict=True))
+    scores = dict(zip(fleet.node_ids, POLICIES[policy].score(fleet, query, memory), strict=True))
     scores |= {} if leg is None else leg.scores
     rows = [
         {

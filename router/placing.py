@@ -18,7 +18,7 @@ from router.dry_run import dry_run
 from router.index import PrefixIndex, block_keys
 from router.nodes import Node, NodeTable
 from router.policy import Decision, Memory, Query, check_policy, place
-from router.policy.base import SHOWN_CANDIDATES, Choice
+from router.policy.decision import SHOWN_CANDIDATES, Choice
 
 
 @dataclass

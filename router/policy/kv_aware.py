@@ -17,134 +17,144 @@ given the least work of late, so that nodes' caches live equally long.
 It is counted at the fleet's usual speed: a slow node that is idle must not look expensive beside a queue.
 
 A hot prefix spills to a second holder as soon as queueing at the first costs more than computing it once again;
-from then on both hold it. The formulas take whole columns and single nodes' numbers alike.
+from then on both hold it. Few nodes are scored one by one, many at once; the scores are the same to the last bit.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 
 from router.costs import Costs
-from router.policy.base import Fleet, FloatArray, Memory, Policy, Query
+from router.policy.base import Memory, Policy, Query, Scores
+from router.policy.fleet import FEW, Figures, Fleet, FloatArray, Number
 
 _OTHERS = 12.0
 """So many times more than in its own time to first token a request's work counts for those after it."""
 _CROWD, _CROWD_SPARE = 1.1, 4.0
 """A node with more than so many times the mean requests (weighed by its slowness), and so many more, is passed over."""
 _OVERLOADED_S = 100.0
-_FEW = 4
-"""Up to so many nodes are scored one by one."""
 _NO_ROOM_S = 1000.0
 """A decode node without blocks for the prompt itself: the relay would wait for somebody's end."""
 
-_Number = TypeVar("_Number", float, FloatArray)
 
-
-def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
+def score(fleet: Fleet, query: Query, memory: Memory) -> Scores:
     """Estimated seconds: of waiting and work on a prefill node, of relay and answer on a decode node."""
-    if len(fleet) <= _FEW:
-        return _score_few(fleet, query)
-    held = fleet.hit_blocks(query.hits)
-    if fleet.role == "decode":
-        return _decode_s(fleet, query, held)
+    if len(fleet) > FEW:
+        held = fleet.hit_blocks(query.hits)
+        return decode_s(fleet, query, held) if fleet.role == "decode" else prefill_s(fleet, query, held)
+    hits = query.hits
+    few = [hits.get(incarnation, 0) for incarnation in fleet.incarnations] if hits else [0] * len(fleet)
+    return _decode_few_s(fleet, query, few) if fleet.role == "decode" else _prefill_few_s(fleet, query, few)
+
+
+def prefill_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
+    """`held`: leading blocks of the request, at each node."""
+    at, costs = fleet.columns, fleet.costs
     tokens = np.maximum(query.num_tokens - held * query.block_size, 1.0)
-    scores = _prefill_s(fleet.costs, tokens, query) * (fleet.slowness + _OTHERS)
-    scores += _queue_s(fleet.costs, fleet.slow_backlog, fleet.slow_requests)
-    return _pass_over_crowds(scores, fleet.slow_requests)
+    scores = compute_s(costs, tokens, query) * (at.slowness + _OTHERS)
+    scores += queue_s(at, costs)
+    return _pass_over_crowds(scores, at.slow_requests)
 
 
-def _score_few(fleet: Fleet, query: Query) -> FloatArray:
-    """The same one by one, which is quicker for a few: NumPy's calls cost more than its sums."""
-    one = _decode_at if fleet.role == "decode" else _prefill_score_at
-    scores = np.array([one(fleet, row, query) for row in range(len(fleet))])
-    if len(scores) == 1:
-        return scores
-    return _pass_over_crowds(scores, fleet.step_requests if fleet.role == "decode" else fleet.slow_requests)
+def _prefill_few_s(fleet: Fleet, query: Query, held: list[int]) -> list[float]:
+    costs, nodes, num_tokens, block = fleet.costs, fleet.nodes, query.num_tokens, query.block_size
+    limit = _crowd_limit(sum([at.slow_requests for at in nodes]), len(nodes))
+    scores: list[float] = []
+    for at, blocks in zip(nodes, held, strict=True):
+        score_s = compute_s(costs, max(num_tokens - blocks * block, 1.0), query) * (at.slowness + _OTHERS)
+        score_s += queue_s(at, costs)
+        scores.append(score_s + _OVERLOADED_S if at.slow_requests >= limit else score_s)
+    return scores
 
 
-def _prefill_score_at(fleet: Fleet, row: int, query: Query) -> float:
-    work_s = _prefill_s(fleet.costs, _uncached(fleet, row, query), query)
-    return work_s * (fleet.slowness.item(row) + _OTHERS) + queue_at(fleet, row, fleet.costs)
+def decode_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
+    """Relay and the whole answer at each node, in seconds."""
+    at, costs, block = fleet.columns, fleet.costs, query.block_size
+    answer = _answer_s(at, costs, _answer_tokens(costs, query))
+    scores = transfer_s(at, np.maximum(query.num_tokens - held * block, 0.0), costs)
+    scores += answer
+    scores = _pass_over_crowds(scores, at.step_requests)
+    spare, room = at.spare_seats, at.room
+    if spare[spare.argmin()] < 0:
+        scores += answer * np.maximum(-spare, 0.0) / at.capacity
+    whole = -(-(query.num_tokens + query.max_new_tokens) // block)
+    if room[room.argmin()] < whole:
+        prompt = -(-query.num_tokens // block)
+        lacking = np.maximum(whole - held - room, 0.0)
+        scores += answer * lacking / at.total_blocks + _NO_ROOM_S * (prompt - held > room)
+    return scores
 
 
-def _decode_at(fleet: Fleet, row: int, query: Query) -> float:
-    """As `_decode_s`, for one node and without the crowds."""
-    answer_s = _answer_tokens(fleet.costs, query) * step_at(fleet, row)
-    score_s = transfer_at(fleet, row, query) + answer_s
-    spare, room = fleet.spare_seats.item(row), fleet.room.item(row)
-    if spare < 0:
-        score_s -= answer_s * spare / fleet.capacity.item(row)
-    whole = -(-(query.num_tokens + query.max_new_tokens) // query.block_size)
-    if room < whole:
-        held = query.hits.get(fleet.incarnations[row], 0)
-        score_s += answer_s * max(whole - held - room, 0.0) / fleet.total_blocks.item(row)
-        if -(-query.num_tokens // query.block_size) - held > room:
-            score_s += _NO_ROOM_S
-    return score_s
-
-
-def queue_at(fleet: Fleet, row: int, costs: Costs) -> float:
-    """The wait for one node's backlog, in seconds."""
-    return _queue_s(costs, fleet.slow_backlog.item(row), fleet.slow_requests.item(row))
-
-
-def prefill_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
-    """Prefill at one node without the wait, in seconds."""
-    return fleet.slowness.item(row) * _prefill_s(costs, _uncached(fleet, row, query), query)
-
-
-def transfer_at(fleet: Fleet, row: int, query: Query) -> float:
-    """A relay of what one decode node lacks, in seconds."""
-    missing = query.num_tokens - query.hits.get(fleet.incarnations[row], 0) * query.block_size
-    return _transfer_s(fleet.costs, max(missing, 0.0) * fleet.token_bytes.item(row), fleet.link_slowness.item(row))
-
-
-def step_at(fleet: Fleet, row: int) -> float:
-    """Duration of one decode node's steps with one more request, in seconds."""
-    costs = fleet.costs
-    return fleet.step_slowness.item(row) * costs.step_base_s + fleet.step_seats.item(row) * costs.step_seq_s
-
-
-def others_at(fleet: Fleet, row: int, query: Query, costs: Costs) -> float:
-    """What this request's prefill at one node costs other requests, in seconds.
-
-    Those that come after it; on a decode node its streams too, each of which waits for it, and one that comes meanwhile.
-    """
-    tokens = _uncached(fleet, row, query)
-    lost_s = _OTHERS * _prefill_s(costs, tokens, query)
-    if fleet.role == "decode":
-        per_stream_s = prefill_at(fleet, row, query, costs) - fleet.slowness.item(row) * costs.prefill_base_s
-        lost_s += per_stream_s * (fleet.requests.item(row) + 1.0)
-    return lost_s
-
-
-def _uncached(fleet: Fleet, row: int, query: Query) -> float:
-    """Prompt tokens that one node has to compute; the last one always."""
-    return max(query.num_tokens - query.hits.get(fleet.incarnations[row], 0) * query.block_size, 1.0)
+def _decode_few_s(fleet: Fleet, query: Query, held: list[int]) -> list[float]:
+    costs, nodes, num_tokens, block = fleet.costs, fleet.nodes, query.num_tokens, query.block_size
+    whole, length = -(-(num_tokens + query.max_new_tokens) // block), _answer_tokens(costs, query)
+    limit = _crowd_limit(sum([at.step_requests for at in nodes]), len(nodes))
+    scores: list[float] = []
+    for at, blocks in zip(nodes, held, strict=True):
+        answer_s = _answer_s(at, costs, length)
+        score_s = transfer_s(at, max(num_tokens - blocks * block, 0.0), costs) + answer_s
+        if at.step_requests >= limit:
+            score_s += _OVERLOADED_S
+        if at.spare_seats < 0:
+            score_s -= answer_s * at.spare_seats / at.capacity
+        if at.room < whole:
+            no_room = -(-num_tokens // block) - blocks > at.room
+            score_s += answer_s * max(whole - blocks - at.room, 0.0) / at.total_blocks + _NO_ROOM_S * no_room
+        scores.append(score_s)
+    return scores
 
 
 def _pass_over_crowds(scores: FloatArray, load: FloatArray) -> FloatArray:
     """What keeps a crowd with one prefix from gathering on one node, however good its estimates look."""
-    limit = float(np.add.reduce(load)) * (_CROWD / len(load)) + _CROWD_SPARE
+    limit = _crowd_limit(float(np.add.reduce(load)), len(load))
     if load[load.argmax()] >= limit:
         scores += _OVERLOADED_S * (load >= limit)
     return scores
 
 
-def _queue_s(costs: Costs, slow_backlog: _Number, slow_requests: _Number) -> _Number:
-    return slow_backlog * costs.queued_token_s + slow_requests * costs.prefill_base_s
+def _crowd_limit(load: float, nodes: int) -> float:
+    return load * (_CROWD / nodes) + _CROWD_SPARE
 
 
-def _prefill_s(costs: Costs, tokens: _Number, query: Query) -> _Number:
-    """On a node of the fleet's usual speed."""
+def local_s(at: Figures[float], tokens: float, query: Query, costs: Costs) -> tuple[float, float]:
+    """A decode node computes `tokens` itself: seconds to the first token, and what others lose. These are all after it
+    and its streams, each of which waits for it, and one that comes meanwhile.
+    """
+    alone_s = compute_s(costs, tokens, query)
+    own_s = at.slowness * alone_s
+    streams_s = (own_s - at.slowness * costs.prefill_base_s) * (at.requests + 1.0)
+    return queue_s(at, costs) + own_s, others_s(costs, tokens, query) + streams_s
+
+
+def others_s(costs: Costs, tokens: float, query: Query) -> float:
+    """What those lose that come after a prefill of `tokens`."""
+    return _OTHERS * compute_s(costs, tokens, query)
+
+
+def queue_s(at: Figures[Number], costs: Costs) -> Number:
+    """The wait for the backlog."""
+    return at.slow_backlog * costs.queued_token_s + at.slow_requests * costs.prefill_base_s
+
+
+def compute_s(costs: Costs, tokens: Number, query: Query) -> Number:
+    """Prefill of `tokens` without the wait, on a node of the fleet's usual speed."""
     alone_s = costs.prefill_token_s + costs.prefill_context_s * query.num_tokens
     return tokens * (alone_s - costs.prefill_context_s / 2 * tokens) + costs.prefill_base_s
 
 
-def _transfer_s(costs: Costs, size_bytes: _Number, slowness: _Number) -> _Number:
-    return slowness * (costs.transfer_base_s + costs.transfer_byte_s * size_bytes)
+def transfer_s(at: Figures[Number], tokens: Number, costs: Costs) -> Number:
+    """A relay of so many tokens' KV."""
+    return at.link_slowness * (costs.transfer_base_s + costs.transfer_byte_s * (tokens * at.token_bytes))
+
+
+def step_s(at: Figures[Number], costs: Costs) -> Number:
+    """Duration of a decode node's steps with one more request."""
+    return _answer_s(at, costs, 1.0)
+
+
+def _answer_s(at: Figures[Number], costs: Costs, length: float) -> Number:
+    """So many of these steps."""
+    return at.step_slowness * (length * costs.step_base_s) + at.step_seats * (length * costs.step_seq_s)
 
 
 def _answer_tokens(costs: Costs, query: Query) -> float:
@@ -152,27 +162,8 @@ def _answer_tokens(costs: Costs, query: Query) -> float:
     return min(costs.output_tokens, query.max_new_tokens) if query.max_new_tokens else costs.output_tokens
 
 
-def _answers_s(costs: Costs, length: float, step_slowness: FloatArray, step_seats: FloatArray) -> FloatArray:
-    return step_slowness * (length * costs.step_base_s) + step_seats * (length * costs.step_seq_s)
+def _recent_s(fleet: Fleet) -> FloatArray:
+    return fleet.recent_s
 
 
-def _decode_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
-    """Relay and the whole answer at each node, in seconds."""
-    costs, block = fleet.costs, query.block_size
-    missing = np.maximum(query.num_tokens - held * block, 0.0)
-    answer = _answers_s(costs, _answer_tokens(costs, query), fleet.step_slowness, fleet.step_seats)
-    scores = _transfer_s(costs, missing * fleet.token_bytes, fleet.link_slowness)
-    scores += answer
-    scores = _pass_over_crowds(scores, fleet.step_requests)
-    spare = fleet.spare_seats
-    if spare[spare.argmin()] < 0:
-        scores += answer * np.maximum(-spare, 0.0) / fleet.capacity
-    whole, room = -(-(query.num_tokens + query.max_new_tokens) // block), fleet.room
-    if room[room.argmin()] < whole:
-        prompt = -(-query.num_tokens // block)
-        lacking = np.maximum(whole - held - room, 0.0)
-        scores += answer * lacking / fleet.total_blocks + _NO_ROOM_S * (prompt - held > room)
-    return scores
-
-
-POLICY = Policy("kv_aware", score, slack=0.01, tie="recent_s", estimates=True)
+POLICY = Policy("kv_aware", score, slack=0.01, tie=_recent_s, estimates=True)

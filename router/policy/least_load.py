@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from router.policy.base import Fleet, FloatArray, Memory, Policy, Query
+from router.policy.base import Memory, Policy, Query
+from router.policy.fleet import Fleet, FloatArray
 
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     """The classic data-parallel score."""
-    return fleet.load
+    return fleet.columns.load
 
 
 POLICY = Policy("least_load", score)

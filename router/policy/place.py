@@ -9,19 +9,10 @@ import numpy as np
 
 from common.errors import ConfigError, Unavailable
 from router.policy import at_random, kv_aware, least_load, power_of_two, round_robin, session
-from router.policy.base import (
-    SHOWN_CANDIDATES,
-    Choice,
-    Decision,
-    Fleet,
-    FloatArray,
-    Memory,
-    Picked,
-    Policy,
-    Query,
-    shown,
-    stable_hash,
-)
+from router.policy.base import Memory, Policy, Query
+from router.policy.decision import SHOWN_CANDIDATES, Choice, Decision, Picked
+from router.policy.fleet import FEW, Fleet, stable_hash
+from router.policy.picking import pick, shown
 
 _SHORT_TOKENS = 32
 """Prompts up to so long need no relay, where no estimate says better."""
@@ -42,25 +33,16 @@ def check_policy(name: str) -> str:
     return name
 
 
-def pick(policy: Policy, scores: FloatArray, fleet: Fleet, memory: Memory) -> int:
-    """The row of the best score; of equal ones that with the least in the policy's `tie`, then in turn."""
-    if len(scores) == 1:
-        return 0
-    best = float(scores[scores.argmin()])
-    near = (scores <= best + policy.slack * abs(best)).nonzero()[0]
-    if len(near) > 1:
-        ties = fleet.table[fleet.columns[policy.tie].index][near]
-        near = near[ties <= ties[ties.argmin()]]
-    return int(near[((near - memory.turn) % len(fleet)).argmin()])
-
-
 def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory, shown_count: int | None) -> tuple[int, Choice]:
     """The best of `fleet` (not empty), and its row."""
     scores = policy.score(fleet, query, memory)
+    if len(fleet) <= FEW and not isinstance(scores, list):
+        scores = scores.tolist()
     best = pick(policy, scores, fleet, memory)
-    incarnation = fleet.incarnations[best]
+    incarnation, work_s = fleet.incarnations[best], 0.0
     hit = min(query.hits.get(incarnation, 0) * query.block_size, query.num_tokens)
-    work_s = kv_aware.prefill_at(fleet, best, query, fleet.costs) if fleet.role == "prefill" else 0.0
+    if fleet.role == "prefill":
+        work_s = fleet.nodes[best].slowness * kv_aware.compute_s(fleet.costs, max(query.num_tokens - hit, 1.0), query)
     return best, Choice(Picked(fleet.node_ids[best], incarnation, hit, work_s), shown(fleet, scores, shown_count))
 
 
@@ -106,10 +88,11 @@ def place(
     preferred = without(decode, query.avoid)
     targets = preferred if len(preferred) else decode
     row, target = choose(how, targets, query, memory, shown_count)
-    uncached = max(query.num_tokens - target.picked.hit_tokens, 1)
+    picked, at = target.picked, targets.nodes[row]
+    uncached = max(query.num_tokens - picked.hit_tokens, 1)
     costs = targets.costs if targets.costs.prefills else prefill.costs  # nobody has measured theirs yet
-    local_s = kv_aware.queue_at(targets, row, costs) + kv_aware.prefill_at(targets, row, query, costs)
-    step_s = kv_aware.step_at(targets, row)
+    local_s, lost_s = kv_aware.local_s(at, uncached, query, costs)
+    step_s = kv_aware.step_s(at, targets.costs)
 
     def local(reason: str) -> Decision:
         return Decision(policy, "local", reason, target, None, local_s, step_s)
@@ -120,27 +103,27 @@ def place(
         return local(f"{uncached} uncached tokens are cheaper without a relay")
     if not len(prefill):
         return local("no prefill node is available")
-    if target.picked.incarnation in query.avoid:
-        return local(f"{target.picked.node_id} failed lately and there is no other: no relay to it")
-    fitting = with_kind(prefill, targets.kind_of(target.picked.incarnation))
+    if picked.incarnation in query.avoid:
+        return local(f"{picked.node_id} failed lately and there is no other: no relay to it")
+    fitting = with_kind(prefill, targets.kv_kinds[row])
     if not len(fitting):
-        return local(f"no prefill node has the KV of {target.picked.node_id}")
+        return local(f"no prefill node has the KV of {picked.node_id}")
     sources = without(fitting, query.avoid)
     if not len(sources) and query.last:
         return local("the prefill nodes failed this request before")
     pool = sources if len(sources) else fitting
     source_row, source = choose(how, pool, query, memory, shown_count)
-    relay_s = kv_aware.queue_at(pool, source_row, pool.costs) + source.picked.work_s
-    relay_s += kv_aware.transfer_at(targets, row, query)
+    relay_s = kv_aware.queue_s(pool.nodes[source_row], pool.costs) + source.picked.work_s
+    relay_s += kv_aware.transfer_s(at, query.num_tokens - picked.hit_tokens, targets.costs)
     reason = f"{uncached} uncached tokens"
     if by_estimate:
-        here = local_s + kv_aware.others_at(targets, row, query, costs)
-        there = relay_s + kv_aware.others_at(pool, source_row, query, costs)
+        here_s = local_s + lost_s
+        there_s = relay_s + kv_aware.others_s(costs, max(query.num_tokens - source.picked.hit_tokens, 1), query)
         compared = (
-            f": a relay costs {there:.4f} s, the decode node's own prefill {here:.4f} s, what others lose included"
+            f": a relay costs {there_s:.4f} s, the decode node's own prefill {here_s:.4f} s, what others lose included"
         )
-        if here < there:
-            return local(f"{uncached} uncached tokens{compared}")
+        if here_s < there_s:
+            return local(reason + compared)
         reason += compared
     if not len(sources):
         reason += "; the prefill nodes failed this request before, there is no other"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.policy.base import Fleet, FloatArray, Memory, Policy, Query
+from router.policy.base import Memory, Policy, Query
+from router.policy.fleet import Fleet, FloatArray
 
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     """The less loaded of two: close to the best of all, without everybody's running to the same node."""
     drawn = memory.rng.sample(range(len(fleet)), min(2, len(fleet)))
     scores = np.full(len(fleet), np.inf)
-    scores[drawn] = fleet.load[drawn]
+    scores[drawn] = fleet.columns.load[drawn]
     return scores
 
 

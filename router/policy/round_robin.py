@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.policy.base import Fleet, FloatArray, Memory, Policy, Query
+from router.policy.base import Memory, Policy, Query
+from router.policy.fleet import Fleet, FloatArray
 
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.policy.base import Fleet, FloatArray, Memory, Policy, Query, stable_hash
+from router.policy.base import Memory, Policy, Query
+from router.policy.fleet import Fleet, FloatArray, stable_hash
 
 _SPILL = 1.25
 """Times the mean load."""
@@ -21,7 +22,7 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
     """Between 0 and 1 by hash; 1 more for an overloaded node."""
     key = stable_hash(query.session) if query.session else memory.rng.getrandbits(64)
     weights = _mix(fleet.node_hash ^ np.uint64(key)) / 2.0**64
-    load = fleet.requests + 1
+    load = fleet.columns.requests + 1
     return weights + (load > _SPILL * load.mean())
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from common.errors import Unavailable
 from common.protocol import Role
-from router.policy import POLICIES, Fleet, Memory, Query, place
+from router.hits import Hits
+from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picking, place
+from router.policy.fleet import FEW, NAMES
 
 KINDS = ("one", "two", "three")
 node = st.fixed_dictionaries(
@@ -39,6 +41,10 @@ def fleet(role: Role, specs: list[dict[str, Any]], order: list[int]) -> Fleet:
         values = dict(specs[number])
         made.add(f"{role}-{number}", f"inc-{role}-{number}", kv_kind=values.pop("kv_kind"), **values)
     return made
+
+
+def figures(made: Fleet) -> list[dict[str, float]]:
+    return [made.values(incarnation) for incarnation in made.incarnations]
 
 
 @settings(max_examples=300, deadline=None)
@@ -85,11 +91,9 @@ def test_placement_rules(
         with pytest.raises(Unavailable):
             decide(*fleets)
         return
-    before = [each.table.copy() for each in fleets]
+    before = [figures(each) for each in fleets]
     decision = decide(*fleets)
-    assert all((each.table == copy).all() for each, copy in zip(fleets, before, strict=True)), (
-        "a decision changes nothing"
-    )
+    assert [figures(each) for each in fleets] == before, "a decision changes nothing"
     assert decision == decide(*fleets), "the same snapshot and seed give the same decision"
     assert decision == decide(fleet("prefill", prefill, [0]), fleet("decode", decode, [0])), (
         "in whatever order they came"
@@ -118,6 +122,35 @@ def test_placement_rules(
         assert 0 <= leg.picked.hit_tokens <= num_tokens
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    role=st.sampled_from(["prefill", "decode"]),
+    specs=st.lists(node, min_size=1, max_size=FEW),
+    data=st.data(),
+    num_tokens=st.integers(1, 3000),
+    max_new_tokens=st.sampled_from([0, 50, 5000]),
+)
+def test_one_by_one_and_all_at_once_give_the_same_scores_and_the_same_pick(
+    role: Role, specs: list[dict[str, Any]], data: st.DataObject, num_tokens: int, max_new_tokens: int
+) -> None:
+    made = fleet(role, specs, [0])
+    slots = {name: slot for slot, name in enumerate(["elsewhere", *made.incarnations])}
+    depths = data.draw(st.lists(st.integers(0, 40), min_size=len(made), max_size=len(made)))
+    hits = Hits(slots, len(slots), [(2 << row, depth) for row, depth in enumerate(depths) if depth])
+    held, memory = made.hit_blocks(hits), Memory(turn=data.draw(st.integers(0, 50)))
+    query = Query(num_tokens, hits=hits, max_new_tokens=max_new_tokens)
+    one_by_one = kv_aware.score(made, query, memory)
+    at_once = kv_aware.decode_s(made, query, held) if role == "decode" else kv_aware.prefill_s(made, query, held)
+    assert one_by_one == at_once.tolist()
+    for worked in data.draw(st.lists(st.sampled_from(made.incarnations), max_size=9)):
+        made.sent(worked, tokens=0, blocks=0, work_s=0.1)
+    for policy in POLICIES.values():
+        assert picking.pick(policy, at_once, made, memory) == picking.pick(policy, at_once.tolist(), made, memory)
+    names = picking.shown(made, at_once, None)
+    assert names == picking.shown(made, at_once.tolist(), None)
+    assert list(names.values())[:3] == list(picking.shown(made, at_once, 3).values())
+
+
 @settings(max_examples=100, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(1, 500)), max_size=80))
 def test_columns_follow_from_what_happened(steps: list[tuple[int, int, int]]) -> None:
@@ -140,13 +173,17 @@ def test_columns_follow_from_what_happened(steps: list[tuple[int, int, int]]) ->
             made.update(name, queued_tokens=amount, waiting=2, running=1)
             if name in model:
                 model[name]["reported"] = amount
-        assert len(made) == len(model) == made.table.shape[1] == len(made.recent_s)
+        assert len(made) == len(model) == len(made.columns.load) == len(made.recent_s)
         assert made.incarnations == [name for _, name in sorted(zip(made.node_ids, made.incarnations, strict=True))]
         for incarnation, expected in model.items():
             row = made.row(incarnation)
             assert row is not None
             assert made.incarnations[row] == incarnation
-            assert made.backlog[row] == expected["tokens"] + expected["reported"]
-            assert made.in_flight[row] == expected["count"]
-            assert made.room[row] == 100 - expected["count"]
-            assert made.requests[row] == made.waiting[row] + made.running[row] + expected["count"]
+            at = made.node(incarnation)
+            assert at.backlog == expected["tokens"] + expected["reported"]
+            assert at.in_flight == expected["count"]
+            assert at.room == 100 - expected["count"]
+            assert at.requests == at.waiting + at.running + expected["count"]
+            assert {name: getattr(made.columns, name)[row] for name in NAMES} == {
+                name: getattr(at, name) for name in NAMES
+            }, "columns are up to date whenever one asks"

@@ -61,16 +61,16 @@ def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch
         table.send(node.incarnation, ask(1))
         table.tick()  # its pong will include request 1 ...
         table.send(node.incarnation, ask(2))  # ... but not request 2
-        fleet = table.fleets["decode"]
-        assert (fleet.in_flight[0], fleet.backlog[0]) == (2, 200)
+        at = table.fleets["decode"].node(node.incarnation)
+        assert (at.in_flight, at.backlog) == (2, 200)
         async with asyncio.timeout(5):
             while table.usable("decode")[0].load.running != 1:
                 await asyncio.sleep(0.001)
-        assert (fleet.running[0], fleet.in_flight[0], fleet.backlog[0], fleet.requests[0]) == (1, 1, 100, 2)
+        assert (at.running, at.in_flight, at.backlog, at.requests) == (1, 1, 100, 2)
         table.release(node.incarnation, AttemptKey("r2", 1))
         table.release(node.incarnation, AttemptKey("r2", 1))
         table.release(node.incarnation, AttemptKey("r1", 1))
-        assert (fleet.in_flight[0], fleet.ended[0], fleet.requests[0]) == (0, 1, 0)
+        assert (at.in_flight, at.ended, at.requests) == (0, 1, 0)
 
     play(scene)
 

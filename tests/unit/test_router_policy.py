@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import ConfigError, Unavailable
 from common.protocol import Role
-from router.policy import Decision, Fleet, Memory, Query, check_policy, kv_aware, place
+from router.policy import Decision, Fleet, Memory, Query, check_policy, place
 
 
 @dataclass
@@ -230,31 +230,22 @@ def test_a_decision_that_is_too_long_loses_its_worst_candidates_and_stays_json()
     assert json.loads(decision.to_json(60)) == {"policy": "least_load", "mode": "relayed"}
 
 
-def test_few_nodes_get_the_scores_that_many_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(7)
-    for _ in range(200):
-        made = fleet(
-            rng.choice(["prefill", "decode"]), [_random_node(rng, f"n{i}") for i in range(rng.randrange(1, 5))]
-        )
-        hits = {f"inc-n{i}": rng.randrange(70) for i in range(4) if rng.random() < 0.5}
-        query = Query(num_tokens=rng.randrange(1, 1000), hits=hits, max_new_tokens=rng.choice([0, 50, 3000]))
-        monkeypatch.setattr(kv_aware, "_FEW", 4)
-        one_by_one = kv_aware.score(made, query, Memory()).tolist()
-        monkeypatch.setattr(kv_aware, "_FEW", 0)
-        assert kv_aware.score(made, query, Memory()).tolist() == pytest.approx(one_by_one)
-
-
-def _random_node(rng: random.Random, name: str) -> Node:
-    columns = {
-        "capacity": rng.randrange(1, 32),
-        "waiting": rng.randrange(20),
-        "running": rng.randrange(20),
-        "queued_tokens": rng.randrange(5000),
-        "free_blocks": rng.randrange(200),
-        "total_blocks": 300,
-        "slowness": rng.uniform(0.5, 4),
-        "link_slowness": rng.uniform(0.5, 4),
-        "step_slowness": rng.uniform(0.5, 4),
-        "token_bytes": 4096,
-    }
-    return node(name, **columns)
+@pytest.mark.parametrize("policy", ["kv_aware", "least_load"])
+def test_a_decision_as_json_is_what_an_encoder_would_write(policy: str) -> None:
+    nodes = [node('odd "name" \\ \u00e9\n', running=3), node("n", waiting=1, slowness=1e-9)]
+    for prefill in ([], nodes):
+        decision = decide(prefill, nodes, policy=policy)._replace(ttft_s=1e-7, tpot_s=12345.67891)
+        assert json.dumps(decision.explain(), separators=(",", ":")) == decision.to_json()
+        for leg, choice in (("prefill", decision.prefill), ("decode", decision.decode)):
+            if choice is not None:
+                picked = choice.picked
+                expected = {"node": picked.node_id, "hit": picked.hit_tokens, "scores": choice.scores}
+                assert decision.explain()[leg] == expected
+        figures = {
+            "policy": policy,
+            "mode": decision.mode,
+            "reason": decision.reason,
+            "ttft_s": 0.0,
+            "tpot_s": 12345.6789,
+        }
+        assert decision.explain() | figures == decision.explain()

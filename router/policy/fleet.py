@@ -1,0 +1,291 @@
+"""A fleet: the usable nodes of one role and how loaded they are, as the policies look at them. Pure.
+
+Runs in the router process, on its event loop. Every node has its figures as plain numbers, which is quickest for one
+node and for few; a sweep over many looks at the same figures as columns, one array each, which are brought up to date
+when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from common.protocol import Role
+from router.costs import Costs
+from router.hits import Hits
+
+FloatArray = npt.NDArray[np.float64]
+Number = TypeVar("Number", float, FloatArray)
+
+FEW = 16
+"""Up to so many nodes are quicker looked at one by one: NumPy's calls cost more than its sums."""
+_RECENT = 200
+"""`recent_s` remembers about so many requests per node."""
+
+
+@lru_cache(maxsize=65_536)
+def stable_hash(text: str) -> int:
+    """64 bits, equal in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(slots=True, eq=False)
+class Figures(Generic[Number]):
+    """Of one node, or of a whole fleet with a column for each: formulas take either."""
+
+    capacity: Number
+    """Sequences that the node runs at once (its max_num_seqs)."""
+    waiting: Number
+    """Requests that wait there, as last reported; the same for the next ones."""
+    running: Number
+    queued_tokens: Number
+    """Prompt tokens accepted and not computed."""
+    free_blocks: Number
+    """KV blocks that nobody uses; cached ones can be evicted and count."""
+    total_blocks: Number
+    in_flight: Number
+    """This router's requests that the report cannot include yet."""
+    in_flight_tokens: Number
+    """What these have to compute: prompt tokens that the node does not hold."""
+    in_flight_blocks: Number
+    """KV blocks that these need."""
+    ended: Number
+    """This router's requests that the report includes and that are over since."""
+    ended_tokens: Number
+    slowness: Number
+    """Factor on the fleet's prefill costs (`Costs`)."""
+    link_slowness: Number
+    """Factor on the fleet's transfer costs, for relays to this node."""
+    step_slowness: Number
+    """Factor on the fleet's step costs."""
+    token_bytes: Number
+    """KV bytes of one token."""
+    load: Number
+    """The classic score: waiting requests weigh four times running ones. It and all after it follow from the others."""
+    requests: Number
+    """Waiting or running."""
+    backlog: Number
+    """Prompt tokens still to be computed."""
+    room: Number
+    """KV blocks that nobody uses or is about to."""
+    slow_backlog: Number
+    """Times `slowness`, as the next one."""
+    slow_requests: Number
+    step_requests: Number
+    """`requests`, times `step_slowness`."""
+    step_seats: Number
+    """Sequences that run with one request more, times `step_slowness`."""
+    spare_seats: Number
+    """Sequences that could run beyond these; below zero, so many wait."""
+
+
+NAMES = tuple(each.name for each in fields(Figures))
+_values = attrgetter(*NAMES)
+_DEFAULTS = {
+    **dict.fromkeys(NAMES, 0.0),
+    **dict.fromkeys(("slowness", "link_slowness", "step_slowness"), 1.0),
+    **dict.fromkeys(("free_blocks", "total_blocks"), 1e9),
+    "capacity": 64.0,
+}
+
+
+def _derive(at: Figures[float]) -> None:
+    """The figures that follow from the others."""
+    own = at.in_flight - at.ended
+    at.requests = requests = max(at.waiting + at.running + own, 0.0)
+    at.backlog = backlog = max(at.queued_tokens - at.ended_tokens, 0.0) + at.in_flight_tokens
+    at.load = max(4 * at.waiting + at.running + own, 0.0)
+    at.room = at.free_blocks - at.in_flight_blocks
+    at.slow_backlog = backlog * at.slowness
+    at.slow_requests = requests * at.slowness
+    at.step_requests = requests * at.step_slowness
+    at.step_seats = min(requests + 1, at.capacity) * at.step_slowness
+    at.spare_seats = at.capacity - requests - 1
+
+
+class Fleet:
+    """The usable nodes of one role, in the order of their names: each has its place in every list and array.
+
+    Invariant: all of these have `len(self)` entries, and `row` says which is whose. Rows move when nodes come and go.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self.role: Role = role
+        self.costs = Costs()
+        self.node_ids: list[str] = []
+        self.incarnations: list[str] = []
+        self.kv_kinds: list[str] = []
+        self.nodes: list[Figures[float]] = []
+        """Changed by this fleet's methods only."""
+        self.recent_s: FloatArray = np.zeros(0)
+        """Prefill work that this router gave each node of late, in seconds; see `sent`."""
+        self.node_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self.kind_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        """Nodes can relay to each other only if these are equal: what their KV means."""
+        self._rows: dict[str, int] = {}
+        self._table: FloatArray = np.zeros((len(NAMES), 0))
+        """A row for each figure."""
+        self._columns: Figures[FloatArray] = Figures(*self._table)
+        self._stale: set[int] = set()
+        """Nodes whose figures the columns do not show yet."""
+        self._moved = False
+        """Nodes came or went since there were columns."""
+        self._hit_slots: Mapping[str, int] | None = None
+        """What `_hit_places` was made from."""
+        self._hit_places: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        self.one_kind = False
+        """All of them are equal, and there is one."""
+
+    def __len__(self) -> int:
+        return len(self.incarnations)
+
+    def __contains__(self, incarnation: object) -> bool:
+        return incarnation in self._rows
+
+    def row(self, incarnation: str) -> int | None:
+        """The place of this incarnation, until nodes come or go; None if it is not here."""
+        return self._rows.get(incarnation)
+
+    def node(self, incarnation: str) -> Figures[float]:
+        """The figures of a node that is here."""
+        return self.nodes[self._rows[incarnation]]
+
+    # -- who is here
+
+    def add(self, node_id: str, incarnation: str, *, kv_kind: str = "", **values: float) -> None:
+        """A node becomes usable. `values`: its figures; the others get their defaults."""
+        assert incarnation not in self._rows, incarnation
+        at = bisect.bisect(list(zip(self.node_ids, self.incarnations, strict=True)), (node_id, incarnation))
+        self.node_ids.insert(at, node_id)
+        self.incarnations.insert(at, incarnation)
+        self.kv_kinds.insert(at, kv_kind)
+        self.nodes.insert(at, Figures(**_DEFAULTS))
+        self.recent_s = np.insert(self.recent_s, at, 0.0)
+        self._reindex()
+        self.update(incarnation, **values)
+
+    def drop(self, incarnation: str) -> None:
+        """A node is no longer usable. One that is not here is ignored."""
+        at = self._rows.get(incarnation)
+        if at is None:
+            return
+        for entries in (self.node_ids, self.incarnations, self.kv_kinds, self.nodes):
+            del entries[at]
+        self.recent_s = np.delete(self.recent_s, at)
+        self._reindex()
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> Fleet:
+        """Only the nodes that `mask` picks, as they are now; for reading."""
+        rows = [int(row) for row in np.flatnonzero(mask)]
+        other = Fleet(self.role)
+        other.costs = self.costs
+        other.node_ids = [self.node_ids[row] for row in rows]
+        other.incarnations = [self.incarnations[row] for row in rows]
+        other.kv_kinds = [self.kv_kinds[row] for row in rows]
+        other.nodes = [self.nodes[row] for row in rows]
+        other.recent_s = self.recent_s[rows]
+        other.node_hash, other.kind_hash = self.node_hash[rows], self.kind_hash[rows]
+        other._rows = {incarnation: row for row, incarnation in enumerate(other.incarnations)}
+        self._refresh()
+        other._table = self._table[:, rows]
+        other._columns = Figures(*other._table)
+        other._hit_slots = self._hit_slots
+        if self._hit_slots is not None:
+            other._hit_places = self._hit_places[rows]
+        other.one_kind = len(set(other.kv_kinds)) == 1
+        return other
+
+    def _reindex(self) -> None:
+        self._moved = True
+        self._hit_slots = None
+        self._rows = {incarnation: row for row, incarnation in enumerate(self.incarnations)}
+        self.node_hash = np.array([stable_hash(name) for name in self.node_ids], np.uint64)
+        self.kind_hash = np.array([stable_hash(kind) for kind in self.kv_kinds], np.uint64)
+        self.one_kind = len(set(self.kv_kinds)) == 1
+
+    # -- how they are
+
+    @property
+    def columns(self) -> Figures[FloatArray]:
+        """The figures of all nodes as they are now; for reading, until something changes."""
+        if self._stale or self._moved:
+            self._refresh()
+        return self._columns
+
+    def _refresh(self) -> None:
+        if self._moved:
+            self._table = np.array([_values(node) for node in self.nodes]).reshape(-1, len(NAMES)).T.copy()
+            self._columns = Figures(*self._table)
+            self._moved = False
+        else:
+            for row in self._stale:
+                self._table[:, row] = _values(self.nodes[row])
+        self._stale.clear()
+
+    def update(self, incarnation: str, **values: float) -> None:
+        """New values of some figures. An incarnation that is not here is ignored."""
+        row = self._rows.get(incarnation)
+        if row is not None:
+            node = self.nodes[row]
+            for name, value in values.items():
+                setattr(node, name, float(value))
+            self._changed(row, node)
+
+    def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
+        """This router sends a request there, with so many prompt tokens to compute and KV blocks to hold."""
+        self._count(incarnation, 1.0, tokens, blocks)
+        row = self._rows.get(incarnation) if work_s else None
+        if row is not None:
+            self.recent_s[row] += work_s
+            self.recent_s *= 1 - 1 / (_RECENT * len(self.incarnations))
+
+    def over(self, incarnation: str, *, tokens: float, blocks: float, reported: bool) -> None:
+        """Such a request is over there; `reported`: the node's last report includes it."""
+        if not reported:
+            self._count(incarnation, -1.0, -tokens, -blocks)
+            return
+        row = self._rows.get(incarnation)
+        if row is not None:
+            node = self.nodes[row]
+            node.ended += 1.0
+            node.ended_tokens += tokens
+            self._changed(row, node)
+
+    def _count(self, incarnation: str, requests: float, tokens: float, blocks: float) -> None:
+        """So many more in flight at one node."""
+        row = self._rows.get(incarnation)
+        if row is not None:
+            node = self.nodes[row]
+            node.in_flight += requests
+            node.in_flight_tokens += tokens
+            node.in_flight_blocks += blocks
+            self._changed(row, node)
+
+    def _changed(self, row: int, node: Figures[float]) -> None:
+        _derive(node)
+        self._stale.add(row)
+
+    def values(self, incarnation: str) -> dict[str, float]:
+        """All figures of one node, by name."""
+        row = self._rows[incarnation]
+        return dict(zip(NAMES, _values(self.nodes[row]), strict=True)) | {"recent_s": float(self.recent_s[row])}
+
+    def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
+        """Leading blocks of the request that each node holds."""
+        if isinstance(hits, Hits):  # a system prompt's first block is held by all: no Python step per node
+            if hits.slots is not self._hit_slots:
+                self._hit_slots, self._hit_places = hits.slots, hits.places(self.incarnations)
+            return hits.column(self._hit_places)
+        blocks = np.zeros(len(self))
+        for incarnation, depth in hits.items():
+            if incarnation in self._rows:
+                blocks[self._rows[incarnation]] = depth
+        return blocks

@@ -1,0 +1,52 @@
+"""From scores to the node that is picked, and to the candidates that an answer names. Pure.
+
+Runs in the router process, on its event loop.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from router.policy.base import Memory, Policy, Scores
+from router.policy.fleet import Fleet
+
+
+def pick(policy: Policy, scores: Scores, fleet: Fleet, memory: Memory) -> int:
+    """The row of the best score; of equal ones that with the least `tie`, then in turn."""
+    if isinstance(scores, list):
+        return _pick_of_few(policy, scores, fleet, memory)
+    best = float(scores[scores.argmin()])
+    near = (scores <= best + policy.slack * abs(best)).nonzero()[0]
+    if len(near) > 1:
+        ties = policy.tie(fleet)[near]
+        near = near[ties <= ties[ties.argmin()]]
+    return int(near[((near - memory.turn) % len(fleet)).argmin()])
+
+
+def _pick_of_few(policy: Policy, scores: list[float], fleet: Fleet, memory: Memory) -> int:
+    best = min(scores)
+    limit = best + policy.slack * abs(best)
+    near = [row for row, score in enumerate(scores) if score <= limit]
+    if len(near) == 1:
+        return near[0]
+    ties: list[float] = policy.tie(fleet).tolist()
+    least = min(ties[row] for row in near)
+    near = [row for row in near if ties[row] <= least]
+    return min(near, key=lambda row: (row - memory.turn) % len(scores))
+
+
+def shown(fleet: Fleet, scores: Scores, count: int | None) -> dict[str, float]:
+    """The `count` best nodes (None: all) by name with their scores, best first."""
+    if count == 0:
+        return {}
+    if isinstance(scores, list):
+        best = sorted(range(len(scores)), key=scores.__getitem__)[:count]
+    else:
+        rows = np.arange(len(scores))
+        if count is not None and count < len(scores):
+            rows = np.argpartition(scores, count)[:count]
+        best = rows[np.argsort(scores[rows], kind="stable")].tolist()
+    names = fleet.node_ids
+    return {names[row]: round(float(scores[row]), 6) for row in best if scores[row] < math.inf}
