@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.metadata
 import logging
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -62,11 +63,15 @@ def _find(device: torch.device) -> Library:
 
 
 def _find_ninja() -> None:
-    """flashinfer runs the program `ninja`; the package of that name puts it beside this interpreter, which is on PATH
-    only where the virtual environment was activated."""
-    beside = Path(sys.executable).parent
-    if shutil.which("ninja") is None and (beside / "ninja").exists():
-        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(beside))))
+    """flashinfer runs the program `ninja`. The package of that name puts it into the `bin` of the virtual environment that
+    it is installed in, which is on PATH only where that environment was activated."""
+    if shutil.which("ninja") is not None:
+        return
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("ninja") or ():
+            if file.name == "ninja":
+                folder = Path(str(file.locate())).resolve().parent
+                os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(folder))))
 
 
 def _run_one(flashinfer: ModuleType, device: torch.device) -> None:

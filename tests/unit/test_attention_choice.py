@@ -72,14 +72,17 @@ def test_compiler_tools_of_a_virtual_environment_that_is_not_activated_are_found
     card: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """flashinfer runs `ninja` from PATH; without it every kernel that was not compiled ahead would be done without."""
-    for folder in ("bin", "empty"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "bin" / "ninja").touch(0o755)
-    card.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    installed, programs = tmp_path / "lib" / "ninja-1.13.dist-info", tmp_path / "bin"
+    for folder in (installed, programs, tmp_path / "empty"):
+        folder.mkdir(parents=True)
+    (programs / "ninja").touch(0o755)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: ninja\nVersion: 1.13\n")
+    (installed / "RECORD").write_text("ninja-1.13.dist-info/METADATA,,\n../bin/ninja,,\n")
+    card.syspath_prepend(tmp_path / "lib")
     card.setenv("PATH", str(tmp_path / "empty"))
     card.setitem(sys.modules, "flashinfer", fake_flashinfer)
     choose_kernels(CARD, torch.float16)
-    assert shutil.which("ninja") == str(tmp_path / "bin" / "ninja")
+    assert shutil.which("ninja") == str(programs / "ninja")
 
 
 def test_with_flashinfer_16_bits_compute_with_its_kernels(card: pytest.MonkeyPatch) -> None:
