@@ -360,7 +360,7 @@ class NodeConfig(ServiceConfig):
         120.0, "Seconds that ranks wait for each other; more than the longest step.", "Ranks", low=0.1
     )
     start_timeout_s: float = _option(
-        600.0, "Seconds that a node's ranks together may take to start.", "Ranks", low=1, own=True
+        600.0, "Seconds that a node may take to start, all its ranks together.", "Ranks", low=1, own=True
     )
     threads: int | None = _option(
         None, "Threads that compute; by default PyTorch's choice, all cores.", "Capacity", low=1

@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
@@ -118,6 +119,36 @@ def run_service(
 
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
+
+
+async def on_own_thread(work: Callable[[], None], name: str) -> None:
+    """Run `work` beside the loop. Unlike with `asyncio.to_thread`, who stops waiting, by a deadline or a cancellation,
+    leaves it behind: neither the loop's end nor the process's waits for it.
+
+    Raises: what `work` raises.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        outcome: BaseException | None = None
+        try:
+            work()
+        except BaseException as error:
+            outcome = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    await done
 
 
 def _launch(arguments: list[str]) -> None:

@@ -25,6 +25,7 @@ from common.node.ranks import RankedExecutor, RankLinks
 from common.node.startup import WARM_UP, Blueprint, peak_memory_bytes, resident_bytes, steps_ahead
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import SOLO
+from common.process import on_own_thread
 from common.protocol import Codec, Role
 from common.redis_server import free_port
 from common.torch_setup import configure_torch
@@ -83,12 +84,19 @@ class Leader:
     async def start(self, *, small_batches: bool) -> None:
         """Load every shard and agree on the number of KV blocks: the smallest rank's.
 
-        Raises: ConfigError or a rank's error, naming the ranks at fault or missing.
+        Raises: ConfigError or a rank's error, naming the ranks at fault or missing; ConfigError after `start_timeout_s`.
         """
         # On this thread, because the engine's thread inherits its floating-point environment.
         configure_torch(self._config.threads)
+        timeout_s = self._config.start_timeout_s
         try:
-            await asyncio.to_thread(self._start, small_batches)
+            # Several ranks wait for each other with deadlines of their own, which can name who is missing.
+            async with asyncio.timeout(timeout_s if self.links is None else None):
+                await on_own_thread(lambda: self._start(small_batches), "start")
+        except TimeoutError:
+            raise ConfigError(
+                f"the model was not loaded within {timeout_s:g} s; --start-timeout-s allows more"
+            ) from None
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,76 @@
+"""A start that hangs: its deadline, and that it can be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_node import make_model_folder
+
+from common.config import PrefillConfig
+from common.errors import ConfigError
+from common.node.leader import Leader
+from common.node.rank_messages import rank_codec
+from common.node.startup import plan_node
+from common.process import on_own_thread
+
+
+class Hang:
+    """Stands for the loading of a model that never comes back, a lock or a file system that does not answer."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.over = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.began.set()
+        self.over.wait(60)
+        raise ConfigError("nobody waits for this any more")
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    made = Hang()
+    monkeypatch.setattr("common.node.leader.load_rank", made)
+    yield made
+    made.over.set()
+    for thread in threading.enumerate():
+        if thread.name == "start":
+            thread.join(10)
+
+
+def leader(tmp_path: Path, start_timeout_s: float) -> Leader:
+    model = str(make_model_folder(tmp_path / "model"))
+    config = PrefillConfig(model=model, load_format="dummy", start_timeout_s=start_timeout_s)
+    return Leader(config, "prefill", plan_node(config), rank_codec())
+
+
+def test_a_model_that_never_loads_ends_the_start_at_its_deadline(tmp_path: Path, hang: Hang) -> None:
+    with pytest.raises(ConfigError, match="the model was not loaded within 1 s; --start-timeout-s allows more"):
+        asyncio.run(asyncio.wait_for(leader(tmp_path, 1.0).start(small_batches=False), 30))
+    assert hang.began.is_set()
+    assert not hang.over.is_set(), "the process would have ended while the load still hung"
+
+
+def test_a_start_that_hangs_can_be_stopped(tmp_path: Path, hang: Hang) -> None:
+    async def scene() -> None:
+        start = asyncio.create_task(leader(tmp_path, 600.0).start(small_batches=False))
+        assert await asyncio.to_thread(hang.began.wait, 30)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+    assert not hang.over.is_set()
+
+
+def test_what_fails_on_its_own_thread_fails_here() -> None:
+    def fails() -> None:
+        raise ConfigError("as it says")
+
+    with pytest.raises(ConfigError, match="as it says"):
+        asyncio.run(on_own_thread(fails, "start"))
