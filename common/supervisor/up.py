@@ -209,11 +209,7 @@ class Cluster:
         """Start the child, and again whenever it dies, until everything stops."""
         name = child.spec.name
         while not self._stop.is_set():
-            await child.start()
-            self._write_pids()
-            if self._stop.is_set():
-                child.signal(signal.SIGTERM)
-            return_code = await child.wait()
+            return_code = await self._run_child(child)
             if self._stop.is_set():
                 return
             child.show_unshown()
@@ -225,6 +221,23 @@ class Cluster:
             self._console.say(f"{name} ended ({describe_exit(return_code)}); starting it again {when}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), decision.delay_s)
+
+    async def _run_child(self, child: Child) -> int:
+        """Start the child and wait for its end. Returns how it ended, 1 where the system has no process for a restart.
+
+        Raises: OSError if its first start fails.
+        """
+        try:
+            await child.start()
+        except OSError as error:
+            if not child.policy.was_ever_ready:
+                raise
+            self._console.say(f"{child.spec.name} cannot be started now: {error}")
+            return 1
+        self._write_pids()
+        if self._stop.is_set():
+            child.signal(signal.SIGTERM)
+        return await child.wait()
 
     async def _watch_readiness(self) -> None:
         while True:

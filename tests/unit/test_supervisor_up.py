@@ -1,9 +1,11 @@
-"""When the supervisor takes a child for ready."""
+"""When the supervisor takes a child for ready, and what it does where none can be started."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+
+import pytest
 
 from common.config import UpConfig
 from common.kv.layout import KVLayout
@@ -30,6 +32,36 @@ def test_record_of_a_process_before_ours_makes_no_child_ready() -> None:
         assert await cluster._is_usable(child)
         assert child.address == "tcp://ours:1"
         assert not await cluster._is_usable(child)  # after its restart the same record says nothing
+        await cluster._probe.close()
+
+    asyncio.run(main())
+
+
+def test_system_without_a_process_for_a_restart_costs_no_other_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory or processes lack just when a node has died of that: those that live go on, and it is tried again."""
+
+    async def main() -> None:
+        cluster = Cluster(
+            UpConfig(), [ChildSpec("decode-0", "decode", ("true",))], "redis://127.0.0.1:1", 1, PidFile(None)
+        )
+        child = cluster._children[0]
+        start, tries = child.start, 0
+
+        async def fails_once() -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            cluster._stop.set()
+            await start()
+
+        monkeypatch.setattr(child, "start", fails_once)
+        with pytest.raises(BlockingIOError):
+            await cluster._supervise(child)
+        child.policy.ready(time.monotonic())
+        tries = 0
+        await asyncio.wait_for(cluster._supervise(child), 20)
+        assert tries == 2
         await cluster._probe.close()
 
     asyncio.run(main())
