@@ -98,8 +98,10 @@ class Answer:
         failed = (each for each in self.generations if each.outcome is not None and each.outcome.error is error)
         return next(failed, self.generations[0] if self.generations else None)
 
-    async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[bytes]:
-        """The stream's body. What arrived together goes out together: one write, however many events."""
+    async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[tuple[bytes, bool]]:
+        """The stream's body, and whether more of it follows. What arrived together goes out together: one write, however
+        many events.
+        """
         opened: set[int] = set()
         text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
         open_choices = dict(enumerate(self.generations))
@@ -125,9 +127,10 @@ class Answer:
                     continue
                 if outcome.error is not None:
                     told = {**error_body(outcome.error), "kvrelay": how_served(generation)}
-                    yield b"".join([*parts, sse(told), DONE])
+                    yield b"".join([*parts, sse(told), DONE]), False
                     return
                 if outcome.finish_reason is None:
+                    yield b"", False
                     return
                 del open_choices[index]
                 # The headers went out with the first token; by now all is known.
@@ -137,24 +140,28 @@ class Answer:
                     parts.append(sse(form.usage_chunk(self.generations)))
                 parts.append(DONE)
             if parts:
-                yield b"".join(parts)
+                yield b"".join(parts), bool(open_choices)
 
 
 class EventStream(Response):
     """An SSE response that owns its answer: however it ends, the answer is closed."""
 
-    def __init__(self, answer: Answer, body: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
-        super().__init__(headers={**headers, "cache-control": "no-cache"}, media_type="text/event-stream")
-        del self.headers["content-length"]
+    def __init__(self, answer: Answer, body: AsyncIterator[tuple[bytes, bool]], headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
+        ]  # the framework's way to them takes longer than all the rest of the response
         self._answer = answer
         self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data in self._body:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async for data, more in self._body:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
         finally:
             self._answer.close()
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from common.errors import KvRelayError, Unavailable
 from common.protocol import (
@@ -222,32 +222,16 @@ class Generation:
             self._on_news()
 
     def _carry_out(self, instruction: f.Instruction) -> None:
-        match instruction:
-            case f.Emit():
-                self._emit(instruction)
-            case f.Send(peer, message):
-                try:
-                    self._shell.send(peer.incarnation, message)
-                    if not isinstance(message, Abort):
-                        self.story.add("sent", type(message).__name__, {"node": peer.node_id})
-                except Unavailable as error:
-                    self._events.append(f.NodeLost(peer.incarnation, error.message))
-            case f.Release(incarnation, key):
-                self._shell.release(incarnation, key)
-            case f.Report():
-                self._take_report(instruction)
-            case f.Blame(incarnation, error):
-                self._shell.blame(incarnation, error)
-            case f.Note(event, reason, data):
-                self.story.add(event, reason, data)
-            case f.Place():
-                self._shell.place(self, instruction)
-            case f.Finish(reason):
-                self._end(self._finished(reason))
-            case f.Fail(error):
-                self._end(Outcome(error=error))
-            case f.Cancelled():
-                self._end(Outcome())
+        self._HOW[type(instruction)](self, instruction)
+
+    def _send(self, send: f.Send) -> None:
+        peer, message = send
+        try:
+            self._shell.send(peer.incarnation, message)
+            if not isinstance(message, Abort):
+                self.story.add("sent", type(message).__name__, {"node": peer.node_id})
+        except Unavailable as error:
+            self._events.append(f.NodeLost(peer.incarnation, error.message))
 
     def _emit(self, emit: f.Emit) -> None:
         if self._stop is not None:
@@ -314,3 +298,17 @@ class Generation:
             self.story.add("cancelled", "the client left", data)
         else:
             self.story.add("finished", outcome.finish_reason, data)
+
+    _HOW: ClassVar[dict[type, Callable[[Generation, Any], None]]] = {
+        f.Place: lambda self, place: self._shell.place(self, place),
+        f.Send: _send,
+        f.Release: lambda self, leg: self._shell.release(leg.incarnation, leg.key),
+        f.Emit: _emit,
+        f.Report: _take_report,
+        f.Blame: lambda self, blame: self._shell.blame(blame.incarnation, blame.error),
+        f.Note: lambda self, note: self.story.add(*note),
+        f.Finish: lambda self, finish: self._end(self._finished(finish.reason)),
+        f.Fail: lambda self, fail: self._end(Outcome(error=fail.error)),
+        f.Cancelled: lambda self, _: self._end(Outcome()),
+    }
+    """How each kind of instruction is carried out."""
