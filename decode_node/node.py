@@ -359,13 +359,8 @@ class DecodeNode(RoleLogic[_Attempt]):
             self.scheduler.abort(attempt.seq)
         del self.attempts[attempt.seq.key]
 
-    def _measure_load(self) -> NodeLoad:
-        scheduler = self.scheduler
+    def _measure_load(self, **own: Any) -> NodeLoad:
         # One that has ended may still run, until its last step is done.
-        incoming = max(0, len(self.attempts) - len(scheduler.running) - len(scheduler.waiting))
-        return self._load(
-            waiting=incoming,
-            queued_tokens=sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting),
-            generated_tokens=self._generated_tokens,
-            local_prefills=self._local_prefills,
-        )
+        incoming = len(self.attempts) - len(self.scheduler.running) - len(self.scheduler.waiting)
+        counters = {"generated_tokens": self._generated_tokens, "local_prefills": self._local_prefills}
+        return super()._measure_load(waiting=max(0, incoming), **counters, **own)

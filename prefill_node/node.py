@@ -29,7 +29,6 @@ from common.protocol import (
     AttemptFailed,
     AttemptStats,
     Grant,
-    NodeLoad,
     Offer,
     PeerRef,
     PrefillDone,
@@ -215,11 +214,3 @@ class PrefillNode(RoleLogic[_Attempt]):
         else:
             self.scheduler.free(attempt.seq)
             self.attempts.pop(attempt.seq.key, None)
-
-    def _measure_load(self) -> NodeLoad:
-        scheduler = self.scheduler
-        unstarted = sum(seq.num_tokens - seq.likely_cached for seq in scheduler.waiting)
-        begun = sum(seq.num_uncomputed for seq in scheduler.running.values())
-        return self._load(
-            queued_tokens=unstarted + begun,
-        )

@@ -92,10 +92,6 @@ class RoleLogic(ABC, Generic[AttemptT]):
     def _describe(self, attempt: AttemptT) -> dict[str, Any]:
         """For operators: its state, and how far it is."""
 
-    @abstractmethod
-    def _measure_load(self) -> NodeLoad:
-        """See `_load`."""
-
     def _admitted(self, attempt: AttemptT) -> None:
         """It has its blocks, and is in the step that begins now."""
 
@@ -211,12 +207,16 @@ class RoleLogic(ABC, Generic[AttemptT]):
         for seq in plan.seqs:
             self._fail(self.attempts.get(seq.key), EngineError(f"the step failed: {error}"))
 
-    def _load(self, *, waiting: int = 0, **own: Any) -> NodeLoad:
+    def _measure_load(self, *, waiting: int = 0, **own: Any) -> NodeLoad:
         """As of now. `waiting`: attempts that are not in the scheduler yet; `own`: the fields that only a role knows."""
         scheduler = self.scheduler
+        unstarted = sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting)
+        # One that generates lacks one token's KV for ever.
+        begun = sum(lacking for seq in scheduler.running.values() if (lacking := seq.num_uncomputed) > 1)
         return NodeLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + waiting,
+            queued_tokens=unstarted + begun,
             kv_blocks_used=scheduler.pool.num_used,
             kv_blocks_cached=scheduler.pool.num_cached,
             kv_blocks_total=scheduler.pool.num_blocks,

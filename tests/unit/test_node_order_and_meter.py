@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from node_pair import Pair
+from node_pair import ROUTER, Pair
 
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
@@ -11,7 +11,8 @@ from common.engine.step import StepInput
 from common.hashing import BLOCK_SIZE, root_hash
 from common.kv.pool import BlockPool
 from common.node.meter import StepMeter
-from common.protocol import AttemptKey, SamplingParams
+from common.node.outbox import FromClient
+from common.protocol import AttemptKey, DecodeRequest, SamplingParams
 
 
 def sequence(name: str, priority: int = 0, tokens: int = 40, first: int = 1, arrival_s: float = 0.0) -> Sequence:
@@ -122,3 +123,19 @@ def test_a_node_whose_step_never_ends_says_so_though_its_loop_comes_round() -> N
     pair.clock.advance(31.0)
     pair.p.on_time(pair.clock())
     assert pair.p.load.step_age_s == 31.0
+
+
+def test_a_prompt_counts_as_queued_until_it_is_computed_on_either_node() -> None:
+    """Routers judge by it how long the next prompt waits; a decode node computes its own in many small chunks."""
+    pair = Pair(chunk=16)
+    params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
+    pair.request()
+    pair.d.handle(
+        FromClient(ROUTER, DecodeRequest(AttemptKey("local", 1), list(range(500, 540)), 40, params, None, 60.0))
+    )
+    for node in (pair.p, pair.d):
+        for left in (40, 24, 8, 0):
+            node.on_time(pair.clock())
+            assert node.load.queued_tokens == left
+            node.step()
+    assert pair.d.load.running == 1
