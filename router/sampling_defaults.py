@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ NEUTRAL = SamplingDefaults()
 _BOUNDS: dict[str, tuple[float, float]] = {
     # key of the file -> what a client may set too
     "temperature": (0, 2),
-    "top_p": (math.ulp(0.0), 1),
+    "top_p": (1e-6, 1),
     "top_k": (-1, 2**31 - 1),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),

@@ -89,16 +89,17 @@ class Leader:
         # On this thread, because the engine's thread inherits its floating-point environment.
         configure_torch(self._config.threads)
         timeout_s = self._config.start_timeout_s
+        # Several ranks wait for each other with deadlines of their own, which can name who is missing.
+        deadline = asyncio.timeout(timeout_s if self.links is None else None)
         try:
-            # Several ranks wait for each other with deadlines of their own, which can name who is missing.
-            async with asyncio.timeout(timeout_s if self.links is None else None):
+            async with deadline:
                 await on_own_thread(lambda: self._start(small_batches), "start")
-        except TimeoutError:
-            raise ConfigError(
-                f"the model was not loaded within {timeout_s:g} s; --start-timeout-s allows more"
-            ) from None
         except BaseException:
             self.close()
+            if deadline.expired():
+                raise ConfigError(
+                    f"the model was not loaded within {timeout_s:g} s; --start-timeout-s allows more"
+                ) from None
             raise
 
     def _start(self, small_batches: bool) -> None:

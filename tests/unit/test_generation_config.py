@@ -57,7 +57,7 @@ def asked(body: CompletionRequestBase, model: ServedModel, prompt_len: int = 5) 
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return ChatRequest(messages=[{"role": "user", "content": "hi"}], **fields)
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
 
 
 def test_the_files_values_hold_where_a_client_says_nothing(folder: Path) -> None:

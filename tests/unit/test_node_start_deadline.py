@@ -68,6 +68,15 @@ def test_a_start_that_hangs_can_be_stopped(tmp_path: Path, hang: Hang) -> None:
     assert not hang.over.is_set()
 
 
+def test_another_timeout_of_the_start_keeps_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times_out(*args: Any, **kwargs: Any) -> None:
+        raise TimeoutError("a socket of the start")
+
+    monkeypatch.setattr("common.node.leader.load_rank", times_out)
+    with pytest.raises(TimeoutError, match="a socket of the start"):
+        asyncio.run(leader(tmp_path, 30.0).start(small_batches=False))
+
+
 def test_what_fails_on_its_own_thread_fails_here() -> None:
     def fails() -> None:
         raise ConfigError("as it says")
