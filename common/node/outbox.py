@@ -64,7 +64,8 @@ Outgoing = ToClient | ToPeer
 class Outbox:
     """Collects what one round of the engine wants sent; `flush` hands it over in one piece.
 
-    Token chunks for the same router travel as one batch, after the round's other messages.
+    Token chunks for the same router travel as one batch, at the end of the round or before its next other message: what
+    one router gets keeps its order. An answer's end must not come behind the failure of what is left of its attempt.
     """
 
     def __init__(self, deliver: Callable[[list[Outgoing]], None]) -> None:
@@ -73,6 +74,8 @@ class Outbox:
         self._chunks: dict[Identity, list[TokenChunk]] = {}
 
     def reply(self, identity: Identity, message: Message) -> None:
+        if chunks := self._chunks.pop(identity, None):
+            self._messages.append(ToClient(identity, TokenBatch(chunks)))
         self._messages.append(ToClient(identity, message))
 
     def to_peer(self, peer: PeerRef, message: Message) -> None:

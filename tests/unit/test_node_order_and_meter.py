@@ -11,8 +11,8 @@ from common.engine.step import StepInput
 from common.hashing import BLOCK_SIZE, root_hash
 from common.kv.pool import BlockPool
 from common.node.meter import StepMeter
-from common.node.outbox import FromClient
-from common.protocol import AttemptKey, DecodeRequest, SamplingParams
+from common.node.outbox import FromClient, Outbox, Outgoing, ToClient
+from common.protocol import AttemptFailed, AttemptKey, DecodeRequest, SamplingParams, TokenBatch, TokenChunk
 
 
 def sequence(name: str, priority: int = 0, tokens: int = 40, first: int = 1, arrival_s: float = 0.0) -> Sequence:
@@ -139,3 +139,20 @@ def test_a_prompt_counts_as_queued_until_it_is_computed_on_either_node() -> None
             assert node.load.queued_tokens == left
             node.step()
     assert pair.d.load.running == 1
+
+
+def test_what_one_router_gets_keeps_its_order() -> None:
+    """Two outputs and a failure can fall into one round; a failure that overtakes the last token costs another attempt."""
+    sent: list[Outgoing] = []
+    outbox = Outbox(sent.extend)
+    first, second, other = (TokenChunk(AttemptKey(name, 1), 0, [7], None, None, None) for name in "abc")
+    failed = AttemptFailed(AttemptKey("a", 1), "engine_error", "")
+    outbox.tokens(b"r1", first)
+    outbox.tokens(b"r2", other)
+    outbox.reply(b"r1", failed)
+    outbox.tokens(b"r1", second)
+    outbox.flush()
+    to_first = [out.message for out in sent if isinstance(out, ToClient) and out.identity == b"r1"]
+    assert to_first == [TokenBatch([first]), failed, TokenBatch([second])]
+    assert ToClient(b"r2", TokenBatch([other])) in sent
+    assert len(sent) == 4
