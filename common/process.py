@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -38,6 +39,12 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(f"the process {parent_pid} that started this one is gone")
+
+
+def name_process(name: str) -> None:
+    """What `ps -o comm` and `top` show of the calling process (Linux, 15 characters); its command line stays."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def tied_command(argv: list[str]) -> list[str]:

@@ -25,9 +25,13 @@ def _run(resolved: Resolved[DecodeConfig]) -> None:
     asyncio.run(check_redis(config.redis_url))
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
-        from decode_node.service import serve
+        from common.node.leader import fork_ranks
+        from decode_node.rank import run
+        from decode_node.service import blueprint_of, serve
 
-    run_service(lambda: serve(config))
+    blueprint = blueprint_of(config)
+    forks = fork_ranks(config, blueprint, run)
+    run_service(lambda: serve(config, blueprint, forks))
 
 
 app = service_app(DecodeConfig, help=_HELP, run=_run)

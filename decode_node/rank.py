@@ -1,22 +1,24 @@
-"""The process of a decode node's rank other than its leader. Started by the leader; reads its configuration from
-standard input. Settles how the process shares the machine before torch is imported.
+"""The process of a decode node's rank other than its leader: forked from it, or started by it as a program of its own.
+
+Settles how the process shares the machine before torch is imported.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from common.config import DecodeConfig
 from common.logs import configure
 from common.node.rank_arguments import rank_arguments
-from common.process import lasting_imports, prepare_compute
+from common.process import lasting_imports, name_process, prepare_compute
 
 
-def main() -> None:
-    """Run until the leader goes."""
-    arguments = rank_arguments()
-    config = DecodeConfig(**json.load(sys.stdin))
+def run(fields: dict[str, Any], rank: int, leader: str) -> None:
+    """Be this rank until the leader goes. `fields`: those of the node's configuration."""
+    config = DecodeConfig(**fields)
+    name_process(f"kvrelay-rank-{rank}")
     configure(config.log_level)
     prepare_compute(config.threads, nice=0)  # the leader's niceness is inherited
     with lasting_imports():
@@ -24,8 +26,14 @@ def main() -> None:
         from decode_node.rank_end import ReceivingRank
         from decode_node.service import CODEC, blueprint_of
 
-    process = RankProcess(config, blueprint_of(config), arguments.rank, arguments.leader, CODEC)
+    process = RankProcess(config, blueprint_of(config), rank, leader, CODEC)
     process.run(small_batches=True, make_end=ReceivingRank)
+
+
+def main() -> None:
+    """The rank that the command line names; its configuration comes by standard input."""
+    arguments = rank_arguments()
+    run(json.load(sys.stdin), arguments.rank, arguments.leader)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from kvtransfer.transports import make_receiver
 
 if TYPE_CHECKING:
     from common.config import DecodeConfig
+    from common.node.forks import ForkedRank
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +33,18 @@ def blueprint_of(config: DecodeConfig) -> Blueprint:
     return plan_node(config, pp_size=config.pipeline_parallel_size, pp_layers=config.pp_layers)
 
 
-async def serve(config: DecodeConfig) -> None:
-    """Run until cancelled.
+async def serve(config: DecodeConfig, blueprint: Blueprint, forks: Sequence[ForkedRank] = ()) -> None:
+    """Run until cancelled. `forks`: for the other ranks that run here; without any they are started as programs.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
-    blueprint = blueprint_of(config)
     config = share_cores(config, blueprint.world_size // config.nnodes, os.cpu_count() or 1)
     if config.node_rank > 0:
-        await follow(config, "decode", blueprint, CODEC)
+        await follow(config, "decode", blueprint, CODEC, forks)
         return
     shell = NodeShell(config, node_id_for("decode", config))
     await shell.bind()
-    leader = Leader(config, "decode", blueprint, CODEC)
+    leader = Leader(config, "decode", blueprint, CODEC, forks)
     await leader.start(small_batches=True)
     try:
         blueprint = fit_memory(blueprint, config, leader.num_blocks)

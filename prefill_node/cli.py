@@ -25,9 +25,13 @@ def _run(resolved: Resolved[PrefillConfig]) -> None:
     asyncio.run(check_redis(config.redis_url))
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
-        from prefill_node.service import serve
+        from common.node.leader import fork_ranks
+        from prefill_node.rank import run
+        from prefill_node.service import blueprint_of, serve
 
-    run_service(lambda: serve(config))
+    blueprint = blueprint_of(config)
+    forks = fork_ranks(config, blueprint, run)
+    run_service(lambda: serve(config, blueprint, forks))
 
 
 app = service_app(PrefillConfig, help=_HELP, run=_run)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from common.clock import monotonic
 from common.node.leader import Leader, follow, share_cores
 from common.node.rank_messages import rank_codec
 from common.node.shell import NodeShell
-from common.node.startup import batched_tokens, fit_memory, make_record, make_scheduler, node_id_for, plan_node
+from common.node.startup import (
+    Blueprint,
+    batched_tokens,
+    fit_memory,
+    make_record,
+    make_scheduler,
+    node_id_for,
+    plan_node,
+)
 from kvtransfer.ranked import ORDER_TYPES, RankedSender, TransferReport
 from kvtransfer.transports import make_sender
 from prefill_node.node import PrefillNode
 
 if TYPE_CHECKING:
     from common.config import PrefillConfig
+    from common.node.forks import ForkedRank
 
 log = logging.getLogger(__name__)
 
@@ -24,19 +34,23 @@ _MAX_ACCEPTED = 1024
 CODEC = rank_codec(*ORDER_TYPES, TransferReport)
 
 
-async def serve(config: PrefillConfig) -> None:
-    """Run until cancelled.
+def blueprint_of(config: PrefillConfig) -> Blueprint:
+    """What the node of `config` will be. Raises: ConfigError."""
+    return plan_node(config)
+
+
+async def serve(config: PrefillConfig, blueprint: Blueprint, forks: Sequence[ForkedRank] = ()) -> None:
+    """Run until cancelled. `forks`: for the other ranks that run here; without any they are started as programs.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
-    blueprint = plan_node(config)
     config = share_cores(config, blueprint.world_size // config.nnodes, os.cpu_count() or 1)
     if config.node_rank > 0:
-        await follow(config, "prefill", blueprint, CODEC)
+        await follow(config, "prefill", blueprint, CODEC, forks)
         return
     shell = NodeShell(config, node_id_for("prefill", config))
     await shell.bind()
-    leader = Leader(config, "prefill", blueprint, CODEC)
+    leader = Leader(config, "prefill", blueprint, CODEC, forks)
     await leader.start(small_batches=False)
     try:
         blueprint = fit_memory(blueprint, config, leader.num_blocks)

@@ -24,7 +24,7 @@ import redis
 import zmq
 from fault_services import NODES, RANK_HOSTS, ROUTERS, Service, lay_out
 from network_hosts import Host, Network
-from system import wait_until
+from system import ranks_of, wait_until
 
 from common.errors import ProtocolError
 from common.protocol import NodeLoad, NodeRecord, Ping, Pong, decode, encode
@@ -57,7 +57,7 @@ class FaultSystem:
     def rank_pid(self, node: str) -> int:
         """The process of rank 1 of a node that has two."""
         starter = self.services[RANK_HOSTS[node]] if RANK_HOSTS[node] in self.services else self.services[node]
-        [pid] = [child.pid for child in psutil.Process(starter.pid).children() if "--rank" in child.cmdline()]
+        [pid] = ranks_of(starter.pid)
         return pid
 
     def parts(self, node: str) -> list[Service]:

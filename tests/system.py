@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 START_TIMEOUT_S = 120.0
 
@@ -36,6 +37,13 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any
             return value
         assert time.monotonic() < end, f"not within {timeout_s:.0f} s: {what}"
         time.sleep(0.05)
+
+
+def ranks_of(starter_pid: int) -> list[int]:
+    """Pids of the rank processes that a node's process started on its host, by rank."""
+    named = [(child.name(), child.pid) for child in psutil.Process(starter_pid).children()]
+    ranks = [(int(name.rpartition("-")[2]), pid) for name, pid in named if name.startswith("kvrelay-rank-")]
+    return [pid for _, pid in sorted(ranks)]
 
 
 @dataclass

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, OnBlo
 from common.engine.step import StepOutput
 from common.errors import ConfigError, RankLost
 from common.node.address import mesh_interface, rank_host
+from common.node.forks import ForkedRank, RunRank
 from common.node.loaded import LoadedRank, load_rank, own_device
 from common.node.rank_messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
 from common.node.ranks import RankedExecutor, RankLinks
@@ -61,10 +63,23 @@ def ranks_of_host(config: NodeConfig, world_size: int) -> range:
     return range(config.node_rank * each, (config.node_rank + 1) * each)
 
 
+def fork_ranks(config: NodeConfig, blueprint: Blueprint, run: RunRank) -> list[ForkedRank]:
+    """A process for each other rank on this host, where ranks can be forked. Call it before there is a second thread.
+
+    Raises: ConfigError if the ranks do not spread evenly.
+    """
+    if blueprint.device != "cpu" or sys.platform != "linux":
+        return []
+    return [ForkedRank(run) for rank in ranks_of_host(config, blueprint.world_size) if rank > 0]
+
+
 class Leader:
     """Rank 0 of a node and its links to the others. Use: `start`, then `begin`, then `executor`; `close` at the end."""
 
-    def __init__(self, config: NodeConfig, role: Role, blueprint: Blueprint, codec: Codec) -> None:
+    def __init__(
+        self, config: NodeConfig, role: Role, blueprint: Blueprint, codec: Codec, forks: Sequence[ForkedRank] = ()
+    ) -> None:
+        """`forks`: of `fork_ranks`."""
         self._config = config
         self._role: Role = role
         self._blueprint = blueprint
@@ -73,7 +88,7 @@ class Leader:
             ranks = ranks_of_host(config, blueprint.world_size)
             host = config.master_addr if config.nnodes > 1 else rank_host(config)
             self.links = RankLinks(codec, blueprint.world_size, host, config.master_port)
-            self.links.spawn(role, ranks[1:], config, self.links.address)
+            self.links.spawn(role, ranks[1:], config, self.links.address, forks)
         self.loaded: LoadedRank
         self.num_blocks = 0
         self.data_addresses: list[str] = []
@@ -229,14 +244,16 @@ class Leader:
                 self.loaded.mesh.close()
 
 
-async def follow(config: NodeConfig, role: Role, blueprint: Blueprint, codec: Codec) -> None:
+async def follow(
+    config: NodeConfig, role: Role, blueprint: Blueprint, codec: Codec, forks: Sequence[ForkedRank] = ()
+) -> None:
     """A host whose ranks belong to a leader elsewhere: run them until one ends, then end them all.
 
     Raises: RankLost naming the rank that ended.
     """
     ranks = ranks_of_host(config, blueprint.world_size)
     links = RankLinks(codec, 1, rank_host(config), 0)
-    links.spawn(role, ranks, config, f"tcp://{config.master_addr}:{config.master_port}")
+    links.spawn(role, ranks, config, f"tcp://{config.master_addr}:{config.master_port}", forks)
     try:
         while True:
             links.check_children()

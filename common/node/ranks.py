@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import zmq
@@ -22,6 +22,7 @@ from common.config import NodeConfig
 from common.engine.executor import LocalExecutor, Pending
 from common.engine.step import StepInput, StepOutput
 from common.errors import ConfigError, ProtocolError, RankLost, from_code
+from common.node.forks import ForkedRank
 from common.node.rank_messages import LeaderBeat, RankBeat, RankBusy, RankFailed, RankHello
 from common.process import tied_command
 from common.protocol import MAX_MESSAGE_BYTES, Codec
@@ -32,6 +33,8 @@ ReportT = TypeVar("ReportT")
 ResultT = TypeVar("ResultT")
 
 _PROGRESS_EVERY_S = 5.0
+_END_S = 1.0
+"""SIGTERM ends a rank at once; one that is still there then stands still and wants SIGKILL."""
 
 
 class RankLinks:
@@ -53,17 +56,22 @@ class RankLinks:
         self.address: str = self._reports.getsockopt_string(zmq.LAST_ENDPOINT)
         self._orders: dict[int, zmq.Socket[bytes]] = {}
         self._beats: dict[int, zmq.Socket[bytes]] = {}
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ start-up
 
-    def spawn(self, role: str, ranks: range, config: NodeConfig, leader: str) -> None:
-        """Start local rank processes; they die with the calling thread. Their configuration goes in by standard input."""
-        payload = json.dumps(dataclasses.asdict(config)).encode()
-        for rank in ranks:
+    def spawn(self, role: str, ranks: range, config: NodeConfig, leader: str, forks: Sequence[ForkedRank] = ()) -> None:
+        """Start local rank processes, from `forks` where there are any; they die with the calling thread. Their
+        configuration goes in by a pipe."""
+        fields = dataclasses.asdict(config)
+        for rank, fork in zip(ranks, forks, strict=False):
+            fork.begin(fields, rank, leader)
+            self._children[rank] = fork
+        payload = json.dumps(fields).encode()
+        for rank in ranks[len(forks) :]:
             argv = [sys.executable, "-m", f"{role}_node.rank", "--rank", str(rank), "--leader", leader]
             child = subprocess.Popen(tied_command(argv), stdin=subprocess.PIPE)
             assert child.stdin is not None
@@ -178,7 +186,7 @@ class RankLinks:
             child.terminate()
         for child in self._children.values():
             try:
-                child.wait(5.0)
+                child.wait(_END_S)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 from oracle import greedy, make_tiny
-from system import System, running_system, wait_until
+from system import System, ranks_of, running_system, wait_until
 
 MODEL = "qwen3"
 PROMPT = list(range(3, 90))
@@ -31,15 +31,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Sys
         yield model, system
 
 
-def ranks_of(system: System) -> list[int]:
+def all_ranks(system: System) -> list[int]:
     """Pids of the decode node's ranks, the leader first."""
     leader = system.process("decode")["pid"]
-    others = [
-        (child.cmdline()[child.cmdline().index("--rank") + 1], child.pid)
-        for child in psutil.Process(leader).children()
-        if "--rank" in child.cmdline()
-    ]
-    return [leader, *(pid for _, pid in sorted(others))]
+    return [leader, *ranks_of(leader)]
 
 
 def ask(system: System, tokens: int, timeout_s: float = 60.0) -> httpx.Response:
@@ -58,7 +53,7 @@ def test_any_ranks_end_is_the_nodes_and_the_node_comes_back(
 ) -> None:
     model, system = served
     system.wait_usable(timeout_s=120)
-    before = ranks_of(system)
+    before = all_ranks(system)
     assert len(before) == 4
     with httpx.Client(timeout=120.0) as client:
         body = {
