@@ -34,7 +34,7 @@ def root_hash(fingerprint: str, *, cache_salt: str = "", lora_id: str = "") -> B
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of one block (or of the partial last block of a transfer) after `parent`."""
-    return _chain(parent, _encode(token_ids))
+    return hashlib.sha256(b"P" + parent + _head(len(token_ids)) + _encode(token_ids)).digest()[:HASH_BYTES]
 
 
 def hash_blocks(
@@ -55,16 +55,19 @@ def hash_blocks(
     parent = hashes[-1] if hashes else root
     start = len(hashes) * block_size
     stop = len(token_ids) if include_partial else len(token_ids) - len(token_ids) % block_size
-    tokens = _encode(token_ids[start:stop])
+    full = stop - stop % block_size
+    head, tokens = _head(block_size), _encode(token_ids[start:full])
     for at in range(0, len(tokens), size := _TOKEN_BYTES * block_size):
-        parent = _chain(parent, tokens[at : at + size])
+        parent = hashlib.sha256(b"P" + parent + head + tokens[at : at + size]).digest()[:HASH_BYTES]
         hashes.append(parent)
+    if stop > max(full, start):
+        hashes.append(hash_block(parent, token_ids[full:stop]))
     return hashes
+
+
+def _head(num_tokens: int) -> bytes:
+    return b"T" + struct.pack("<Q", _TOKEN_BYTES * num_tokens)
 
 
 def _encode(token_ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
-
-
-def _chain(parent: BlockHash, tokens: bytes) -> BlockHash:
-    return hashlib.sha256(b"P" + parent + _field(b"T", tokens)).digest()[:HASH_BYTES]

@@ -61,9 +61,9 @@ class Objectives:
 
 def crowded(prefill: Fleet, decode: Fleet) -> str:
     """Why no node has use for another request now; empty if one has."""
-    if len(decode) and _all(_running, decode):
+    if decode.nodes and _all(_running, decode):
         return "every decode node has more requests than it can run"
-    if len(prefill) and _all(_computing, prefill):
+    if prefill.nodes and _all(_computing, prefill):
         queue_s = float(prefill.columns.slow_backlog.min()) * prefill.costs.queued_token_s
         return f"every prefill node has work for {queue_s:.1f} s"
     return ""
@@ -82,9 +82,10 @@ def _computing(at: Figures[Any], costs: Costs) -> Any:
 
 def _all(full: Callable[[Figures[Any], Costs], Any], fleet: Fleet) -> bool:
     """Nearly always one of the first nodes is not full, and that is quickly seen."""
-    if not all(full(at, fleet.costs) for at in fleet.nodes[:FEW]):
-        return False
-    return len(fleet) <= FEW or bool(full(fleet.columns, fleet.costs).all())
+    for at in fleet.nodes[:FEW]:
+        if not full(at, fleet.costs):
+            return False
+    return len(fleet.nodes) <= FEW or bool(full(fleet.columns, fleet.costs).all())
 
 
 def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:

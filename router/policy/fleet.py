@@ -99,16 +99,18 @@ _DEFAULTS = {
 
 def _derive(at: Figures[float]) -> None:
     """The figures that follow from the others."""
-    own = at.in_flight - at.ended
-    at.requests = requests = max(at.waiting + at.running + own, 0.0)
-    at.backlog = backlog = max(at.queued_tokens - at.ended_tokens, 0.0) + at.in_flight_tokens
-    at.load = max(4 * at.waiting + at.running + own, 0.0)
+    waiting, own = at.waiting, at.running + (at.in_flight - at.ended)
+    at.load = load if (load := 4 * waiting + own) > 0.0 else 0.0
+    at.requests = requests = each if (each := waiting + own) > 0.0 else 0.0
+    queued = at.queued_tokens - at.ended_tokens
+    at.backlog = backlog = (queued if queued > 0.0 else 0.0) + at.in_flight_tokens
     at.room = at.free_blocks - at.in_flight_blocks
-    at.slow_backlog = backlog * at.slowness
-    at.slow_requests = requests * at.slowness
-    at.step_requests = requests * at.step_slowness
-    at.step_seats = min(requests + 1, at.capacity) * at.step_slowness
-    at.spare_seats = at.capacity - requests - 1
+    slowness, step_slowness, capacity = at.slowness, at.step_slowness, at.capacity
+    at.slow_backlog = backlog * slowness
+    at.slow_requests = requests * slowness
+    at.step_requests = requests * step_slowness
+    at.step_seats = (requests + 1 if requests + 1 < capacity else capacity) * step_slowness
+    at.spare_seats = capacity - requests - 1
 
 
 class Fleet:

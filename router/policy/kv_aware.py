@@ -39,11 +39,11 @@ _NO_ROOM_S = 1000.0
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> Scores:
     """Estimated seconds: of waiting and work on a prefill node, of relay and answer on a decode node."""
-    if len(fleet) > FEW:
+    if len(fleet.nodes) > FEW:
         held = fleet.hit_blocks(query.hits)
         return decode_s(fleet, query, held) if fleet.role == "decode" else prefill_s(fleet, query, held)
-    hits = query.hits
-    few = [hits.get(incarnation, 0) for incarnation in fleet.incarnations] if hits else [0] * len(fleet)
+    depth = query.hits.get
+    few = [depth(incarnation, 0) for incarnation in fleet.incarnations]
     return _decode_few_s(fleet, query, few) if fleet.role == "decode" else _prefill_few_s(fleet, query, few)
 
 

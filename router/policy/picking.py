@@ -26,6 +26,8 @@ def pick(policy: Policy, scores: Scores, fleet: Fleet, memory: Memory) -> int:
 
 
 def _pick_of_few(policy: Policy, scores: list[float], fleet: Fleet, memory: Memory) -> int:
+    if len(scores) == 1:
+        return 0
     best = min(scores)
     limit = best + policy.slack * abs(best)
     near = [row for row, score in enumerate(scores) if score <= limit]
@@ -42,7 +44,7 @@ def shown(fleet: Fleet, scores: Scores, count: int | None) -> dict[str, float]:
     if count == 0:
         return {}
     if isinstance(scores, list):
-        best = sorted(range(len(scores)), key=scores.__getitem__)[:count]
+        best = sorted(range(len(scores)), key=scores.__getitem__)[:count] if len(scores) > 1 else [0]
     else:
         rows = np.arange(len(scores))
         if count is not None and count < len(scores):

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.errors import ConfigError, Unavailable
 from router.policy import at_random, kv_aware, least_load, power_of_two, round_robin, session
-from router.policy.base import Memory, Policy, Query
+from router.policy.base import Memory, Policy, Query, Scores
 from router.policy.decision import SHOWN_CANDIDATES, Choice, Decision, Picked
 from router.policy.fleet import FEW, Fleet, stable_hash
 from router.policy.picking import pick, shown
@@ -33,17 +33,13 @@ def check_policy(name: str) -> str:
     return name
 
 
-def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory, shown_count: int | None) -> tuple[int, Choice]:
-    """The best of `fleet` (not empty), and its row."""
+def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory) -> tuple[int, int, Scores]:
+    """The row of the best of `fleet` (not empty), the prompt tokens that it holds, and the scores of all."""
     scores = policy.score(fleet, query, memory)
-    if len(fleet) <= FEW and not isinstance(scores, list):
+    if not isinstance(scores, list) and len(scores) <= FEW:
         scores = scores.tolist()
-    best = pick(policy, scores, fleet, memory)
-    incarnation, work_s = fleet.incarnations[best], 0.0
-    hit = min(query.hits.get(incarnation, 0) * query.block_size, query.num_tokens)
-    if fleet.role == "prefill":
-        work_s = fleet.nodes[best].slowness * kv_aware.compute_s(fleet.costs, max(query.num_tokens - hit, 1.0), query)
-    return best, Choice(Picked(fleet.node_ids[best], incarnation, hit, work_s), shown(fleet, scores, shown_count))
+    row = pick(policy, scores, fleet, memory)
+    return row, min(query.hits.get(fleet.incarnations[row], 0) * query.block_size, query.num_tokens), scores
 
 
 def without(fleet: Fleet, avoid: frozenset[str]) -> Fleet:
@@ -81,15 +77,16 @@ def place(
     Invariant: a relay is only ever planned between nodes whose KV means the same. Raises: Unavailable
     when there is no decode node.
     """
-    if not len(decode):
+    if not decode.nodes:
         raise Unavailable("no decode node is available now; try again")
     memory.turn += 1
     how = POLICIES[policy]
     preferred = without(decode, query.avoid)
-    targets = preferred if len(preferred) else decode
-    row, target = choose(how, targets, query, memory, shown_count)
-    picked, at = target.picked, targets.nodes[row]
-    uncached = max(query.num_tokens - picked.hit_tokens, 1)
+    targets = preferred if preferred.nodes else decode
+    row, held, scores = choose(how, targets, query, memory)
+    node_id, incarnation, at = targets.node_ids[row], targets.incarnations[row], targets.nodes[row]
+    target = Choice(Picked(node_id, incarnation, held), shown(targets, scores, shown_count))
+    uncached = max(query.num_tokens - held, 1)
     costs = targets.costs if targets.costs.prefills else prefill.costs  # nobody has measured theirs yet
     local_s, lost_s = kv_aware.local_s(at, uncached, query, costs)
     step_s = kv_aware.step_s(at, targets.costs)
@@ -101,30 +98,34 @@ def place(
     short = _SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens
     if not by_estimate and uncached <= short:
         return local(f"{uncached} uncached tokens are cheaper without a relay")
-    if not len(prefill):
+    if not prefill.nodes:
         return local("no prefill node is available")
-    if picked.incarnation in query.avoid:
-        return local(f"{picked.node_id} failed lately and there is no other: no relay to it")
+    if incarnation in query.avoid:
+        return local(f"{node_id} failed lately and there is no other: no relay to it")
     fitting = with_kind(prefill, targets.kv_kinds[row])
-    if not len(fitting):
-        return local(f"no prefill node has the KV of {picked.node_id}")
+    if not fitting.nodes:
+        return local(f"no prefill node has the KV of {node_id}")
     sources = without(fitting, query.avoid)
-    if not len(sources) and query.last:
+    if not sources.nodes and query.last:
         return local("the prefill nodes failed this request before")
-    pool = sources if len(sources) else fitting
-    source_row, source = choose(how, pool, query, memory, shown_count)
-    relay_s = kv_aware.queue_s(pool.nodes[source_row], pool.costs) + source.picked.work_s
-    relay_s += kv_aware.transfer_s(at, query.num_tokens - picked.hit_tokens, targets.costs)
+    pool = sources if sources.nodes else fitting
+    source_row, source_held, source_scores = choose(how, pool, query, memory)
+    source, computed = pool.nodes[source_row], max(query.num_tokens - source_held, 1)
+    work_s = source.slowness * kv_aware.compute_s(pool.costs, computed, query)
+    relay_s = kv_aware.queue_s(source, pool.costs) + work_s
+    relay_s += kv_aware.transfer_s(at, query.num_tokens - held, targets.costs)
     reason = f"{uncached} uncached tokens"
     if by_estimate:
         here_s = local_s + lost_s
-        there_s = relay_s + kv_aware.others_s(costs, max(query.num_tokens - source.picked.hit_tokens, 1), query)
+        there_s = relay_s + kv_aware.others_s(costs, computed, query)
         compared = (
             f": a relay costs {there_s:.4f} s, the decode node's own prefill {here_s:.4f} s, what others lose included"
         )
         if here_s < there_s:
             return local(reason + compared)
         reason += compared
-    if not len(sources):
+    if not sources.nodes:
         reason += "; the prefill nodes failed this request before, there is no other"
-    return Decision(policy, "relayed", reason, target, source, relay_s, step_s)
+    picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_held, work_s)
+    chosen = Choice(picked, shown(pool, source_scores, shown_count))
+    return Decision(policy, "relayed", reason, target, chosen, relay_s, step_s)
