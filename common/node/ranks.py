@@ -89,7 +89,6 @@ class RankLinks:
         told_s = time.monotonic()
         while len(got) < self.world_size - 1:
             missing = [rank for rank in range(1, self.world_size) if rank not in got]
-            self.check_children()
             now_s = time.monotonic()
             if now_s > deadline_s:
                 raise ConfigError(f"ranks {missing} did not come within {timeout_s:.0f} s: {what}")
@@ -103,6 +102,7 @@ class RankLinks:
                     self._connect(report)
                 if isinstance(report, kind):
                     got[report.rank] = report  # type: ignore[attr-defined]  # every report names its rank
+            self.check_children()  # after what they said last, which may be why they ended
         return got
 
     def _connect(self, hello: RankHello) -> None:
