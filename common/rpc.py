@@ -12,7 +12,6 @@ machine) counts as broken after `SILENCE_S`, by ZMQ's own heartbeats; shorter le
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import cast
@@ -195,6 +194,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._unsent: list[bytes] = []
         """What this turn of the loop has sent so far."""
+        self._refused: list[bytes] = []
 
     def send(self, message: Message) -> None:
         """Send without waiting; before the connection stands, messages wait in its queue. All that one turn of the
@@ -208,6 +208,11 @@ class Link:
             self._loop.call_soon(self._flush)
         self._unsent.append(encode(message))
 
+    @property
+    def refused(self) -> list[Message]:
+        """Once it is closed over a full queue: what its last turn sent in vain. Its owner may owe that to the next link."""
+        return [decode(data) for data in self._refused]
+
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
         if not unsent:
@@ -215,16 +220,19 @@ class Link:
         try:
             _send(self._socket, unsent, self._inbox)
         except Unavailable as error:
+            self._refused = unsent
             self._lose(f"connection to {self.address} takes no more: {error}")
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
-        with contextlib.suppress(Unavailable):
-            if self._unsent:
-                _send(self._socket, self._unsent, self._inbox)
-        self._unsent = []
+        unsent, self._unsent = self._unsent, []
+        try:
+            if unsent:
+                _send(self._socket, unsent, self._inbox)
+        except Unavailable:
+            self._refused = unsent
         if self._deadline is not None:
             self._deadline.cancel()
         self._inbox.close()

@@ -104,7 +104,7 @@ def _buffer_maker(backend: str, end: EndContext) -> Callable[[int], Buffer]:
 
 
 class CollectivePeer(Peer):
-    """One connection: a ZMQ link, and a group as soon as the receiver has answered."""
+    """One connection: a ZMQ link, and a group as soon as the receiver has answered. Raises: PeerLost."""
 
     def __init__(
         self,
@@ -123,7 +123,8 @@ class CollectivePeer(Peer):
         self._name = plan.name
         self._usable = False
         self._answered = False
-        self._closed = False
+        self._over = False
+        """The thread has ended."""
         self._failure = ""
         self._give_up_at = now + 2 * plan.timeout_s
         self._life_sign_at = now + _LIFE_SIGN_S
@@ -133,7 +134,11 @@ class CollectivePeer(Peer):
             on_ready=partial(post, self._ready),
             on_end=lambda reason: post(partial(self._ended, reason)),
         )
-        self.pair.start()
+        try:
+            self.pair.start()
+        except RuntimeError as error:
+            link.close()
+            raise PeerLost(f"no thread for a group: {error}") from error
         link.send(_CODEC.encode(GroupRequest(plan.name, plan.backend, pool.buffer_bytes)))
 
     @property
@@ -183,8 +188,9 @@ class CollectivePeer(Peer):
 
     def _ended(self, reason: str) -> None:
         self._usable = False
+        self._over = True
         self._failure = self._failure or reason
-        if self._closed:
+        if self.closed:
             self.close_link()
 
     def _free(self, buffer: Buffer) -> None:
@@ -192,11 +198,17 @@ class CollectivePeer(Peer):
 
     def _close(self) -> None:
         # The link stays until the thread has ended: the other end may still wait for what is queued there.
-        self._closed = True
         self._link.quiet()
         self.pair.stop()
         if self._answered:
             self._link.send(_CODEC.encode(GroupLeave()))
+        if self._over:
+            self.close_link()
+
+    @property
+    def is_left(self) -> bool:
+        """Closed, and nothing of it is left."""
+        return self._link.closed
 
     def close_link(self) -> None:
         """After `close`, when the thread has ended or is left behind."""
@@ -239,7 +251,7 @@ class CollectiveConnector:
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> CollectivePeer:
         """As `Connector.connect`. Raises: PeerLost."""
-        self._peers = [peer for peer in self._peers if not peer.pair.join(0.0)]
+        self._peers = [peer for peer in self._peers if not peer.is_left]
         link = DealerLink(self._context, self._end.poller, offer.endpoint)
         plan = GroupPlan(
             backend=self._backend,
@@ -258,7 +270,7 @@ class CollectiveConnector:
         _join([peer.pair for peer in self._peers])
         for peer in self._peers:
             peer.close_link()
-        self._context.term()
+        self._context.destroy(linger=0)  # a link that somebody forgot must not hold this up for ever
 
 
 @dataclass(eq=False)
@@ -378,13 +390,13 @@ class CollectiveListener:
         )
         try:
             port = pair.listen()
-        except OSError as error:
+            pair.start()
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread
             self._reply(identity, GroupReply(request.name, error=f"cannot open a store: {error}"))
             return
         pool = StagingPool(request.message_bytes, keep=8, make=self._make_buffer)
         self._connections[identity] = _Connection(identity, request.name, pair, pool, self._now)
         self._pairs.append(pair)
-        pair.start()
         self._reply(identity, GroupReply(request.name, port))
 
     def _expect(self, identity: bytes, connection: _Connection | None, header: bytes, size: bytes) -> None:

@@ -7,7 +7,6 @@ engine's for the cores. NumPy copies on the calling thread and lets go of the in
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from math import gcd
 from typing import Any, Protocol
@@ -114,11 +113,21 @@ class SliceCopier:
         return self._planes[2 * lo : 2 * hi].view(row), index.reshape(-1)
 
 
+class _Writable:
+    """An array's memory, said to be writable, and kept for as long as anybody looks at it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
 def as_tensor(buffer: Any) -> torch.Tensor:
-    """A tensor over the memory of an array; tensors as they are. Runs no operator."""
+    """A tensor over the memory of an array; tensors as they are. Runs no operator.
+
+    Received memory is read-only, and the caller may only read it: PyTorch knows no such tensors, and would warn.
+    """
     if isinstance(buffer, torch.Tensor):
         return buffer
-    with warnings.catch_warnings():
-        # Received memory is read-only; it is only read here.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(buffer)  # pyright: ignore[reportUnknownMemberType]
+    array = buffer if buffer.flags.writeable else np.asarray(_Writable(buffer))
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]

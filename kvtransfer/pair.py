@@ -81,7 +81,13 @@ class PairThread:
         return self._listener.getsockname()[1]
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises: RuntimeError if there is no thread to be had; then nothing is left."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            if self._listener is not None:
+                self._listener.close()
+            raise
 
     def meet(self, port: int) -> None:
         """The other end is there, and the store listens on `port`."""
@@ -110,6 +116,9 @@ class PairThread:
         except RuntimeError as error:
             # What torch.distributed raises for whatever goes wrong with a peer.
             reason = str(error).partition("\n")[0]
+        except Exception as error:
+            log.exception("the thread of a group failed")
+            reason = f"{type(error).__name__}: {error}"
         finally:
             if self._listener is not None:
                 self._listener.close()

@@ -121,6 +121,11 @@ class _Gathered:
     traffic: list[Traffic] = field(default_factory=list[Traffic])
 
 
+def _check_new(key: AttemptKey, live: dict[AttemptKey, _Gathered]) -> None:
+    if key in live:
+        raise TransferError(f"cannot open {key}: it is open already")
+
+
 class RankedSender:
     """`KVSender` over all ranks: `SourceReleased` once, when the last rank has released."""
 
@@ -140,7 +145,9 @@ class RankedSender:
         self.local = make_local(lambda event: self.on_report(to_report(0, event)))
 
     def open(self, transfer: OutgoingTransfer) -> None:
+        """As `KVSender.open`. Raises: TransferError if it is open already; no rank has heard of it then."""
         with self._lock:
+            _check_new(transfer.key, self._open)
             self._open[transfer.key] = _Gathered()
         self._broadcast(Open(outgoing=transfer))
         self.local.open(transfer)
@@ -205,8 +212,12 @@ class RankedReceiver:
         self.local = make_local(lambda event: self.on_report(to_report(0, event)))
 
     def open(self, transfer: IncomingTransfer) -> bool:
-        """As `KVReceiver.open`. Returns whether every rank is open already; if not, `Opened` will follow."""
+        """As `KVReceiver.open`. Returns whether every rank is open already; if not, `Opened` will follow.
+
+        Raises: TransferError if it is open already; no rank has heard of it then.
+        """
         with self._lock:
+            _check_new(transfer.key, self._open)
             self._open[transfer.key] = _Gathered((transfer.src.node_id, transfer.src.incarnation))
         self.local.open(transfer)
         self._broadcast(Open(incoming=transfer))

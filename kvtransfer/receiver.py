@@ -68,12 +68,6 @@ class Receiver:
         self._clock = clock
         self._more = False
         """Some listener had more to give than a turn takes."""
-        try:
-            self._copier = make_copier(storage, device)
-        except BaseException:
-            for listener in listeners:
-                listener.close()
-            raise
         self._end = ReceivingEnd(layout, rank, storage.num_blocks, incarnation)
         self._tally = Tally(rank)
         self._poller = zmq.Poller()
@@ -82,8 +76,15 @@ class Receiver:
         )
         shard = layout.shards()[rank]
         unit_bytes = layout.slice_bytes_per_block * (shard.head_hi - shard.head_lo)
-        for listener in listeners:
-            listener.attach(EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device))
+        try:
+            self._copier = make_copier(storage, device)
+            for listener in listeners:
+                listener.attach(EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device))
+        except BaseException:
+            self._thread.mailbox.close()
+            for listener in listeners:
+                listener.close()
+            raise
         self._poller.register(self._thread.mailbox.fileno(), zmq.POLLIN)
         self._thread.start()
 

@@ -52,6 +52,7 @@ class Sender:
     has started there. `wanted` narrows the choice down, as in `kvtransfer.choose`. `min_message_bytes` is what is worth a message of
     its own while more will follow, `idle_s` after how long without an ack a connection is given up.
 
+    Takes the connectors over: it closes them, also when it raises.
     Raises: ConfigError if some transport's messages cannot carry one block of one layer.
     """
 
@@ -70,7 +71,6 @@ class Sender:
         idle_s: float = 30.0,
     ) -> None:
         self._device = device
-        self._copier = make_copier(storage, device)
         self._final = Pending()
         """Reports of final blocks, which the device has yet to compute."""
         self._copying = Pending()
@@ -97,6 +97,7 @@ class Sender:
         self._num_layers = shard.layer_hi - shard.layer_lo
         context = EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device)
         try:
+            self._copier = make_copier(storage, device)
             for connector in connectors:
                 connector.attach(context)
         except BaseException:

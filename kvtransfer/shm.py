@@ -66,9 +66,14 @@ class ShmPeer(Peer):
         super().__init__(transport, incarnation, message_bytes=page_bytes, window=num_pages, now=now)
         self._poller = poller
         self._broken = ""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            raise PeerLost(f"no socket for {name!r}: {error}") from error
         try:
             self._socket.connect("\0" + name)
+            if (uid := _user_of(self._socket)) != os.geteuid():
+                raise PermissionError(f"it belongs to user {uid}")
             self._ring, fd, of_ring = ring.create(num_pages, page_bytes)
             try:
                 socket.send_fds(self._socket, [of_ring + greeting], [fd, *fds])
@@ -285,9 +290,7 @@ class ShmListener:
             while True:
                 connected, _ = self._socket.accept()
                 connected.setblocking(False)
-                _, uid, _ = _CREDENTIALS.unpack(
-                    connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                )
+                uid = _user_of(connected)
                 if uid != os.geteuid() or len(self._connections) >= _MAX_CONNECTIONS:
                     log.warning("refused a sender of user %d, %d are connected", uid, len(self._connections))
                     connected.close()
@@ -316,6 +319,11 @@ class ShmListener:
         connection.forget()
         with suppress(ValueError):
             self._readable.remove(connection)
+
+
+def _user_of(connected: socket.socket) -> int:
+    """Who is at the other end: anybody on this host may take an abstract name that nobody has. Raises: OSError."""
+    return _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
 
 
 def required_host_id() -> str:

@@ -19,7 +19,7 @@ from common.kv.layout import KVLayout, check_compatible
 from common.protocol import AttemptKey, Grant
 from kvtransfer.base import IncomingTransfer, OutgoingTransfer
 from kvtransfer.resharding import Piece, plan
-from kvtransfer.wire import KVSlice, SliceHeader
+from kvtransfer.wire import MAX_BLOCKS, KVSlice, SliceHeader
 
 _KEEP_BACK = 0.25
 """Ready slices wait for company for this part of a transfer's timeout: the receiver hears of none that waits."""
@@ -103,9 +103,10 @@ class Outgoing:
             raise TransferError(
                 f"{grant.key}: a grant of {len(grant.block_ids)} blocks, {grant.held_blocks} held, for an offer of {total}"
             )
-        if len(set(grant.dst.data_addresses)) != grant.layout.world_size:
+        addresses, ranks = grant.dst.data_addresses, grant.layout.world_size
+        if not len(addresses) == len(set(addresses)) == ranks:
             raise TransferError(
-                f"{grant.key}: {len(grant.dst.data_addresses)} data addresses for {grant.layout.world_size} ranks"
+                f"{grant.key}: {len(addresses)} data addresses for {ranks} ranks, {len(set(addresses))} of them different"
             )
         routes: dict[int, _Route] = {}
         for piece in plan(self._layout, grant.layout):
@@ -324,6 +325,8 @@ def _block_ids(blocks: list[int], hashes: list[bytes], num_blocks: int) -> np.nd
     """`blocks` as int64, each one inside the storage, each with its hash."""
     if len(hashes) != len(blocks) or any(len(h) != HASH_BYTES for h in hashes):
         raise TransferError(f"{len(blocks)} blocks need as many hashes of {HASH_BYTES} bytes")
+    if len(blocks) > MAX_BLOCKS:
+        raise TransferError(f"{len(blocks)} blocks; one message can name {MAX_BLOCKS}")
     ids = np.array(blocks, dtype=np.int64)
     if ids.size and not 0 <= ids.min() <= ids.max() < num_blocks:
         raise TransferError(f"block ids {ids.min()}..{ids.max()} in a storage of {num_blocks} blocks")

@@ -19,8 +19,10 @@ from common.hashing import HASH_BYTES
 from common.kv.layout import KVLayout
 from common.protocol import AttemptKey, Codec
 
-MAX_HEADER_BYTES = 2**20
-"""Room for the hashes of 60,000 blocks."""
+MAX_HEADER_BYTES = 2**21
+"""Room for `MAX_BLOCKS` hashes, which a message at the seam of two layers may name all, and for its slices."""
+MAX_BLOCKS = 3 * MAX_HEADER_BYTES // (4 * HASH_BYTES)
+"""Blocks that one transfer may have: 1.5 million tokens."""
 MAX_PAYLOAD_BYTES = 64 * 2**20
 """A payload above this is refused by the receiving socket before it is allocated."""
 MAX_SLICES = 4096

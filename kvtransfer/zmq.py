@@ -37,20 +37,24 @@ class DealerLink:
 
     ZMQ would reconnect and resend some of what was lost; we start anew instead.
 
-    Raises: PeerLost if there can be no connection to such an endpoint.
+    Raises: PeerLost if there can be no connection to such an endpoint, or no socket is to be had.
     """
 
     def __init__(self, context: Context, poller: zmq.Poller, endpoint: str) -> None:
         self._poller = poller
-        self._socket = context.socket(zmq.DEALER)
+        self._monitor: zmq.Socket[bytes] | None = None
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise PeerLost(f"no socket for {endpoint!r}: {error}") from error
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES)
         # The window bounds what is queued; a send must never wait or fail for a full queue.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self._close_sockets()
@@ -72,6 +76,11 @@ class DealerLink:
         if self._monitor in ready:
             raise PeerLost("the connection broke")
 
+    @property
+    def closed(self) -> bool:
+        """`close` was called."""
+        return self._socket.closed
+
     def quiet(self) -> None:
         """Do not look at it any more; what is queued is still sent until `close`."""
         if self._socket in self._poller:
@@ -80,13 +89,14 @@ class DealerLink:
 
     def close(self, linger_ms: int = 0) -> None:
         """Drop it, and after `linger_ms` what is queued on it. Once more changes nothing."""
-        if not self._socket.closed:
+        if not self.closed:
             self.quiet()
             self._close_sockets(linger_ms)
 
     def _close_sockets(self, linger_ms: int = 0) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
 
 
@@ -154,6 +164,9 @@ class RouterSocket:
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        # Else it kept the connections of hosts that have vanished for ever.
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         try:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:

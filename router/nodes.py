@@ -422,7 +422,10 @@ class NodeTable:
     def _close_link(self, node: Node) -> None:
         if node.link is not None:
             node.link.close()
-            node.link = None
+            refused, node.link = node.link.refused, None
+            for message in refused:
+                if isinstance(message, Abort):
+                    self._send_abort(node, message)
         node.last_pong_s = None
         self._sync(node)
 

@@ -27,7 +27,7 @@ from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
 from common.ownership import Publisher
-from common.protocol import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong
+from common.protocol import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
 from common.redis_client import check_redis
 from common.rpc import SILENCE_S, Identity, Link, Server
 
@@ -232,7 +232,7 @@ class NodeShell:
                 link = Link(
                     peer.control_address,
                     on_message=lambda answer: self._on_peer_message(peer.incarnation, answer),
-                    on_lost=lambda reason: self._peer_gone(peer.incarnation, reason),
+                    on_lost=lambda reason: self._link_lost(peer, reason),
                     connect_timeout_s=SILENCE_S,
                 )
             except (Unavailable, OSError) as error:  # OSError: no descriptor left
@@ -253,6 +253,14 @@ class NodeShell:
     def _on_peer_message(self, incarnation: str, message: Message) -> None:
         if not isinstance(message, Pong):
             self.post(FromPeer(incarnation, message))
+
+    def _link_lost(self, peer: PeerRef, reason: str) -> None:
+        """Its attempts fail; those given up in the very turn that filled the link have already ended here."""
+        refused = self._links[peer.incarnation].refused
+        self._peer_gone(peer.incarnation, reason)
+        for message in refused:
+            if isinstance(message, TransferAbort):
+                self._send_to_peer(peer, message)
 
     def _peer_gone(self, incarnation: str, reason: str) -> None:
         self._drop_link(incarnation)

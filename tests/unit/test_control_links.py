@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from common import rpc
 from common.errors import Unavailable
 from common.protocol import Abort, AttemptKey, Message, encode
 from common.rpc import Link, Server
@@ -33,6 +34,23 @@ def test_what_one_turn_sends_arrives_in_order_and_junk_among_it_is_dropped() -> 
         with pytest.raises(Unavailable):
             link.send(abort(52))
         await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_a_full_queue_refused_can_be_told_from_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_QUEUE_MESSAGES", 1)
+
+    async def main() -> None:
+        lost: list[str] = []
+        link = Link("tcp://127.0.0.1:9", lambda _: None, lost.append)  # nobody listens there
+        link.send(abort(1))
+        await asyncio.sleep(0)
+        assert not lost
+        link.send(abort(2))
+        link.send(abort(3))
+        await until(lambda: lost)
+        assert link.refused == [abort(2), abort(3)]
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import zmq
 from stub_node import StubNode
 
+from common import rpc
 from common.clock import MockClock
-from common.protocol import AttemptKey, DecodeRequest, Message, SamplingParams
+from common.errors import Unavailable
+from common.protocol import Abort, AttemptKey, DecodeRequest, Message, SamplingParams
 from common.rpc import _open
 from router.nodes import NodeTable
 
@@ -225,6 +228,27 @@ def test_router_that_was_held_up_past_its_lease_loses_all_attempts_and_links_ane
             assert len(view.lost) == 2
         finally:
             await other.close()
+
+    play(scene)
+
+
+def test_abort_of_the_turn_that_filled_the_link_goes_out_over_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_send, full = rpc._send, [True]
+
+    def send(*args: Any) -> None:
+        if full:
+            full.clear()
+            raise Unavailable("full")
+        real_send(*args)
+
+    async def scene(view: View, node: StubNode) -> None:
+        view.changed.clear()
+        monkeypatch.setattr(rpc, "_send", send)
+        view.table.send(node.incarnation, Abort(ask(1).key))
+        await view.change()
+        assert "takes no more" in view.lost[0][1]
+        view.table.tick()
+        await node.until(lambda: node.aborts() == [ask(1).key])
 
     play(scene)
 

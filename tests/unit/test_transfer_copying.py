@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
+
 import numpy as np
 import pytest
 from host_device import CopyRuns, HostDevice, copy_runs
@@ -11,7 +15,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError, CorruptSlice
 from common.kv.layout import KVLayout, RankShard
 from common.kv.storage import KVStorage
-from kvtransfer.copying import SliceCopier
+from kvtransfer.copying import SliceCopier, as_tensor
 from kvtransfer.cuda import copy_by_index
 from kvtransfer.device import LentBlocks, Mark, pages_of
 from kvtransfer.device_copying import DeviceCopier
@@ -174,3 +178,25 @@ def test_lent_blocks_that_do_not_exist_are_refused_before_anything_is_copied(
     with pytest.raises(CorruptSlice):
         DeviceCopier(device, ours).scatter_all([good, piece], np.arange(4), lent)
     assert device.copies == 0
+
+
+def test_tensor_over_received_memory_copies_nothing_warns_nobody_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an I/O thread: what Python offers to keep a warning back changes the whole process."""
+    monkeypatch.setattr(warnings, "catch_warnings", None)
+    received = np.frombuffer(bytearray(range(100)), dtype=np.uint8)
+    received.flags.writeable = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "showwarning", lambda *args, **_: pytest.fail(str(args[0])))
+        tensor = as_tensor(received)
+    assert tensor.data_ptr() == received.ctypes.data
+    alive = weakref.ref(received)
+    del received
+    gc.collect()
+    assert alive() is not None
+    assert tensor.tolist() == list(range(100))
+    del tensor
+    gc.collect()
+    assert alive() is None
+    own = np.zeros(4, dtype=np.uint8)
+    as_tensor(own)[1] = 7
+    assert own[1] == 7

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import transport_ends
 from transfer_harness import Cluster, layout
 
+from common.errors import TransferError
 from common.protocol import AttemptKey, Grant, PeerRef
 from kvtransfer.base import IncomingTransfer, OutgoingTransfer, Received, SourceReleased
 from kvtransfer.ranked import RankedReceiver, RankedSender, TransferReport
@@ -71,6 +73,20 @@ def test_leader_adds_up_what_all_ranks_received() -> None:
     assert [row["peer"] for row in receiver.traffic.describe()] == ["prefill-3", "prefill-3"]
     assert [row["ranks"] for row in receiver.traffic.describe()] == ["0 from 0", "1 from 0"]
     assert [t.rank for t in events[-1].traffic] == [0, 1]
+
+
+def test_opening_a_live_attempt_again_is_refused_before_any_rank_hears_of_it() -> None:
+    orders: list[Any] = []
+    outgoing = OutgoingTransfer(KEY, "i", [0], [b"h" * 16], 4, 9.0)
+    incoming = IncomingTransfer(KEY, PEER, layout(), [0], [b"h" * 16], 0, 9.0)
+    for kind, transfer in ((RankedSender, outgoing), (RankedReceiver, incoming)):
+        end: Any = kind(2, orders.append, lambda _: None, lambda _: Silent())  # type: ignore[arg-type]
+        end.open(transfer)
+        end.on_report(TransferReport(1, "Opened" if kind is RankedReceiver else "SourceReleased", KEY))
+        with pytest.raises(TransferError, match="open already"):
+            end.open(transfer)
+        assert end._open[KEY].opened + end._open[KEY].reports == 2, "what the ranks said stays"
+    assert len(orders) == 2
 
 
 def test_log_is_bounded_and_keeps_the_latest() -> None:

@@ -10,7 +10,17 @@ import pytest
 from common.errors import ProtocolError
 from common.hashing import HASH_BYTES
 from common.protocol import PROTOCOL_VERSION, AttemptKey
-from kvtransfer.wire import MAX_HEADER_BYTES, KVSlice, SliceAck, SliceHeader, decode_ack, decode_header, encode
+from kvtransfer.wire import (
+    MAX_BLOCKS,
+    MAX_HEADER_BYTES,
+    MAX_SLICES,
+    KVSlice,
+    SliceAck,
+    SliceHeader,
+    decode_ack,
+    decode_header,
+    encode,
+)
 
 HEADER = SliceHeader(
     key=AttemptKey("r", 1),
@@ -77,3 +87,12 @@ def test_header_of_the_version_before_is_refused_naming_both() -> None:
     theirs = msgpack.packb([PROTOCOL_VERSION - 1, "SliceHeader", {}])
     with pytest.raises(ProtocolError, match=f"theirs is {PROTOCOL_VERSION - 1}, ours is {PROTOCOL_VERSION}"):
         decode_header(theirs)
+
+
+def test_longest_transfer_can_name_all_its_blocks_in_one_message() -> None:
+    """As the message at the seam of two layers does: the end of one, the beginning of the next."""
+    slices = [KVSlice(0, 1, 0, 1, MAX_BLOCKS - 1, MAX_BLOCKS), KVSlice(1, 2, 0, 1, 0, 1)] * (MAX_SLICES // 2)
+    hashes = bytes(MAX_BLOCKS * HASH_BYTES)
+    longest = dataclasses.replace(HEADER, slices=slices, first_block=0, block_hashes=hashes)
+    assert decode_header(encode(longest)) == longest
+    assert MAX_BLOCKS * 16 > 1_000_000, "tokens"

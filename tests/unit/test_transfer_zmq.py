@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import select
 import socket
 import threading
@@ -271,6 +272,62 @@ def test_link_that_goes_silent_fails_the_transfer_without_its_deadline(
         assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
     finally:
         cable.close()
+
+
+def test_receiver_lets_go_of_a_sender_that_went_silent(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that has vanished says nothing; its connection would stay for ever."""
+    monkeypatch.setattr(kvtransfer.zmq, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(kvtransfer.zmq, "SILENCE_S", 0.5)
+    cluster = make()
+    router = cluster.receivers[0].end._listeners[0]._router
+    monitor = router.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    cable = Cable(int(router.endpoint.rpartition(":")[2]))
+    try:
+        transfer = cluster.transfer(tokens=4)
+        transfer.compute()
+        transfer.open_receivers()
+        transfer.open_senders()
+        transfer.grant(dataclasses.replace(cluster.dst, data_addresses=[f"zmq+tcp://127.0.0.1:{cable.port}"]))
+        transfer.final()
+        transfer.check_received()
+        cable.cut()
+        assert monitor.poll(1000 * DEADLINE_S), "hung up"
+    finally:
+        cable.close()
+        router.socket.disable_monitor()
+        monitor.close()
+
+
+@pytest.mark.parametrize("what", [zmq.DEALER, zmq.PAIR])
+def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
+    make: Any, fake: FakeReceiver, what: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link takes two sockets: its own and its monitor's."""
+    cluster = make()
+    bystander = cluster.transfer("bystander", tokens=60)
+    bystander.compute()
+    bystander.open_receivers()
+    bystander.open_senders()
+    bystander.grant()
+    bystander.final(num_blocks=3)
+    socket_of = zmq.Context.socket
+
+    def socket_or_not(context: Any, kind: int, *args: Any, **kwargs: Any) -> Any:
+        if kind == what:
+            raise zmq.ZMQError(errno.EMFILE)
+        return socket_of(context, kind, *args, **kwargs)
+
+    wait_until(lambda: bool(cluster.senders[0].end._peers), "its link is there")
+    monkeypatch.setattr(zmq.Context, "socket", socket_or_not)
+    poor = cluster.transfer("poor", tokens=4)
+    poor.open_senders()
+    poor.grant(fake.peer)
+    error = cluster.senders[0].recorder.wait(poor.key, SourceReleased).error
+    monkeypatch.undo()
+    assert isinstance(error, PeerLost)
+    assert "Too many open files" in error.message
+    bystander.final()
+    bystander.check_received()
 
 
 def test_small_layers_of_a_slow_prompt_are_not_kept_back_until_the_receiver_gives_up(

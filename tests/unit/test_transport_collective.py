@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections.abc import Iterator
@@ -81,6 +82,56 @@ def test_store_that_does_not_answer_delays_nobody_and_is_given_up(
         fake.reply(identity, GroupReply(request.name, port))
         cluster.transfer("good").run()
         assert isinstance(cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error, PeerLost)
+
+
+def test_link_whose_group_ended_by_itself_does_not_hold_up_the_end(fake: FakeReceiver) -> None:
+    """The next connection forgets the ended ones; a socket of theirs would keep the context for ever."""
+    with transport_ends.clusters(transport_ends.collective) as make, socket.create_server(("127.0.0.1", 0)) as server:
+        cluster = make(timeout_s=0.5)
+        hanging = offer_to(cluster, fake.peer)
+        identity, request = fake.request()
+        port = server.getsockname()[1]
+        server.close()
+        fake.reply(identity, GroupReply(request.name, port))
+        assert isinstance(cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error, PeerLost)
+        cluster.transfer("good").run()
+        connector: Any = cluster.senders[0].end._connectors["gloo"]
+        wait_until(lambda: len(connector._peers) == 1 or connector._peers[0].is_left, "its link is closed")
+        gc.disable()
+        try:
+            closing = threading.Thread(target=cluster.senders[0].end.close, daemon=True)
+            closing.start()
+            closing.join(DEADLINE_S)
+            assert not closing.is_alive(), "close hangs"
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_process_without_threads_refuses_a_group_and_loses_nothing_else(
+    cluster: Cluster, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: Any) -> None:
+        if thread.name.startswith("kv-pair-to" if end == "sender" else "kv-pair-from"):
+            raise RuntimeError("can't start new thread")
+        real_start(thread)
+
+    real_start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    bystander = cluster.transfer("bystander", seed=1)
+    bystander.compute()
+    bystander.open_receivers()
+    bystander.open_senders()
+    transfer = cluster.transfer()
+    transfer.open_senders()
+    transfer.grant()
+    error = cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error
+    assert isinstance(error, PeerLost)
+    assert "thread" in error.message
+    monkeypatch.undo()
+    bystander.grant()
+    bystander.final()
+    bystander.check_received()
 
 
 def test_refusal_names_its_reason(cluster: Cluster, fake: FakeReceiver) -> None:

@@ -17,7 +17,7 @@ from transfer_harness import Cluster, Recorder, layout, wait_until
 from common.clock import MockClock
 from common.errors import CorruptSlice, DeadlineExceeded, HandshakeRefused, TransferError
 from common.kv.layout import KVLayout
-from common.protocol import AttemptKey
+from common.protocol import AttemptKey, PeerRef
 from kvtransfer.base import (
     DestinationReleased,
     IncomingTransfer,
@@ -480,6 +480,17 @@ def test_receiver_close_releases_the_destination_and_ends_the_sender(make: Any) 
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert isinstance(released.error, TransferError)
     transfer.check_destination_untouched()
+
+
+def test_grant_whose_addresses_do_not_fit_its_ranks_fails_the_transfer(make: Any) -> None:
+    """One address more than ranks, the first one twice: rank 1 would get what rank 2 wants."""
+    cluster = make(layout(), layout(tp=2))
+    transfer = cluster.transfer()
+    transfer.open_senders()
+    first, second = cluster.dst.data_addresses
+    transfer.grant(PeerRef("decode", "dst-1", "", [first, first, second]))
+    released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
+    assert "3 data addresses for 2 ranks, 2 of them different" in str(released.error)
 
 
 def test_opening_a_live_key_again_is_refused_and_the_first_goes_on(make: Any) -> None:

@@ -138,6 +138,53 @@ def test_unreachable_receiver_fails_the_transfer_at_once(make: Any, place: str) 
     cluster.transfer("good").run()
 
 
+def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
+    make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make()
+    bystander = cluster.transfer("bystander", tokens=60)
+    bystander.compute()
+    bystander.open_receivers()
+    bystander.open_senders()
+    bystander.grant()
+    bystander.final(num_blocks=3)
+    wait_until(lambda: bool(cluster.senders[0].end._peers), "its link is there")
+
+    class Nothing(socket.socket):
+        def __init__(self, *_: Any) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    poor = cluster.transfer("poor", tokens=4)
+    poor.open_senders()
+    monkeypatch.setattr(socket, "socket", Nothing)
+    poor.grant(fake.peer)
+    error = cluster.senders[0].recorder.wait(poor.key, SourceReleased).error
+    monkeypatch.undo()
+    assert isinstance(error, PeerLost)
+    assert "Too many open files" in error.message
+    bystander.final()
+    bystander.check_received()
+
+
+def test_socket_of_another_user_in_the_receivers_place_gets_no_memory(
+    make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever read the address may take its name once the receiver has gone."""
+    monkeypatch.setattr(shm, "_user_of", lambda _: os.geteuid() + 1)
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    error = cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error
+    assert isinstance(error, PeerLost)
+    assert "user" in error.message
+    connected, _ = fake.listener.accept()
+    with connected:
+        connected.settimeout(DEADLINE_S)
+        data, fds, _, _ = socket.recv_fds(connected, 64, 1)
+        assert (data, fds) == (b"", [])
+
+
 def connect(receiver: ShmReceiver) -> socket.socket:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connected.settimeout(DEADLINE_S)
