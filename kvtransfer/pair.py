@@ -8,6 +8,7 @@ connections' buffers, never KV blocks, and runs no operator that would start an 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import socket
@@ -36,6 +37,8 @@ SENDING, RECEIVING = 0, 1
 _POLL_S, _SETTLE_S = 50e-6, 1.0
 _NO_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 """By default torch ends the whole process when a peer is lost. Here only the pair ends."""
+_BUILD_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""Seconds after which torch gives up the building of a communicator that does not block, which are only ours."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class GroupPlan:
     """Address of this end, which its sockets are bound to."""
     store_host: str
     timeout_s: float
-    """Of building the group and of each payload."""
+    """Of building the group, of building NCCL's communicator and of each payload."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class _Move:
 class PairThread:
     """One end of one pair. All callbacks are called on its thread; after `stop` none is but `on_end`.
 
-    `meet` begins, once the other end is about to meet us too; then payloads move in the order of `move`.
+    `meet` begins, once the other end is about to meet us too; then payloads move in the order of `move`. `on_end` is
+    called once: when the thread ends, or on another thread when it is given up because it hangs.
     """
 
     def __init__(self, name: str, plan: GroupPlan, *, on_ready: Command, on_end: Callable[[str], None]) -> None:
@@ -72,6 +76,10 @@ class PairThread:
         self._queue: queue.SimpleQueue[_Move | int | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._stream: torch.cuda.Stream | None = None
+        self._connected = False
+        """A payload has begun to move, so that NCCL has its communicator."""
+        self._ended = threading.Lock()
+        self._aborted = threading.Lock()
         self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -122,7 +130,15 @@ class PairThread:
         finally:
             if self._listener is not None:
                 self._listener.close()
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self._ended.acquire(blocking=False):
             self._on_end(reason)
+
+    def _abort(self, group: Any) -> None:
+        if self._aborted.acquire(blocking=False):
+            group.abort()
 
     def _serve(self) -> None:
         store: Store | None = None
@@ -142,7 +158,7 @@ class PairThread:
         finally:
             if self._plan.backend != GLOO:
                 # Also what nothing is under way on holds memory of the card, and connections are made anew all the time.
-                group.abort()
+                self._abort(group)
 
     def _store(self, port: int, listening_fd: int | None) -> Store:
         return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -167,13 +183,40 @@ class PairThread:
             self._stream = torch.cuda.Stream(buffer.device)
         stream = self._stream
         with torch.cuda.stream(stream):
-            work = self._start(group, buffer)
+            work = self._start_within(group, buffer)
             work.wait()  # only orders `stream` behind it
             done = torch.cuda.Event()
             done.record(stream)
         reason = wait_for_card(done.query, work.is_completed, self._plan.timeout_s)
         if reason:
             raise PeerLost(reason)
+
+    def _start_within(self, group: Any, buffer: torch.Tensor) -> Any:
+        """As `_start`; the first time NCCL builds its communicator there, and waits for the other end.
+
+        Raises: PeerLost or RuntimeError if the other end does not come within the plan's timeout. Whatever NCCL makes of
+        that, both ends of the transfer hear of it then: a thread that hangs for longer is left behind.
+        """
+        if self._connected:
+            return self._start(group, buffer)
+        reason = f"no communicator within {self._plan.timeout_s:g} s"
+
+        def give_up() -> None:
+            log.warning("%s: %s", self._thread.name, reason)
+            self._end(reason)
+            self._abort(group)
+
+        timer = threading.Timer(self._plan.timeout_s, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            work = self._start(group, buffer)
+        finally:
+            timer.cancel()
+        if self._ended.locked():
+            raise PeerLost(reason)
+        self._connected = True
+        return work
 
     def _start(self, group: Any, buffer: torch.Tensor) -> Any:
         if self._plan.rank == SENDING:
@@ -220,9 +263,12 @@ def _make_nccl(store: Store, plan: GroupPlan) -> Any:
         raise ConfigError("this build of torch has no NCCL")
     for name in _NO_WATCHDOG:
         os.environ.setdefault(name, "0")
+    os.environ.setdefault(_BUILD_LIMIT, str(math.ceil(plan.timeout_s)))
     if name := interface_name(plan.interface):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     options = nccl.Options()
     # Beyond every deadline of ours.
     options._timeout = timedelta(days=1)
+    # Else the building of a communicator could be neither limited nor aborted.
+    options.config.blocking = 0
     return nccl(store, plan.rank, 2, options)

@@ -6,9 +6,11 @@ import gc
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 import transport_ends
 import zmq
 from transfer_harness import DEADLINE_S, Cluster, wait_until
@@ -257,3 +259,45 @@ def test_group_on_cards_gives_its_memory_back_with_its_thread(
     thread.stop()
     assert thread.join(DEADLINE_S)
     assert (reasons, group.aborted) == (["stopped"], aborted)
+
+
+class HangingGroup(FakeGroup):
+    """NCCL, whose other end never comes. `obeys`: an abort ends the wait, as NCCL promises."""
+
+    def __init__(self, *, obeys: bool) -> None:
+        super().__init__()
+        self.obeys = obeys
+        self.over = threading.Event()
+
+    def recv(self, *_: object) -> None:
+        assert self.over.wait(DEADLINE_S)
+        raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self) -> None:
+        super().abort()
+        if self.obeys:
+            self.over.set()
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_communicator_that_does_not_come_about_has_a_deadline(obeys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = HangingGroup(obeys=obeys)
+    monkeypatch.setattr(pair, "_make_group", lambda *_: group)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    plan = pair.GroupPlan("nccl", "a", pair.RECEIVING, "127.0.0.1", "127.0.0.1", 0.2)
+    reasons: list[str] = []
+    ended = threading.Event()
+    thread = pair.PairThread(
+        "pair", plan, on_ready=lambda: None, on_end=lambda reason: (reasons.append(reason), ended.set())
+    )
+    thread.listen()
+    thread.start()
+    thread.meet(0)
+    thread.move(torch.zeros(4), lambda: None)
+    assert ended.wait(DEADLINE_S)
+    assert thread.join(DEADLINE_S if obeys else 0.0) == obeys
+    group.over.set()
+    assert thread.join(DEADLINE_S)
+    assert (reasons, group.aborted) == (["no communicator within 0.2 s"], 1)
