@@ -15,7 +15,7 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from common.clock import Clock, monotonic
 from common.errors import ConfigError, PeerLost, ProtocolError
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
+from common.node.memory import STAGING_BYTES
 from common.protocol import Codec
 from kvtransfer import wire
 from kvtransfer.base import OnReceiverEvent, OnSenderEvent
@@ -45,7 +46,8 @@ TIMEOUT_S = 10.0
 """Of building a group and of each payload: a peer that hangs for longer is given up."""
 _LIFE_SIGN_S, _SILENT_S = 5.0, 30.0
 _MAX_PAIRS = 256
-_MAX_WAITING = 64
+WINDOW = 8
+"""The most messages that a sender may have unacknowledged."""
 _LINGER_MS = 500
 _GRACE_S = 1.0
 """A thread that waits for a peer that hangs is left behind after so long; it ends at its own deadline."""
@@ -92,6 +94,11 @@ class GroupReply:
 
 
 _CODEC = Codec(GroupRequest, GroupMeet, GroupLeave, GroupReply)
+
+
+def _has_room(backend: str, messages: Iterable[int], one_more: int) -> bool:
+    """Whether a connection with messages of `one_more` bytes fits beside those that are: a card's memory is counted."""
+    return backend != NCCL or WINDOW * (sum(messages) + one_more) <= STAGING_BYTES
 
 
 def _buffer_maker(backend: str, end: EndContext) -> Callable[[int], Buffer]:
@@ -218,7 +225,7 @@ class CollectivePeer(Peer):
 class CollectiveConnector:
     """One backend at a sender, whose sockets are bound to `interface`, an address of this host.
 
-    `card` is where NCCL's end has its KV. `staging_bytes` and `window` as of ZMQ.
+    `card` is where NCCL's end has its KV. `staging_bytes` and `window`, of which no more than `WINDOW` is used, as of ZMQ.
     """
 
     def __init__(
@@ -228,14 +235,14 @@ class CollectiveConnector:
         backend: str = GLOO,
         card: str = "",
         staging_bytes: int = 2 * 2**20,
-        window: int = 8,
+        window: int = WINDOW,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.offer = TransportOffer(backend, card=card)
         self._interface = interface
         self._backend = backend
         self._staging_bytes = staging_bytes
-        self._window = window
+        self._window = min(window, WINDOW)
         self._timeout_s = timeout_s
         self._context: Context = zmq.Context()
         self._peers: list[CollectivePeer] = []
@@ -245,13 +252,16 @@ class CollectiveConnector:
         self._end = context
         self._pool = StagingPool(
             fit_message(self._staging_bytes, context.unit_bytes),
-            keep=2 * self._window,
+            keep=self._window,
             make=_buffer_maker(self._backend, context),
         )
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> CollectivePeer:
         """As `Connector.connect`. Raises: PeerLost."""
         self._peers = [peer for peer in self._peers if not peer.is_left]
+        size = self._pool.buffer_bytes
+        if not _has_room(self._backend, [peer.message_bytes for peer in self._peers] + [size], size):
+            raise PeerLost(f"{len(self._peers)} connections fill the memory that is set aside for staging on this card")
         link = DealerLink(self._context, self._end.poller, offer.endpoint)
         plan = GroupPlan(
             backend=self._backend,
@@ -377,8 +387,10 @@ class CollectiveListener:
 
     def _join_group(self, identity: bytes, request: GroupRequest) -> None:
         self._pairs = [pair for pair in self._pairs if not pair.join(0.0)]
-        if request.backend != self._backend or len(self._pairs) >= _MAX_PAIRS:
-            error = f"no {request.backend} group here, where {len(self._pairs)} {self._backend} groups are"
+        messages = [connection.pool.buffer_bytes for connection in self._connections.values()]
+        fits = len(self._pairs) < _MAX_PAIRS and _has_room(self._backend, messages, request.message_bytes)
+        if request.backend != self._backend or not fits:
+            error = f"no room for a {request.backend} group here, where {len(self._pairs)} {self._backend} groups are"
             self._reply(identity, GroupReply(request.name, error=error))
             return
         plan = GroupPlan(self._backend, request.name, RECEIVING, self._interface, self._interface, self._timeout_s)
@@ -394,7 +406,7 @@ class CollectiveListener:
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread
             self._reply(identity, GroupReply(request.name, error=f"cannot open a store: {error}"))
             return
-        pool = StagingPool(request.message_bytes, keep=8, make=self._make_buffer)
+        pool = StagingPool(request.message_bytes, keep=WINDOW, make=self._make_buffer)
         self._connections[identity] = _Connection(identity, request.name, pair, pool, self._now)
         self._pairs.append(pair)
         self._reply(identity, GroupReply(request.name, port))
@@ -404,7 +416,7 @@ class CollectiveListener:
         if connection is None:
             raise ProtocolError("a payload of a group that is no more")
         size_bytes = _SIZE.unpack(size)[0] if len(size) == _SIZE.size else 0
-        if not 0 < size_bytes <= connection.pool.buffer_bytes or connection.waiting >= _MAX_WAITING:
+        if not 0 < size_bytes <= connection.pool.buffer_bytes or connection.waiting >= WINDOW:
             self._drop(connection, "it sends too much")
             raise ProtocolError(f"a payload of {size_bytes} bytes, {connection.waiting} are waiting")
         connection.waiting += 1

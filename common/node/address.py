@@ -53,13 +53,11 @@ def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
 def rank_host(config: NodeConfig) -> str:
     """The address of this host by which the ranks of one node talk to each other; never every interface.
 
-    Loopback where all are on this host, unless `--host` names an interface.
+    Loopback where all are on this host, whatever `--host` is: nobody else is to reach them.
 
     Raises: ConfigError as `source_address`.
     """
-    if config.host not in _EVERY_INTERFACE:
-        return config.host
-    return _LOOPBACK if config.nnodes == 1 else source_address(config.redis_url)
+    return _LOOPBACK if config.nnodes == 1 else one_interface(config)
 
 
 def one_interface(config: NodeConfig) -> str:

@@ -7,6 +7,7 @@ Runs on the thread that starts the rank. On a card blocks are counted after a pr
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,7 @@ from common.kernels.library import find_flashinfer
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
 from common.model.loader import load_model
-from common.node.memory import KvWish, kv_blocks_on_card
+from common.node.memory import KvWish, kv_blocks_on_card, staging_bytes
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
 from common.node.startup import Blueprint, batched_tokens, steps_ahead
 from common.parallel.mesh import Mesh, RankPlace
@@ -88,6 +89,7 @@ class LoadedRank:
         largest = Largest(rows, self.blueprint.model.max_model_len, config.max_num_seqs)
         kept = self._recorder is not None and self._recorder.keeps_memory
         use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_record, graphs_kept=kept)
+        use = replace(use, staging=staging_bytes(config.kv_transport))
         log.info("%s: %s", self.place, use)
         memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
         wish = KvWish(config.gpu_memory_utilization, memory, config.kv_blocks)

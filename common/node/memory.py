@@ -16,6 +16,9 @@ CONTEXT_BYTES = 640 * 2**20
 holds what other processes allocate at the same time."""
 GRAPH_BYTES = 24 * 2**20
 """Of one recorded step, beside its tensors: the driver's own copy of every launch. An estimate."""
+STAGING_BYTES = 256 * 2**20
+"""What relays by NCCL may hold on a card beside KV, in buffers; they keep to it. What NCCL itself takes for each pair of
+ranks that it connects is not known beforehand, and not counted."""
 _FEWEST_BLOCKS = 2
 
 
@@ -31,11 +34,13 @@ class CardUse:
     """The most that a step takes beside weights and KV, attention's workspace and sampling included."""
     graphs: int
     """What recorded decode steps hold for good; 0 without them."""
+    staging: int = 0
+    """What relays may hold; 0 where they copy from KV to KV or through host memory."""
 
     @property
     def rest(self) -> int:
         """What this rank takes beside its KV cache."""
-        return self.weights + self.activations + self.graphs + CONTEXT_BYTES
+        return self.weights + self.activations + self.graphs + self.staging + CONTEXT_BYTES
 
 
 @dataclass(frozen=True)
@@ -66,20 +71,25 @@ def kv_blocks_on_card(use: CardUse, wish: KvWish, block_bytes: int, spare_blocks
                 f"room for KV beside {_parts(use)}: allow more, or shorten --max-num-batched-tokens or --max-num-seqs"
             )
     kv_bytes = (blocks + spare_blocks) * block_bytes
-    coming = kv_bytes + use.activations + use.graphs
+    coming = kv_bytes + use.activations + use.graphs + use.staging
     if coming > use.free:
         raise ConfigError(
-            f"this node needs {_gb(coming)} more of the card for KV ({_gb(kv_bytes)}), activations and recorded steps, "
-            f"but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and what other processes hold: "
+            f"this node needs {_gb(coming)} more of the card for KV ({_gb(kv_bytes)}), activations, recorded steps and "
+            f"staging, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and what other processes hold: "
             "lower --gpu-memory-utilization here, or that of the other nodes on this card"
         )
     return blocks
 
 
+def staging_bytes(kv_transport: str) -> int:
+    """What a rank's relays may hold on its card: only NCCL moves KV through buffers there."""
+    return STAGING_BYTES if kv_transport in ("auto", "collective") else 0
+
+
 def _parts(use: CardUse) -> str:
     return (
-        f"weights {_gb(use.weights)}, activations {_gb(use.activations)}, recorded steps {_gb(use.graphs)} and the "
-        f"CUDA context {_gb(CONTEXT_BYTES)}"
+        f"weights {_gb(use.weights)}, activations {_gb(use.activations)}, recorded steps {_gb(use.graphs)}, "
+        f"staging of relays {_gb(use.staging)} and the CUDA context {_gb(CONTEXT_BYTES)}"
     )
 
 

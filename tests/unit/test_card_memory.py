@@ -20,7 +20,7 @@ from common.engine.step import StepInput, StepOutput
 from common.errors import ConfigError
 from common.kv.layout import blocks_for
 from common.node.loaded import LoadedRank, load_rank
-from common.node.memory import CONTEXT_BYTES, GRAPH_BYTES, CardUse, KvWish, kv_blocks_on_card
+from common.node.memory import CONTEXT_BYTES, GRAPH_BYTES, STAGING_BYTES, CardUse, KvWish, kv_blocks_on_card
 from common.node.profile_run import Largest, decode_step, largest_steps
 from common.node.startup import WARM_UP, plan_node
 from common.parallel.mesh import SOLO
@@ -180,7 +180,9 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
         return execute(self, step, *args)
 
     monkeypatch.setattr(ModelRunner, "execute", watched)
-    config = DecodeConfig(model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5)
+    config = DecodeConfig(
+        model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
+    )
     meter = FakeMeter()
     loaded = load(config, meter=meter, recorder=KeepingRecorder())
     # The longest chunk, the most sequences, one row, the largest decode step; the card is looked at last, with all of it
@@ -194,7 +196,9 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
 
 def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None:
     """`--enforce-eager` runs the same padded steps, on the same static memory of attention, and keeps nothing else."""
-    config = DecodeConfig(model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5)
+    config = DecodeConfig(
+        model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
+    )
     eager, kept = (load(config, meter=FakeMeter(), recorder=each()) for each in (EagerRecorder, KeepingRecorder))
     use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
     per_block = eager.blueprint.layout.bytes_per_block
@@ -202,11 +206,27 @@ def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None
     assert eager.max_blocks - kept.max_blocks >= len(graph_sizes(5)) * GRAPH_BYTES // per_block
 
 
+def test_buffers_of_relays_by_nccl_are_counted_where_there_may_be_some(model: str) -> None:
+    blocks = {
+        transport: load(
+            DecodeConfig(model=model, max_num_seqs=5, gpu_memory_utilization=0.5, kv_transport=transport),
+            meter=FakeMeter(),
+            recorder=EagerRecorder(),
+        )
+        for transport in ("auto", "collective", "cuda_ipc")
+    }
+    assert blocks["auto"].max_blocks == blocks["collective"].max_blocks
+    fewer = blocks["cuda_ipc"].max_blocks - blocks["auto"].max_blocks
+    assert abs(fewer - STAGING_BYTES // blocks["auto"].blueprint.layout.bytes_per_block) <= 1
+
+
 def test_steps_that_will_not_be_recorded_get_no_memory(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("common.node.loaded.worth_recording", lambda attention, max_context: False)
-    config = DecodeConfig(model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5)
+    config = DecodeConfig(
+        model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
+    )
     loaded = load(config, meter=FakeMeter(), recorder=KeepingRecorder())
     use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
     assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), loaded.blueprint.layout.bytes_per_block, 1)

@@ -261,6 +261,31 @@ def test_group_on_cards_gives_its_memory_back_with_its_thread(
     assert (reasons, group.aborted) == (["stopped"], aborted)
 
 
+def test_staging_on_a_card_keeps_to_what_is_counted_for_it(
+    cluster: Cluster, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by gloo, as if its buffers were on a card. Sixteen connections with messages of 2 MiB fit."""
+    assert collective._has_room("nccl", [2**21] * 15, 2**21)
+    assert not collective._has_room("nccl", [2**21] * 16, 2**21)
+    cluster.transfer("good").run()
+    monkeypatch.setattr(collective, "NCCL", "gloo")
+    listener: Any = cluster.receivers[0].end._listeners[0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(cluster.receivers[0].end.address.removeprefix("gloo+"))
+        dealer.send(ENCODE(GroupRequest("large", "gloo", 2**26)))
+        assert dealer.poll(1000 * DEADLINE_S)
+        assert "no room" in collective._CODEC.decode(dealer.recv()[1:]).error
+    assert len(listener._connections) == 1
+    monkeypatch.setattr(collective, "STAGING_BYTES", 2 * 8 * 1024 - 1)
+    hanging = offer_to(cluster, fake.peer)
+    error = cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error
+    assert isinstance(error, PeerLost)
+    assert "set aside" in error.message
+    monkeypatch.undo()
+    cluster.transfer("still", seed=1).run()
+
+
 class HangingGroup(FakeGroup):
     """NCCL, whose other end never comes. `obeys`: an abort ends the wait, as NCCL promises."""
 
