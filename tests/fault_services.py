@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from network_hosts import Host, Network
-from system import free_port
 
-from common.redis_server import find_redis_binary
+from common.redis_server import find_redis_binary, free_port
 
 LEASE_S = 3.0
 CLUSTER = "faults"

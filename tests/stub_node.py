@@ -158,7 +158,7 @@ class StubNode:
         """The aborts received, in order."""
         return [message.key for message in self.received if isinstance(message, Abort)]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Wait until `condition` holds; it is looked at after every message received."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(condition)
@@ -289,7 +289,7 @@ class Stack:
 
     async def settled(self) -> None:
         """Wait until no request is left anywhere, then check that every counter is back at zero."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while self.router.dispatcher.running or any(node.running for node in self.nodes):
                 await asyncio.sleep(0.002)
         assert self.router.dispatcher.waiting == 0

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from oracle import greedy, make_tiny
+from steady import SteadyTime
 from system import System, running_system, wait_until
 
 MODEL = "qwen2"
@@ -158,11 +159,11 @@ def test_new_requests_work_within_5_s_of_a_redis_restart_and_nobody_else_restart
     assert answer.json()["choices"][0]["token_ids"] == expected
 
     wait_until(lambda: system.is_restarted("redis", redis_before), 30, "Redis is restarted")
-    restarted_s = time.monotonic()
-    wait_until(lambda: system.health().get("degraded") is False, 5, "the router sees Redis again")
-    answer = ask(system, prompt)
-    assert answer.status_code == 200
-    assert time.monotonic() - restarted_s < 5.0
+    with SteadyTime() as since_the_restart:
+        wait_until(lambda: system.health().get("degraded") is False, 20, "the router sees Redis again")
+        answer = ask(system, prompt)
+        assert answer.status_code == 200
+        assert since_the_restart.passed_s < 5.0
     now = {entry["name"]: entry["pid"] for entry in system.processes() if entry["role"] != "redis"}
     assert now == others, "nothing but Redis was restarted"
     time_of_leases_s = time.monotonic() + 6

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 from oracle import make_tiny
-from system import System, free_port, running_system, wait_until
+from system import System, running_system, wait_until
 
-from common.redis_server import RedisServer
+from common.redis_server import RedisServer, free_port
 
 STREAMS = 6
 NEW_TOKENS = 200

@@ -114,7 +114,11 @@ def link_as_new(hosts: TwoHosts) -> Iterator[None]:
     hosts.mend()
     hosts.prefill.slow_down(None)
     hosts.system.wait_whole()
-    # Connections find out by and by, and whoever failed is not asked at once.
+    wait_for_relays(hosts)
+
+
+def wait_for_relays(hosts: TwoHosts) -> None:
+    """Until one works again: connections find out by and by, and whoever failed is not asked at once."""
     until_s = time.monotonic() + 60
     while (answer := complete_all(hosts, make_prompts(time.monotonic_ns(), count=1))[0][0]).prefill != "relayed":
         assert time.monotonic() < until_s, f"no relay any more: {answer}; log:\n{hosts.system.log_tail(80)}"
@@ -258,6 +262,7 @@ def test_requests_that_come_while_the_link_is_dead_are_served_and_relays_resume_
     check_exact(hosts, dead, answers)
     assert wall_s < TRANSFER_TIMEOUT_S
     hosts.mend()
+    wait_for_relays(hosts)
     answers, wall_s = complete_all(hosts, alive)
     check_exact(hosts, alive, answers)
     assert wall_s < TRANSFER_TIMEOUT_S

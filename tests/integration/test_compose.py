@@ -15,7 +15,9 @@ import httpx
 import pytest
 from docker_engine import BASE_IMAGE, IMAGE, Project, build_image, project, run, why_not
 from oracle import first_difference, greedy, make_tiny
-from system import free_port, wait_until
+from system import wait_until
+
+from common.redis_server import free_port
 
 REASON = why_not()
 pytestmark = [

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 from oracle import greedy, make_tiny
-from system import free_port, wait_until
+from system import wait_until
 
-from common.redis_server import RedisServer
+from common.redis_server import RedisServer, free_port
 
 
 @contextmanager

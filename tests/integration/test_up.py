@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from oracle import make_tiny
-from system import free_port
+
+from common.redis_server import free_port
 
 
 def failed_start(model: Path, *args: str) -> str:

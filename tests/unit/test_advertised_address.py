@@ -111,7 +111,7 @@ def test_a_shell_listens_on_every_interface_and_registers_one_that_can_be_reache
         link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]
         try:
             link.send(Ping("router-x", 1.0))
-            return shell.me.control_address, await asyncio.wait_for(answer, 5)
+            return shell.me.control_address, await asyncio.wait_for(answer, 20)
         finally:
             link.close()
             await shell._server.close()
@@ -131,7 +131,7 @@ def test_a_probe_begins_no_lease(redis_server: RedisServer) -> None:
         link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]
         try:
             link.send(Ping("someone", lease_s))
-            await asyncio.wait_for(answer, 5)
+            await asyncio.wait_for(answer, 20)
             return len(shell._leases)
         finally:
             link.close()

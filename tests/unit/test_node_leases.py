@@ -26,7 +26,7 @@ def test_a_message_without_a_ping_begins_a_lease_that_ends(redis_server: RedisSe
         housekeeping = asyncio.create_task(shell._housekeeping())
         try:
             link.send(Abort(AttemptKey("late", 1)))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while len(got) < 2:
                     await asyncio.sleep(0.01)
         finally:

@@ -60,7 +60,7 @@ def test_a_bug_in_the_placing_of_one_that_waited_ends_it_and_the_others_are_plac
 
         monkeypatch.setattr(dispatcher.placer, "decide", decide)
         dispatcher._on_usable()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while dispatcher.running:
                 await asyncio.sleep(0.001)
         assert len(asked) == 3
@@ -81,7 +81,7 @@ def test_one_that_was_let_in_waits_for_nodes_to_come_back_and_a_new_one_does_not
         dispatcher._live["a"].admitted = True
         monkeypatch.setattr(NodeTable, "rejoining", False)
         dispatcher._on_usable()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while dispatcher.running > 1:
                 await asyncio.sleep(0.001)
         assert "no decode node" in message(new)
@@ -108,7 +108,7 @@ def test_being_woken_in_vain_does_not_prolong_the_wait_for_a_node(monkeypatch: p
             park(request_id, wait_s, **calls)
 
         monkeypatch.setattr(dispatcher._parking, "park", noted)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             for _ in range(20):
                 if waiting.outcome is not None:
                     break

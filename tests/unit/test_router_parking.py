@@ -25,7 +25,7 @@ class Lot:
         self.parking.park(name, wait_s, self.note(f"{name} wakes"), self.note(f"{name} gives up"))
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(self.called) < count:
                 await asyncio.sleep(0.001)
 

@@ -144,7 +144,7 @@ def test_model_that_fails_to_load_in_any_way_is_told_to_clients(monkeypatch: pyt
         catalog = ModelCatalog(model=None, served_model_name=None, chat_template=None)
         try:
             catalog.accept([node.record])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while "/models/odd cannot be loaded: RuntimeError" not in problem(catalog):
                     await asyncio.sleep(0.001)
         finally:
