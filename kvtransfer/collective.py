@@ -262,13 +262,17 @@ class CollectiveConnector:
         size = self._pool.buffer_bytes
         if not _has_room(self._backend, [peer.message_bytes for peer in self._peers] + [size], size):
             raise PeerLost(f"{len(self._peers)} connections fill the memory that is set aside for staging on this card")
+        try:
+            store_host = urlsplit(offer.endpoint).hostname or ""
+        except ValueError as error:
+            raise PeerLost(f"{offer.endpoint!r} is no place: {error}") from error
         link = DealerLink(self._context, self._end.poller, offer.endpoint)
         plan = GroupPlan(
             backend=self._backend,
             name=secrets.token_hex(16),
             rank=SENDING,
             interface=self._interface,
-            store_host=urlsplit(offer.endpoint).hostname or "",
+            store_host=store_host,
             timeout_s=self._timeout_s,
         )
         peer = CollectivePeer(link, self._pool, plan, incarnation, self._end.post, window=self._window, now=now)

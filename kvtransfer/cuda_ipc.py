@@ -40,6 +40,7 @@ MESSAGE_BYTES, WINDOW = 2**30, 16
 """No memory stands behind a message: it is large, because a card copies 1 GiB in the time in which two processes agree
 on a few messages. A window bounds how late an abort is: some milliseconds."""
 _LOAN_WORDS = 3
+_MAX_PAGES_BYTES = 2**50
 _MAX_BLOCKS = wire.MAX_HEADER_BYTES // HASH_BYTES
 _LOAN_BYTES = 8 * (_LOAN_WORDS + _MAX_BLOCKS)
 _PAGES = struct.Struct("<6Q")
@@ -170,7 +171,7 @@ class _Lender(Connection):
         if len(of_pages) != _PAGES.size or shared.page_bytes != _LOAN_BYTES:
             raise ProtocolError(f"a greeting of {len(greeting)} bytes with pages of {shared.page_bytes}")
         pages = Pages(None, *_PAGES.unpack(of_pages))
-        if pages.head_bytes != self._head_bytes or not 0 < pages.size_bytes < 2**50:
+        if pages.head_bytes != self._head_bytes or not 0 < pages.size_bytes < _MAX_PAGES_BYTES:
             raise ProtocolError(f"it lends pages that cannot be: {pages}")
         base = self._device.open(fds[1], pages.size_bytes)
         self._pages = Pages(base, *_PAGES.unpack(of_pages))
@@ -181,8 +182,8 @@ class _Lender(Connection):
         assert self._pages is not None
         loan = shared.payload(page, _LOAN_BYTES).view(np.int64)
         first, count = int(loan[1]), int(loan[2])
-        if not (first >= 0 and 0 <= count <= _MAX_BLOCKS):
-            raise ProtocolError(f"a loan of {count} blocks from {first} on")
+        if not (first >= 0 and 0 <= count <= _MAX_BLOCKS and payload_bytes < _MAX_PAGES_BYTES):
+            raise ProtocolError(f"a loan of {count} blocks from {first} on, {payload_bytes} bytes")
         # Copied before they are checked: the other end could still write there.
         ids = loan[_LOAN_WORDS : _LOAN_WORDS + count].copy()
         lent = LentBlocks(self._pages, payload_bytes, first, ids)

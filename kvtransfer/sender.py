@@ -206,6 +206,7 @@ class Sender:
                     log.info("%s refused a message of %s: %s", address, batch.key, error)
                     self._end.refused(batch, error)
                 if peer.returned(ack.sequence) is not None:
+                    self._count(peer, batch)
                     self._end.handed(batch, now)
                 if not ack.code:
                     self._end.acknowledged(batch, now)
@@ -292,7 +293,7 @@ class Sender:
         buffer = peer.stage()
         header = state.header(batch, peer.incarnation, peer.next_sequence())
         if peer.lend(buffer, header, batch, state.blocks):
-            self._put(peer, batch, header, buffer)
+            peer.send(header, buffer, batch, self._clock())  # counted when it comes back: nothing has moved yet
             return
         mark = self._copier.gather_all(batch.slices, state.blocks, buffer)
         if mark is None:
@@ -312,6 +313,9 @@ class Sender:
 
     def _put(self, peer: Peer, batch: Batch, header: SliceHeader, buffer: Buffer) -> None:
         peer.send(header, buffer, batch, self._clock())
+        self._count(peer, batch)
+
+    def _count(self, peer: Peer, batch: Batch) -> None:
         self._bytes[peer.transport] += batch.size_bytes
         self._tally.add(batch.key, batch.dst_rank, peer.transport, peer.why, batch.size_bytes)
 

@@ -136,6 +136,19 @@ def test_process_without_threads_refuses_a_group_and_loses_nothing_else(
     bystander.check_received()
 
 
+@pytest.mark.parametrize("place", ["tcp://[fd00::1:7", "tcp://127.0.0.1", "no://where:1"])
+def test_address_that_is_none_fails_its_transfer_only(cluster: Cluster, place: str) -> None:
+    waiting = cluster.transfer("waiting", seed=1)
+    waiting.compute()
+    waiting.open_receivers()
+    waiting.open_senders()
+    lost = offer_to(cluster, PeerRef("d", "dst-1", "", ["gloo+" + place]))
+    assert isinstance(cluster.senders[0].recorder.wait(lost.key, SourceReleased).error, PeerLost)
+    waiting.grant()
+    waiting.final()
+    waiting.check_received()
+
+
 def test_refusal_names_its_reason(cluster: Cluster, fake: FakeReceiver) -> None:
     hanging = offer_to(cluster, fake.peer)
     identity, request = fake.request()

@@ -22,9 +22,10 @@ from transfer_harness import DEADLINE_S, Cluster, wait_until
 
 from common.clock import MockClock
 from common.errors import DeadlineExceeded, PeerLost, TransferAborted
+from common.hashing import HASH_BYTES
 from common.kv.storage import KVStorage
 from common.protocol import AttemptKey, PeerRef
-from kvtransfer import cuda_ipc, ring
+from kvtransfer import cuda_ipc, ring, wire
 from kvtransfer.base import DestinationReleased, OutgoingTransfer, Received, ReceiveFailed, SourceReleased
 from kvtransfer.choose import TransportOffer
 from kvtransfer.host import host_id
@@ -190,7 +191,8 @@ def test_receiver_that_stands_still_costs_its_transfer_no_more_than_its_deadline
     wait_until(deadline_has_passed, "the deadline")
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert isinstance(released.error, DeadlineExceeded)
-    assert released.bytes_sent == 0
+    assert (released.bytes_sent, released.traffic) == (0, ())
+    assert cluster.senders[0].end.bytes_by_transport == {"cuda_ipc": 0}
 
 
 def test_end_of_a_card_that_stands_still_can_be_closed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,9 +339,15 @@ def greeting(what: str, device: HostDevice, size: int) -> tuple[bytes, list[int]
             _, fds[0], of_ring = ring.create(2, 4096)
         case _:
             loan = shared.payload(0, 24).view(np.int64)
-            loan[:] = {"endless loan": (1, 0, 2**40), "negative loan": (1, -5, 1)}[what]
-            shared.header(0, 10)[:] = 1
-            messages = [struct.pack("<IIQ", 0, 10, 10)]
+            loan[:] = {"endless loan": (1, 0, 2**40), "negative loan": (1, -5, 1), "endless bytes": (1, 0, 1)}[what]
+            header = bytes(10)
+            if what == "endless bytes":
+                piece = wire.KVSlice(0, 1, 0, 1, 0, 1)
+                header = wire.encode(
+                    wire.SliceHeader(AttemptKey("x", 1), "s", "dst-1", 0, 0, 1, [piece], 0, bytes(HASH_BYTES))
+                )
+            shared.header(0, len(header))[:] = np.frombuffer(header, dtype=np.uint8)
+            messages = [struct.pack("<IIQ", 0, len(header), 2**63 if what == "endless bytes" else 10)]
     return of_ring + struct.pack("<6Q", *pages), fds, messages
 
 
@@ -354,12 +362,15 @@ def greeting(what: str, device: HostDevice, size: int) -> tuple[bytes, list[int]
         "a ring that holds no loan",
         "endless loan",
         "negative loan",
+        "endless bytes",
     ],
 )
 def test_sender_that_lies_about_its_memory_is_hung_up_on(make: Any, what: str) -> None:
     cluster = make()
     receiver = cluster.receivers[0].end
     device = devices(cluster)[1]
+    bystander = cluster.transfer("bystander")
+    bystander.open_receivers()
     first, fds, messages = greeting(what, device, cluster.senders[0].storage.words.nbytes)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connected:
         connected.settimeout(DEADLINE_S)
@@ -370,6 +381,7 @@ def test_sender_that_lies_about_its_memory_is_hung_up_on(make: Any, what: str) -
         for message in messages:
             connected.send(message)
         assert connected.recv(100) == b"", "hung up"
+    assert not bystander.cluster.receivers[0].recorder.events
     cluster.transfer().run()
 
 
