@@ -60,10 +60,18 @@ def test_foreign_redis_is_not_run_and_node_ids_then_differ_between_machines() ->
 
 
 def test_options_reach_the_services_that_have_them() -> None:
-    up = resolved(prefill="2", decode="2", max_waiting="7", dtype="bfloat16", served_model_name="m", model="/m")
+    up = resolved(
+        prefill="2",
+        decode="2",
+        max_waiting="7",
+        dtype="bfloat16",
+        served_model_name="m",
+        model="/m",
+        generation_config="none",
+    )
     specs = {spec.name: as_the_child_sees_it(spec) for spec in plan(up) if spec.role != "redis"}
     assert list(specs) == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
-    assert specs["router"].max_waiting == 7
+    assert (specs["router"].max_waiting, specs["router"].generation_config) == (7, "none")
     assert specs["router"].port == 9000
     assert {c.served_model_name for c in specs.values()} == {"m"}
     assert {c.redis_url for c in specs.values()} == {"redis://:pw@127.0.0.1:7/0"}
