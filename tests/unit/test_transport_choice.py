@@ -21,6 +21,7 @@ from common.protocol import AttemptKey
 from kvtransfer import shm, transports
 from kvtransfer.base import SourceReleased
 from kvtransfer.choose import FORGET_AFTER_S, Failures, TransportOffer, choose, format_offers, parse_offers
+from kvtransfer.collective import CollectiveListener
 from kvtransfer.host import host_id
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -307,3 +308,20 @@ def test_card_offers_what_it_may_and_a_processor_refuses_cuda_ipc() -> None:
     assert transports._allowed("cuda_ipc", on_card) == ["cuda_ipc"]
     with pytest.raises(ConfigError, match="CUDA device"):
         transports.make_sender(DecodeConfig(kv_transport="cuda_ipc"), in_memory, kv, 0, Recorder())  # type: ignore[arg-type]
+
+
+def test_end_that_cannot_be_made_closes_what_it_took_over() -> None:
+    kv = layout()
+    storage, recorder = KVStorage(kv, kv.shard(0, 0), 4), Recorder()
+    listeners: list[Any] = [ZmqListener("127.0.0.1", 0), CollectiveListener("127.0.0.1", 0, backend="nccl")]
+    with pytest.raises(ConfigError, match="CUDA"):
+        Receiver(storage, kv, 0, recorder, listeners)
+    assert all(listener._router.socket.closed for listener in listeners)
+    storage.words = None  # as of a card, of which nobody tells the ends
+    connector, listener = ZmqConnector(), ZmqListener("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="CPU memory"):
+        Sender(storage, kv, 0, recorder, [connector])
+    with pytest.raises(ConfigError, match="CPU memory"):
+        Receiver(storage, kv, 0, recorder, [listener])
+    assert connector._context.closed
+    assert listener._router.socket.closed
