@@ -46,7 +46,7 @@ _FEW_BITS = 32
 
 def block_keys(hashes: Hashes) -> Keys:
     """64 bits of each hash, well spread, never 0. Raises: ValueError for hashes of another length."""
-    if isinstance(hashes, KeyList | np.ndarray):
+    if isinstance(hashes, (KeyList, np.ndarray)):
         return hashes
     blob = hashes if isinstance(hashes, bytes) else b"".join(hashes)
     if len(blob) % HASH_BYTES:
@@ -191,7 +191,7 @@ class PrefixIndex:
                 mask |= masks[table.look(key, use)]
             if mask != last:
                 last = mask
-                yield start, self._any_tier(mask)
+                yield start, self._any_tier(mask) if self._lower else mask
                 if not mask:
                     return
 

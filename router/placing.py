@@ -155,10 +155,10 @@ class Placer:
 
     def _fingerprint(self) -> str:
         for role in ("decode", "prefill"):
-            for incarnation in self._nodes.fleets[role].incarnations[:1]:
-                node = self._nodes.get(incarnation)
-                if node is not None:
-                    return node.record.layout.fingerprint
+            incarnations = self._nodes.fleets[role].incarnations
+            node = self._nodes.get(incarnations[0]) if incarnations else None
+            if node is not None:
+                return node.record.layout.fingerprint
         return ""
 
     # -- learning

@@ -25,7 +25,7 @@ from router.hits import Hits
 FloatArray = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, FloatArray)
 
-FEW = 16
+FEW = 64
 """Up to so many nodes are quicker looked at one by one: NumPy's calls cost more than its sums."""
 _RECENT = 200
 """`recent_s` remembers about so many requests per node."""

@@ -123,7 +123,7 @@ def local_s(at: Figures[float], tokens: float, query: Query, costs: Costs) -> tu
     alone_s = compute_s(costs, tokens, query)
     own_s = at.slowness * alone_s
     streams_s = (own_s - at.slowness * costs.prefill_base_s) * (at.requests + 1.0)
-    return queue_s(at, costs) + own_s, others_s(costs, tokens, query) + streams_s
+    return queue_s(at, costs) + own_s, _OTHERS * alone_s + streams_s
 
 
 def others_s(costs: Costs, tokens: float, query: Query) -> float:
