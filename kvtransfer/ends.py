@@ -149,8 +149,9 @@ class SendingEnd:
                 self.fail(key, TransferTimedOut(f"{key}: nothing moved for {state.transfer.timeout_s} s"))
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do next."""
-        return min((s.deadline for s in self._live.values() if s.deadline is not None), default=None)
+        """When `expire` has something to do next; what has failed has no deadline any more."""
+        open_ones = (state for key, state in self._live.items() if key not in self._ending)
+        return min((state.deadline for state in open_ones if state.deadline is not None), default=None)
 
     def take_events(self) -> list[SenderEvent]:
         """What happened since the last call, in order."""

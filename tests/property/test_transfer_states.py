@@ -335,3 +335,19 @@ def cells_of(s: Any) -> list[Cell]:
 
 TestRelay = Relay.TestCase
 TestRelay.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() -> None:
+    """Its shell would poll without a pause until the batch comes back: from a card that stands still, never."""
+    kv = KVLayout("m", 1, 1, 8, "float32", block_size=4)
+    end, key = SendingEnd(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
+    end.open(OutgoingTransfer(key, "s1", [0], [bytes(HASH_BYTES)], 4, timeout_s=5.0, final_blocks=1))
+    assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, 0, [0]), now=0.0) == [0]
+    batch = end.take(key, 0, max_bytes=2**20, now=0.0)
+    assert batch is not None
+    assert end.next_deadline() == 5.0
+    end.expire(6.0)
+    assert end.ending == [key]
+    assert end.next_deadline() is None
+    end.handed(batch, 7.0)
+    assert [type(event) for event in end.take_events()] == [SourceReleased]
