@@ -6,9 +6,10 @@
     decode -> prefill   Grant, TransferAbort, TransferReceived       (leader to leader)
     node -> Redis       NodeRecord
 
-On the wire a message is `[PROTOCOL_VERSION, type name, {field: value}]`. `decode` checks version, type,
-field names and field types before anybody sees the object; the sockets bound a frame's size before it
-is allocated. Every message about a request carries its `AttemptKey`, so that late messages of an
+On the wire a message is `[PROTOCOL_VERSION, type name, body]`; a dataclass is a map by field name there, a named tuple
+(what every request has many of) an array in the order of its fields. A frame of a control link is an array of messages.
+`decode` checks version, type, field names and field types before anybody sees the object; the sockets bound a frame's
+size before it is allocated. Every message about a request carries its `AttemptKey`, so that late messages of an
 older attempt can be recognised and dropped.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -24,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from common.errors import KvRelayError, ProtocolError
 from common.kv.layout import KVLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of control messages, records and data headers alike; also raised when the order of a payload's bytes changes."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A control message above this is refused by the socket itself. A 1M-token prompt is 5 MB."""
@@ -32,11 +33,9 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 _STRICT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
-class AttemptKey:
+class AttemptKey(NamedTuple):
     """One try to serve one request. `request_id` is made by the router, `attempt` counts from 1."""
 
-    __pydantic_config__ = _STRICT
     request_id: str
     attempt: int
 
@@ -94,11 +93,9 @@ class PeerRef:
 # ---------------------------------------------------------------- router -> node
 
 
-@dataclass(frozen=True)
-class PrefillRequest:
+class PrefillRequest(NamedTuple):
     """Compute the KV of `token_ids`, relay it to `decode`, sample one token."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     token_ids: list[int]
     prompt_len: int
@@ -112,11 +109,9 @@ class PrefillRequest:
     """Lower runs earlier; equal ones in order of arrival."""
 
 
-@dataclass(frozen=True)
-class DecodeRequest:
+class DecodeRequest(NamedTuple):
     """Generate after `token_ids`. Their KV comes from `prefill`, or is computed here when that is None."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     token_ids: list[int]
     prompt_len: int
@@ -150,11 +145,9 @@ class Ping:
 # ---------------------------------------------------------------- node -> router
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities at one generated position: of the drawn token, and of the most likely ones."""
 
-    __pydantic_config__ = _STRICT
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
@@ -163,11 +156,9 @@ class TokenLogprobs:
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True)
-class AttemptStats:
+class AttemptStats(NamedTuple):
     """How an attempt was served; sent by each leg with its first chunk."""
 
-    __pydantic_config__ = _STRICT
     cached_tokens: int = 0
     """Prompt tokens whose KV this node already held."""
     relayed_bytes: int = 0
@@ -181,11 +172,9 @@ class AttemptStats:
     """On a decode node: how long the KV was still missing once the first token was known."""
 
 
-@dataclass(frozen=True)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """Tokens generated for one attempt. A chunk with a `finish_reason` is the attempt's last message."""
 
-    __pydantic_config__ = _STRICT
     key: AttemptKey
     start: int
     """Index of the first of `token_ids` among all generated tokens of the request."""
@@ -375,9 +364,9 @@ _unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportU
 
 
 class Codec:
-    """One link's set of message types and their MessagePack form, `[PROTOCOL_VERSION, type name, {field: value}]`.
+    """One link's set of message types and their MessagePack form, `[PROTOCOL_VERSION, type name, body]`.
 
-    Invariant: what `decode` returns is one of the given dataclasses with every field of its declared type.
+    Invariant: what `decode` returns is one of the given types with every field of its declared type.
     """
 
     def __init__(self, *types: type[Any]) -> None:
@@ -386,19 +375,22 @@ class Codec:
     def encode(self, message: object) -> bytes:
         """One message as MessagePack bytes. Raises: ProtocolError for values that MessagePack cannot hold."""
         try:
-            return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
+            return self._pack(message)
         except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
+
+    def _pack(self, message: object) -> bytes:
+        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
 
     def decode(self, data: bytes | memoryview) -> Any:
         """The message in `data`.
 
         Raises: ProtocolError for anything that is not a well-formed message of this version.
         """
-        try:
-            envelope = _unpack(data)
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"not MessagePack: {error}") from error
+        return self.check(unpack(data))
+
+    def check(self, envelope: object) -> Any:
+        """The message that was unpacked to `envelope`. Raises: as `decode`."""
         if not isinstance(envelope, list) or len(cast("list[Any]", envelope)) != 3:
             raise ProtocolError("not a [version, type, body] envelope")
         version, name, body = cast("list[Any]", envelope)
@@ -417,11 +409,46 @@ class Codec:
             raise ProtocolError(f"malformed {name}: {error}") from error
 
 
-_CODEC = Codec(*get_args(Message))
+def unpack(data: bytes | memoryview) -> object:
+    """The one MessagePack value in `data`. Raises: ProtocolError for anything else."""
+    try:
+        return _unpack(data)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not MessagePack: {error}") from error
+
+
+_SHARED_FIELDS = 4
+"""So many fields, from the first, are the same in the two requests of one attempt; their peers come next."""
+_HEADS = {
+    cls: b"\x93" + _pack([PROTOCOL_VERSION, cls.__name__])[1:] + bytes([0x90 + len(cls._fields)])
+    for cls in (PrefillRequest, DecodeRequest)
+}
+"""A request up to its first field. MessagePack gives the length of an array of up to 15 in its first byte."""
+
+
+class _ControlCodec(Codec):
+    """Packs what the two requests of an attempt share (the prompt, above all) once: one is sent right after the other."""
+
+    _latest: tuple[tuple[Any, ...], bytes] = (), b""
+    """Shared fields of the request before, and what they were packed to."""
+
+    def _pack(self, message: Any) -> bytes:
+        head = _HEADS.get(cast("type[Any]", type(message)))
+        if head is None:
+            return super()._pack(message)
+        shared = message[:_SHARED_FIELDS]
+        known, packed = self._latest
+        if shared != known:
+            packed = _pack(shared, default=vars)[1:]
+            self._latest = shared, packed
+        return b"".join((head, packed, _pack(message[_SHARED_FIELDS:], default=vars)[1:]))
+
+
+_CODEC = _ControlCodec(*get_args(Message))
 
 
 def encode(message: Message) -> bytes:
-    """One control message as MessagePack bytes."""
+    """One control message as MessagePack bytes. Raises: ProtocolError for values that MessagePack cannot hold."""
     return _CODEC.encode(message)
 
 
@@ -431,3 +458,23 @@ def decode(data: bytes | memoryview) -> Message:
     Raises: ProtocolError for anything that is not a well-formed message of this version.
     """
     return _CODEC.decode(data)
+
+
+def join(messages: list[bytes]) -> bytes:
+    """A frame of a control link: an array of messages, each of them as `encode` gave it."""
+    count = len(messages)
+    head = bytes([0x90 + count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
+    return head + b"".join(messages)
+
+
+def split(frame: bytes) -> list[object]:
+    """The messages of a frame, each to be looked at with `check`. Raises: ProtocolError if it is no frame."""
+    envelopes = unpack(frame)
+    if not isinstance(envelopes, list):
+        raise ProtocolError("not an array of messages")
+    return cast("list[object]", envelopes)
+
+
+def check(envelope: object) -> Message:
+    """One of the messages that `split` gave. Raises: as `decode`."""
+    return _CODEC.check(envelope)

@@ -1,7 +1,7 @@
 """Control links: typed messages over ZMQ. A node's leader binds one `Server`; whoever wants something
 of that node (a router, a prefill leader) opens one `Link` to it. Both ends talk both ways.
 
-A message is one frame. A `Link` may send several together, in one multipart message of ZMQ's.
+A frame is an array of messages: all that one turn of the loop sends goes out together.
 
 Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it: when
 the connection breaks it is over for good, `on_lost` says so once, and its owner opens a new one
@@ -20,7 +20,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from common.errors import ConfigError, ProtocolError, Unavailable
-from common.protocol import MAX_MESSAGE_BYTES, Message, decode, encode
+from common.protocol import MAX_MESSAGE_BYTES, Message, check, decode, encode, join, split
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,10 @@ Identity = bytes
 """Names one connected `Link` at the `Server`; valid as long as that link lives."""
 
 _QUEUE_MESSAGES = 10_000
-"""Messages that may wait for a slow peer before sending to it fails."""
+"""Messages, of whole turns, that may wait for a slow peer before sending to it fails."""
+
+_JOINED_BYTES = 2**20
+"""Messages that are larger together have a frame each, so that no frame gets too large for the other end."""
 
 SILENCE_S = 5.0
 """So long both ends of a connection wait for a sign of life, which each gets every second."""
@@ -39,8 +42,8 @@ _HEARTBEAT_MS = 1000
 _MAX_SOCKETS = 65_535
 """ZMQ's own bound is 1,023, which a router has used up at 341 nodes: three for every link."""
 
-_MESSAGES_PER_TURN = 32
-"""So many messages are taken before everything else on the loop has its turn."""
+_FRAMES_PER_TURN = 32
+"""So many frames are taken before everything else on the loop has its turn."""
 
 _POLLIN = int(zmq.POLLIN)
 _Socket = zmq.Socket[bytes]
@@ -75,7 +78,7 @@ class _Inbox:
 
     def _read(self) -> None:
         self._due = False
-        for _ in range(_MESSAGES_PER_TURN):
+        for _ in range(_FRAMES_PER_TURN):
             if self._closed or not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
                 return
             try:
@@ -123,7 +126,7 @@ class Server:
 
         Raises: Unavailable if that link is gone or its queue is full.
         """
-        _send(self._socket, [identity, encode(message)], self._inbox)
+        _send(self._socket, [identity, join([encode(message)])], self._inbox)
 
     async def close(self) -> None:
         self._inbox.close()
@@ -132,14 +135,23 @@ class Server:
     def _receive(self, frames: list[bytes]) -> None:
         for frame in frames[1:]:
             try:
-                message = decode(frame)
+                envelopes = split(frame)
             except ProtocolError as error:
-                log.warning("dropped a control message: %s", error)
+                log.warning("dropped control messages: %s", error)
                 continue
-            try:
-                self._on_message(frames[0], message)
-            except Exception:  # the main loop of a link: one message's bug must not end it
-                log.exception("a control message was not taken")
+            for envelope in envelopes:
+                self._take(frames[0], envelope)
+
+    def _take(self, identity: Identity, envelope: object) -> None:
+        try:
+            message = check(envelope)
+        except ProtocolError as error:
+            log.warning("dropped a control message: %s", error)
+            return
+        try:
+            self._on_message(identity, message)
+        except Exception:  # the main loop of a link: one message's bug must not end it
+            log.exception("a control message was not taken")
 
 
 class Link:
@@ -218,7 +230,7 @@ class Link:
         if not unsent:
             return
         try:
-            _send(self._socket, unsent, self._inbox)
+            _send(self._socket, _frames(unsent), self._inbox)
         except Unavailable as error:
             self._refused = unsent
             self._lose(f"connection to {self.address} takes no more: {error}")
@@ -230,7 +242,7 @@ class Link:
         unsent, self._unsent = self._unsent, []
         try:
             if unsent:
-                _send(self._socket, unsent, self._inbox)
+                _send(self._socket, _frames(unsent), self._inbox)
         except Unavailable:
             self._refused = unsent
         if self._deadline is not None:
@@ -245,14 +257,17 @@ class Link:
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"a node's message has 1 frame, this one has {len(frames)}")
-            message = decode(frames[0])
+            messages = list(map(check, split(frames[0])))
         except ProtocolError as error:
             self._lose(f"{self.address} does not speak our protocol: {error}")
             return
-        try:
-            self._on_message(message)
-        except Exception:  # as above
-            log.exception("a control message was not taken")
+        for message in messages:
+            if self.closed:
+                return
+            try:
+                self._on_message(message)
+            except Exception:  # as above
+                log.exception("a control message was not taken")
 
     def _on_event(self, frames: list[bytes]) -> None:
         """The connection stands, or (everything else) it stands no more."""
@@ -267,6 +282,12 @@ class Link:
         if not self.closed:
             self.close()
             self._on_lost(reason)
+
+
+def _frames(messages: list[bytes]) -> list[bytes]:
+    if sum(map(len, messages)) <= _JOINED_BYTES:
+        return [join(messages)]
+    return [join([message]) for message in messages]
 
 
 def _send(socket: _Socket, frames: list[bytes], inbox: _Inbox) -> None:

@@ -73,11 +73,11 @@ class Node:
     """It answers, but its engine stands still."""
     unreachable: bool = False
     """Its address is none, or this process has no socket left."""
-    unreported: dict[AttemptKey, Leg] = field(default_factory=dict[AttemptKey, Leg])
-    """Open legs that the last pong cannot include."""
-    reported: dict[AttemptKey, Leg] = field(default_factory=dict[AttemptKey, Leg])
-    """Open legs that it includes."""
+    legs: dict[AttemptKey, Leg] = field(default_factory=dict[AttemptKey, Leg])
+    """The open ones."""
     sent: int = 0
+    reported: int = 0
+    """Of the requests sent, the last pong can include so many: the first ones."""
     pings: deque[int] = field(default_factory=deque[int])
     """For each unanswered ping, how many requests had been sent before it."""
     owed_aborts: list[AttemptKey] = field(default_factory=list[AttemptKey])
@@ -97,18 +97,23 @@ class Node:
         answers = self.listed and self.link is not None and self.last_pong_s is not None
         return answers and not self.stuck and not self.load.draining
 
+    @property
+    def unreported(self) -> list[Leg]:
+        """Open legs that the last pong cannot include."""
+        return [leg for leg in self.legs.values() if leg.order > self.reported]
+
     def columns(self) -> dict[str, float]:
         """What the last pong and the requests since say, as the columns of a `Fleet`."""
-        load = self.load
+        load, unreported = self.load, self.unreported
         return {
             "waiting": load.waiting,
             "running": load.running,
             "queued_tokens": load.queued_tokens,
             "free_blocks": load.kv_blocks_total - load.kv_blocks_used,
             "total_blocks": load.kv_blocks_total,
-            "in_flight": len(self.unreported),
-            "in_flight_tokens": sum(leg.tokens for leg in self.unreported.values()),
-            "in_flight_blocks": sum(leg.blocks for leg in self.unreported.values()),
+            "in_flight": len(unreported),
+            "in_flight_tokens": sum(leg.tokens for leg in unreported),
+            "in_flight_blocks": sum(leg.blocks for leg in unreported),
             "ended": 0,
             "ended_tokens": 0,
         }
@@ -285,19 +290,17 @@ class NodeTable:
             raise Unavailable("it is not connected")
         node.link.send(message)
         node.sent += 1
-        leg = Leg(node.sent, len(message.token_ids) if tokens is None else tokens, blocks)
-        node.unreported[message.key] = leg
-        self._fleet(node).sent(incarnation, tokens=leg.tokens, blocks=blocks, work_s=work_s)
+        tokens = len(message.token_ids) if tokens is None else tokens
+        node.legs[message.key] = Leg(node.sent, tokens, blocks)
+        self._fleet(node).sent(incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """This leg is over."""
         node = self._nodes.get(incarnation)
-        if node is None:
-            return
-        for legs, reported in ((node.unreported, False), (node.reported, True)):
-            leg = legs.pop(key, None)
-            if leg is not None:
-                self._fleet(node).over(incarnation, tokens=leg.tokens, blocks=leg.blocks, reported=reported)
+        leg = None if node is None else node.legs.pop(key, None)
+        if node is not None and leg is not None:
+            reported = leg.order <= node.reported
+            self._fleet(node).over(incarnation, tokens=leg.tokens, blocks=leg.blocks, reported=reported)
 
     # -- columns
 
@@ -384,9 +387,8 @@ class NodeTable:
         node.last_pong_s = self._clock()
         node.load = pong.load
         # The link keeps order: the pong's figures include what was sent before its ping, and nothing later.
-        reported = node.pings.popleft() if node.pings else 0
-        for key in [key for key, leg in node.unreported.items() if leg.order <= reported]:
-            node.reported[key] = node.unreported.pop(key)
+        if node.pings:
+            node.reported = node.pings.popleft()
         was_stuck, node.stuck = node.stuck, not pong.load.step_age_s <= self._stuck_s
         self._sync(node)
         self._on_load(node)

@@ -8,7 +8,7 @@ import pytest
 
 from common import rpc
 from common.errors import Unavailable
-from common.protocol import Abort, AttemptKey, Message, encode
+from common.protocol import MAX_MESSAGE_BYTES, Abort, AttemptFailed, AttemptKey, Message, encode, join
 from common.rpc import Link, Server
 
 
@@ -26,7 +26,8 @@ def test_what_one_turn_sends_arrives_in_order_and_junk_among_it_is_dropped() -> 
             link.send(abort(number))
         await until(lambda: len(received) == 50)
         assert received == [abort(number) for number in range(50)]
-        link._socket.send_multipart([encode(abort(50)), b"junk", encode(abort(51))])
+        junk = b"\xa4junk"  # a string where a message should be
+        link._socket.send_multipart([join([encode(abort(50)), junk]), junk, b"\xc1", join([encode(abort(51))])])
         await until(lambda: len(received) == 52)
         assert received[50:] == [abort(50), abort(51)]
         assert not lost
@@ -51,6 +52,26 @@ def test_what_a_full_queue_refused_can_be_told_from_what_it_took(monkeypatch: py
         link.send(abort(3))
         await until(lambda: lost)
         assert link.refused == [abort(2), abort(3)]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_large_messages_of_one_turn_do_not_add_up_to_a_frame_that_is_refused() -> None:
+    async def main() -> None:
+        received: list[Message] = []
+        lost: list[str] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lost.append)
+        large = [
+            AttemptFailed(AttemptKey(str(number), 1), "code", "x" * (MAX_MESSAGE_BYTES // 3)) for number in range(4)
+        ]
+        for message in large:
+            link.send(message)
+        await until(lambda: len(received) == 4 or lost)
+        assert received == large
+        assert not lost
+        link.close()
+        await server.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

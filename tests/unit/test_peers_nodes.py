@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import get_args
+from typing import get_args, get_type_hints
 
 from fake_engine import generate
 from test_node_logic import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
@@ -89,11 +89,11 @@ def test_peers_03_whatever_travels_about_a_request_carries_the_key_that_the_rout
     """No table of a node is keyed by a number of its own, so none can collide."""
     without_request = {Ping, Pong, NodeRecord, TokenBatch}
     for kind in set(get_args(Message)) - without_request:
-        types = {field.name: field.type for field in dataclasses.fields(kind)}
+        types = get_type_hints(kind)
         if "key" not in types:
             assert not {"request_id", "attempt", "token_ids", "block_ids"} & set(types), kind
         else:
-            assert types["key"] == "AttemptKey", kind
+            assert types["key"] is AttemptKey, kind
     pair = Pair()
     # The same request id at both nodes twice over: two attempts, two sequences.
     for attempt in (1, 2):

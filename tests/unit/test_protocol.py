@@ -32,8 +32,11 @@ from common.protocol import (
     TokenLogprobs,
     TransferAbort,
     TransferReceived,
+    check,
     decode,
     encode,
+    join,
+    split,
 )
 
 KEY = AttemptKey("r", 2)
@@ -60,6 +63,30 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_survives_the_wire(message: object) -> None:
     assert decode(encode(message)) == message  # type: ignore[arg-type]
+
+
+def test_what_two_requests_share_is_packed_once_and_never_for_another() -> None:
+    """Requests of one attempt follow each other; whatever comes between, each arrives as it was sent."""
+    requests: list[PrefillRequest | DecodeRequest] = []
+    for key in (KEY, AttemptKey("r", 3)):
+        for ids in ([1, 2], [1, 2, 3], list(range(20))):
+            for sampling in (SAMPLING, SamplingParams(seed=1, max_tokens=4)):
+                requests.append(DecodeRequest(key, ids, 2, sampling, PEER, 1.5, "salt", -1))
+                requests.append(PrefillRequest(key, ids, 2, sampling, PEER, 1.5, "salt", -1))
+    for request in requests + requests[::-1] + requests[::2]:
+        assert decode(encode(request)) == request
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
+def test_a_frame_holds_any_number_of_messages(count: int) -> None:
+    frame = join([encode(Abort(AttemptKey("r", number))) for number in range(count)])
+    assert [check(envelope) for envelope in split(frame)] == [Abort(AttemptKey("r", number)) for number in range(count)]
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91", msgpack.packb("x"), msgpack.packb({1: 2}), b"\x90\x90"])
+def test_what_is_no_frame_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        split(frame)
 
 
 @given(st.binary(max_size=200))
