@@ -27,7 +27,7 @@ from network_hosts import Host, Network
 from system import ranks_of, wait_until
 
 from common.errors import ProtocolError
-from common.protocol import NodeLoad, NodeRecord, Ping, Pong, decode, encode
+from common.protocol import NodeLoad, NodeRecord, Ping, Pong, check, decode, encode, join, split
 
 START_S = 90.0
 
@@ -78,10 +78,10 @@ class FaultSystem:
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(self.addresses[node])
-            socket.send(encode(Ping("fault-test", lease_s=0.0)))
+            socket.send(join([encode(Ping("fault-test", lease_s=0.0))]))
             if not socket.poll(int(timeout_s * 1000)):
                 return None
-            message = decode(socket.recv())
+            message = check(split(socket.recv())[0])
             return message if isinstance(message, Pong) else None
 
     def incarnations_in_redis(self) -> set[str]:
