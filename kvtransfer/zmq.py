@@ -31,6 +31,9 @@ HEARTBEAT_S, SILENCE_S = 2.0, 10.0
 """A link on which nothing comes back for so long, not even ZMQ's own answers, has broken without a word. Long enough
 for a full window on a slow network."""
 
+GONE_S = 60.0
+"""A receiver forgets a sender of which it has heard nothing for so long: nothing waits for that, so it is no hurry."""
+
 
 class DealerLink:
     """A DEALER connected to one ROUTER, which tells when the connection ends.
@@ -166,7 +169,7 @@ class RouterSocket:
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         # Else it kept the connections of hosts that have vanished for ever.
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * GONE_S))
         try:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:

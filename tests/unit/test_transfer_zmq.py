@@ -277,7 +277,7 @@ def test_link_that_goes_silent_fails_the_transfer_without_its_deadline(
 def test_receiver_lets_go_of_a_sender_that_went_silent(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that has vanished says nothing; its connection would stay for ever."""
     monkeypatch.setattr(kvtransfer.zmq, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(kvtransfer.zmq, "SILENCE_S", 0.5)
+    monkeypatch.setattr(kvtransfer.zmq, "GONE_S", 0.5)
     cluster = make()
     router = cluster.receivers[0].end._listeners[0]._router
     monitor = router.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
