@@ -1,4 +1,4 @@
-"""Which nodes serve an attempt: one small file per policy, `place` over them. Pure functions over columns."""
+"""Which nodes serve an attempt: one small file per policy, `place` over them. Pure functions over the nodes' figures."""
 
 from router.policy.base import Memory, Policy, Query
 from router.policy.decision import Choice, Decision, Picked
