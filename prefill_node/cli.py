@@ -20,9 +20,11 @@ layer computes. It samples the first token of each answer.
 
 def _run(resolved: Resolved[PrefillConfig]) -> None:
     config = resolved.config
+    from common.model.config import load_model_config, resolve_model
     from common.redis_client import check_redis
 
     asyncio.run(check_redis(config.redis_url))
+    load_model_config(resolve_model(config.model))  # what is wrong is told before torch, which takes seconds
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
         from common.node.leader import fork_ranks

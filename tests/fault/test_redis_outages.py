@@ -59,7 +59,7 @@ class World:
         await until(lambda: self.known() and self.in_redis(port) and not self.degraded(), REBUILT_S)
         assert time.monotonic() - returned_s < REBUILT_S
         self.change()
-        await until(self.known, 2)
+        await until(self.known, 20)
         for router in self.routers:
             assert len(router.directory.records) == 2
 

@@ -160,11 +160,11 @@ def test_start_that_takes_too_long_says_what_it_waited_for(start, free_port) -> 
 
 def test_restarted_child_that_never_becomes_ready_is_killed_and_started_again(start, free_port, tmp_path) -> None:
     obstacle = tmp_path / "obstacle"
-    up = start("--port", str(free_port), "--start-timeout-s", "5", STUB_DECODE=f"hang-if:{obstacle}")
+    up = start("--port", str(free_port), "--start-timeout-s", "8", STUB_DECODE=f"hang-if:{obstacle}")
     up.wait_line(READY)
     obstacle.touch()
     os.kill(up.entries()["decode-0"]["pid"], signal.SIGKILL)
-    up.wait_line("decode-0 is not ready after 5 s")
+    up.wait_line("decode-0 is not ready after 8 s")
     obstacle.unlink()
     up.wait_line("decode-0 is ready again")
     assert len([line for line in up.lines if "is not ready after" in line]) == 1
