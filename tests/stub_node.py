@@ -129,6 +129,8 @@ class StubNode:
     """(code, message): refuse every request so."""
     running: dict[AttemptKey, Sequence] = field(default_factory=dict)
     received: list[Message] = field(default_factory=list)
+    remembers: bool = True
+    """Whether `received` is kept, and `until` can be asked; not so where thousands arrive in a second."""
 
     def __post_init__(self) -> None:
         self.incarnation = secrets.token_hex(4)
@@ -239,6 +241,8 @@ class StubNode:
                 self.running.pop(key, None)
             case _:
                 pass
+        if not self.remembers:
+            return
         self.received.append(message)
         note = asyncio.get_running_loop().create_task(self._note())
         self._notes.add(note)

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from load.client import post
 from load.worker import Worker
@@ -25,6 +25,7 @@ class BareApp:
         app = FastAPI()
         app.post("/bare")(_bare)
         app.post("/events/{count}")(_events)
+        app.post("/v1/completions")(_completion)
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         config = uvicorn.Config(app, log_level="warning", access_log=False, loop="uvloop", http="httptools")
@@ -57,12 +58,19 @@ async def _events(count: int) -> StreamingResponse:
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
+async def _completion(request: Request) -> StreamingResponse:
+    """As a router's stream of one token, without a router."""
+    await request.json()
+    return await _events(1)
+
+
 class BareServer:
     """`BareApp` in a process of its own; a context manager."""
 
     def __enter__(self) -> BareServer:
         self._worker = Worker("load.bare_http:BareApp")
         self.url: str = self._worker.call("url")
+        self.pid = self._worker.pid
         return self
 
     def __exit__(self, *_: object) -> None:

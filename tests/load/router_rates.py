@@ -1,17 +1,19 @@
 """How much one router carries: requests/s and tokens/s for each second of its own processor time, and what it adds at
-half of that load. A real router process, Redis, and a stub engine that computes nothing in a process of its own.
+half of that load. A real router process, Redis, and a stub engine that computes nothing, in the client's process.
 
     python tests/load/router_rates.py [--quick] [--json FILE]
 
 Rates are per second of the router's processor time, so that the client is not measured; beside them stands what came
 by the clock. The router has a core of its own where there are two. Latencies are of the clock, of everything on the way,
-the client and the stub included; at half of the promised rate, or of what this machine reaches at all.
+the client and the stub included; at half of the promised rate, or of what this machine reaches at all. What a bare
+streaming endpoint takes under the same client stands beside them: the rest is what the router adds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -21,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 if __name__ == "__main__":
     _ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +36,11 @@ if __name__ == "__main__":
 import httptools
 import httpx
 import psutil
+from load.bare_http import BareServer
 from load.client import run
 from load.results import Result, Target, median, percentile
-from load.worker import ROOT, Worker, child_env
+from load.stub_service import stub_nodes
+from load.worker import ROOT, child_env
 from stub_node import make_model_folder
 
 from common.redis_server import RedisServer, free_port
@@ -140,9 +145,12 @@ class Stack:
         return head.encode() + payload
 
 
-@contextlib.contextmanager
-def running(*, command: list[str] | None = None, options: tuple[str, ...] = ()) -> Iterator[Stack]:
-    """Redis, stub nodes and a router, each a process. `command`: what runs instead of the plain router."""
+@contextlib.asynccontextmanager
+async def running(*, command: list[str] | None = None, options: tuple[str, ...] = ()) -> AsyncIterator[Stack]:
+    """Redis and a router, each a process, and stub nodes on this loop. `command`: what runs instead of the plain router.
+
+    The stub shares the client's loop: a core that two processes share keeps each waiting for milliseconds.
+    """
     rng = random.Random(3)
     with RedisServer() as redis, tempfile.TemporaryDirectory(prefix="kvrelay-rates-") as temporary:
         folder = make_model_folder(Path(temporary) / "model", vocab_size=VOCAB)
@@ -155,16 +163,16 @@ def running(*, command: list[str] | None = None, options: tuple[str, ...] = ()) 
             "max_len": 16_384,
             "tokens": tokens,
         }
-        stub = Worker("load.stub_service:StubService", **service)
         port = free_port()
         arguments = [*(command or [sys.executable, "-m", "common.cli"]), "router", "--port", str(port)]
         arguments += ["--log-level", "warning", "--model", str(folder), "--served-model-name", "bench", *options]
         own = {"KVRELAY_REDIS_URL": redis.url, "KVRELAY_SUPERVISOR_PID": str(os.getpid())}
         process = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, **child_env(), **own})
         try:
-            _wait_usable(port, process)
-            with _apart(process.pid, stub.pid):
-                yield Stack(port, psutil.Process(process.pid))
+            async with stub_nodes(**service):
+                await asyncio.to_thread(_wait_usable, port, process)
+                with _apart(process.pid), _no_pauses():
+                    yield Stack(port, psutil.Process(process.pid))
         finally:
             process.terminate()
             try:
@@ -172,24 +180,37 @@ def running(*, command: list[str] | None = None, options: tuple[str, ...] = ()) 
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            stub.close()
 
 
 @contextlib.contextmanager
-def _apart(router_pid: int, stub_pid: int) -> Iterator[None]:
-    """The router on one core, the stub and this process on the others; where the system can do that."""
+def _no_pauses() -> Iterator[None]:
+    """The client's collector looks at nothing: it would stop the client and the stub for a quarter of a second."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def _apart(server_pid: int) -> Iterator[None]:
+    """The server on one core, this process on the others; where the system can do that."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if len(cores) < 2:
         yield
         return
-    first = {min(cores)}
-    for process, own in ((router_pid, first), (stub_pid, cores - first), (os.getpid(), cores - first)):
-        for thread in psutil.Process(process).threads():
-            os.sched_setaffinity(thread.id, own)
+    _pin(server_pid, {min(cores)})
+    _pin(os.getpid(), cores - {min(cores)})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        _pin(os.getpid(), cores)
+
+
+def _pin(pid: int, cores: set[int]) -> None:
+    for thread in psutil.Process(pid).threads():
+        os.sched_setaffinity(thread.id, cores)
 
 
 def _wait_usable(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -271,43 +292,62 @@ async def open_loop(stack: Stack, *, rate: float, seconds: float, tokens: int) -
     return found
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "requests, one token each, whole": {"connections": 32, "tokens": 1, "stream": False},
+    "requests, one token each, streamed": {"connections": 32, "tokens": 1, "stream": True},
+    "tokens, 16 streams of 256": {"connections": 16, "tokens": 256, "stream": True},
+    "tokens, 64 streams of 256": {"connections": 64, "tokens": 256, "stream": True},
+    "requests of 10 tokens, 64 streams": {"connections": 64, "tokens": 10, "stream": True},
+}
+
+
 def measure(*, quick: bool = False) -> Result:
     """All figures."""
-    result = Result("router_rates")
-    seconds, repeats = (1.0, 1) if quick else (4.0, 3)
-    reached: dict[str, float] = {}
-    with running() as stack:
-        kinds: dict[str, dict[str, Any]] = {
-            "requests, one token each, whole": {"connections": 32, "tokens": 1, "stream": False},
-            "requests, one token each, streamed": {"connections": 32, "tokens": 1, "stream": True},
-            "tokens, 16 streams of 256": {"connections": 16, "tokens": 256, "stream": True},
-            "tokens, 64 streams of 256": {"connections": 64, "tokens": 256, "stream": True},
-            "requests of 10 tokens, 64 streams": {"connections": 64, "tokens": 10, "stream": True},
-        }
-        run(closed_loop(stack, seconds=1.0, **kinds["requests of 10 tokens, 64 streams"]))
-        for name, kind in kinds.items():
-            runs = [run(closed_loop(stack, seconds=seconds, **kind)) for _ in range(repeats)]
-            key, unit, goal = "requests_per_cpu_s", "requests/s", REQUESTS_GOAL
-            if name.startswith("tokens"):
-                key, unit, goal = "tokens_per_cpu_s", "tokens/s", TOKENS_GOAL
-            by_clock, busy = median([r["requests_per_s"] for r in runs]), median([r["busy"] for r in runs])
-            reached[name] = by_clock
-            note = f"{by_clock:,.0f} requests/s by the clock, with {busy:.0%} of a core"
-            if kind["tokens"] == 10:
-                note += f"; {median([r['tokens_per_cpu_s'] for r in runs]):,.0f} tokens/s with them"
-            value = median([r[key] for r in runs])
-            result.add(f"{name}, per core", value, unit, target=Target(goal), note=note)
-            result.details[name] = runs
+    return run(_measure(Result("router_rates"), *((1.0, 1) if quick else (4.0, 3))))
+
+
+async def _measure(result: Result, seconds: float, repeats: int) -> Result:
+    async with running() as stack:
+        await closed_loop(stack, seconds=1.0, **KINDS["requests of 10 tokens, 64 streams"])
+        reached = {name: await _rate(result, stack, name, seconds, repeats) for name in KINDS}
         most = reached["requests, one token each, streamed"]
-        for rate in (100.0, min(REQUESTS_GOAL, most) / 2):
-            times = run(open_loop(stack, rate=rate, seconds=seconds, tokens=1))
-            name = f"first token at {rate:,.0f} requests/s, p99"
-            target = Target(LATENCY_GOAL_MS, at_most=True) if rate > 100 else None
-            note = f"p50 {1e3 * median(times):.1f} ms; client and stub count"
-            note += f"; half of {'the goal' if most >= REQUESTS_GOAL else 'what it reaches'}" if rate > 100 else ""
-            result.add(name, 1e3 * percentile(times, 0.99), "ms", target=target, note=note)
-            result.details[name] = {"p50_ms": 1e3 * median(times), "count": len(times)}
+        rates = {"": 100.0, f", half of {'the goal' if most >= REQUESTS_GOAL else 'what it reaches'}": 0.0}
+        rates = {half: rate or min(REQUESTS_GOAL, most) / 2 for half, rate in rates.items()}
+        latencies = {half: await open_loop(stack, rate=rate, seconds=seconds, tokens=1) for half, rate in rates.items()}
+    with BareServer() as bare, _apart(bare.pid), _no_pauses():
+        stack = Stack(urlsplit(bare.url).port or 0, psutil.Process(bare.pid))
+        await open_loop(stack, rate=100.0, seconds=1.0, tokens=1)
+        for half, rate in rates.items():
+            without = await open_loop(stack, rate=rate, seconds=seconds, tokens=1)
+            _add_latency(result, rate, half, latencies[half], without)
     return result
+
+
+async def _rate(result: Result, stack: Stack, name: str, seconds: float, repeats: int) -> float:
+    """One kind of load; requests/s by the clock."""
+    kind = KINDS[name]
+    runs = [await closed_loop(stack, seconds=seconds, **kind) for _ in range(repeats)]
+    key, unit, goal = "requests_per_cpu_s", "requests/s", REQUESTS_GOAL
+    if name.startswith("tokens"):
+        key, unit, goal = "tokens_per_cpu_s", "tokens/s", TOKENS_GOAL
+    by_clock, busy = median([r["requests_per_s"] for r in runs]), median([r["busy"] for r in runs])
+    note = f"{by_clock:,.0f} requests/s by the clock, with {busy:.0%} of a core"
+    if kind["tokens"] == 10:
+        note += f"; {median([r['tokens_per_cpu_s'] for r in runs]):,.0f} tokens/s with them"
+    result.add(f"{name}, per core", median([r[key] for r in runs]), unit, target=Target(goal), note=note)
+    result.details[name] = runs
+    return by_clock
+
+
+def _add_latency(result: Result, rate: float, half: str, times: list[float], without: list[float]) -> None:
+    """What the router adds to the time to the first token, at the median and at the 99th percentile."""
+    name = f"added to the first token at {rate:,.0f} requests/s{half}"
+    shown = {f"p{q:g}": (1e3 * percentile(times, q / 100), 1e3 * percentile(without, q / 100)) for q in (50, 99)}
+    for quantile, (with_ms, without_ms) in shown.items():
+        target = Target(LATENCY_GOAL_MS, at_most=True) if half and quantile == "p99" else None
+        note = f"{with_ms:.1f} ms with the router, client and stub; {without_ms:.1f} ms of a bare streaming endpoint"
+        result.add(f"{name}, {quantile}", with_ms - without_ms, "ms", target=target, note=note)
+    result.details[name] = {"ms": shown, "count": len(times)}
 
 
 if __name__ == "__main__":
