@@ -43,15 +43,13 @@ class AttemptKey(NamedTuple):
         return f"{self.request_id}#{self.attempt}"
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(NamedTuple):
     """How the next token is chosen, in token ids only. Text-level rules (stop strings) live in the router.
 
     `seed` is always set: the router draws one where the client gave none, so that the token at
     position i depends only on the logits and (seed, i), on whichever node and attempt it is drawn.
     """
 
-    __pydantic_config__ = _STRICT
     seed: int
     max_tokens: int
     """Generated tokens over all attempts, the first included."""
@@ -67,11 +65,11 @@ class SamplingParams:
     """Taken off once for each time that it was generated."""
     repetition_penalty: float = 1.0
     """Divides positive logits, multiplies negative ones, of tokens in the prompt or generated before."""
-    logit_bias: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    """(token id, what is added to its logit)"""
+    logit_bias: list[tuple[int, float]] = []
+    """(token id, what is added to its logit). Like every message, it is not changed once it is made."""
     min_tokens: int = 0
     """Until so many tokens are generated, no token of `stop_token_ids` can be drawn."""
-    stop_token_ids: list[int] = field(default_factory=list[int])
+    stop_token_ids: list[int] = []
     """The client's, and the model's end-of-sequence ids unless `ignore_eos`."""
     logprobs: int | None = None
     """None: none. n >= 0: the drawn token's, and those of the n most likely."""
