@@ -16,7 +16,9 @@ from typing import Any
 
 import httpx
 import psutil
+from typer.testing import CliRunner
 
+from common.admin.cli import app as admin
 from common.redis_server import free_port
 
 START_TIMEOUT_S = 120.0
@@ -109,11 +111,12 @@ class System:
         wait_until(whole, timeout_s, "all pools whole and all counters zero")
 
     def admin(self, *args: str, code: int = 0) -> Any:
-        """The answer of `kvrelay admin ARGS --json`; with another exit code what it wrote to standard error."""
-        command = [sys.executable, "-m", "common.cli", "admin", *args, "--json"]
-        environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.pid_file.parent)}
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
-        assert result.returncode == code, result.stdout + result.stderr
+        """The answer of `kvrelay admin ARGS --json`; with another exit code what it wrote to standard error.
+
+        Within this process, which saves half a second each; `test_admin.py` runs the command itself, too.
+        """
+        result = CliRunner().invoke(admin, [*args, "--json"], env={"XDG_RUNTIME_DIR": str(self.pid_file.parent)})
+        assert result.exit_code == code, result.stdout + result.stderr
         return json.loads(result.stdout) if code == 0 else result.stderr
 
     def log_tail(self, lines: int = 40) -> str:
