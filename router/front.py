@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import KvRelayError
 from router.abreast import abreast
@@ -35,7 +35,7 @@ class Front:
         routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path in HOT_PATHS]
         self._endpoints = {route.path: cast("Endpoint", route.endpoint) for route in routes}
         self._on_error = cast("OnError", app.exception_handlers[Exception])
-        self._guarded = KeyGuard(self._call, api_keys)
+        self._guarded: ASGIApp = KeyGuard(self._call, api_keys) if api_keys else self._call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._endpoints:
