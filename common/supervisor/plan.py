@@ -77,6 +77,8 @@ def plan_children(
             own |= _ranks(role, config) | _utilization(role, config, share)
             if yields(config.favor) == role:
                 own["nice"] = str(_YIELDING_NICE)
+            if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before everything does
+                own["start_timeout_s"] = str(config.start_timeout_s)
             node = _service(name, cls, config, sources, own, node_id)
             if share is not None:
                 node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})

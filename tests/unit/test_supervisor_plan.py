@@ -110,6 +110,14 @@ def test_port_in_the_environment_is_ups_and_not_the_nodes() -> None:
         assert (config.port, config.host) == (0, "127.0.0.1")
 
 
+def test_no_node_gives_its_start_up_before_everything_does() -> None:
+    def allowed(**flags: str) -> list[float]:
+        return [as_the_child_sees_it(spec).start_timeout_s for spec in plan(resolved(**flags))[2:]]
+
+    assert allowed(start_timeout_s="1800") == [1800.0, 1800.0]
+    assert allowed() == [600.0, 600.0], "everything's own deadline, which is shorter, has the word"
+
+
 def test_favor_lets_the_other_side_stand_back() -> None:
     def niceness(favor: str) -> list[int]:
         return [as_the_child_sees_it(spec).nice for spec in plan(resolved(favor=favor))[2:]]
