@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_OUTPUT_LOST = 120
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -88,16 +89,36 @@ def lasting_imports() -> Iterator[None]:
         gc.enable()
 
 
+def flush_output() -> bool:
+    """Write out what standard output and standard error hold back. Returns whether it is where it should be."""
+    whole = True
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None or stream.closed:  # None: closed when this process began
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            whole = False
+    return whole
+
+
 def end_process(code: str | int | None) -> NoReturn:
     """End as `sys.exit` does with this code, but without taking the interpreter down object by object: with torch in it
     that takes a second, in which the node's successor waits. Whoever holds something must have closed it by now.
+
+    Like the interpreter, ends with 120 instead of 0 where output was lost: a full disk must not pass for success.
     """
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
-    os._exit(1 if isinstance(code, str) else code or 0)
+    status = 1
+    try:
+        if isinstance(code, str):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                print(code, file=sys.stderr)
+        else:
+            status = code or 0
+        if not flush_output():
+            status = status or _OUTPUT_LOST
+    finally:
+        os._exit(status)
 
 
 def run_service(

@@ -10,13 +10,12 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from common.process import die_with_parent, end_process
+from common.process import die_with_parent, end_process, flush_output
 
 RunRank = Callable[[dict[str, Any], int, str], None]
 """(the configuration's fields, the rank's number, its leader's address): runs the rank to its end."""
@@ -33,8 +32,7 @@ class ForkedRank:
     def __init__(self, run: RunRank) -> None:
         orders, self._orders = os.pipe()
         parent_pid = os.getpid()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flush_output()  # else the child would write it, too
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -88,4 +86,5 @@ def _be_rank(run: RunRank, orders: int, parent_pid: int) -> NoReturn:
         code = end.code
     except BaseException:  # whatever it is, it ends here
         traceback.print_exc()
-    end_process(code)
+    finally:  # even where the traceback cannot be written
+        end_process(code)

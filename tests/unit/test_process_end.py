@@ -19,6 +19,32 @@ def test_output_and_exit_code_are_those_of_sys_exit(code: str, status: int, erro
     assert (done.returncode, done.stdout, done.stderr) == (status, said, error)
 
 
+@pytest.mark.parametrize(("code", "status"), [("0", 120), ("3", 3)])
+def test_output_that_was_lost_is_no_success(code: str, status: int) -> None:
+    program = f"from common.process import end_process; print('x'); end_process({code})"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_a_process_without_standard_output_ends_as_it_means_and_forks() -> None:
+    program = (
+        "from common.node.forks import ForkedRank; from common.process import end_process\n"
+        "fork = ForkedRank(lambda *_: None); fork.begin({}, 1, ''); end_process(fork.wait(30) + 7)"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, program], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
 def test_a_reader_that_has_gone_does_not_keep_it() -> None:
     program = "from common.process import end_process; print('x' * 100); end_process(3)"
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
