@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -34,6 +35,7 @@ class ForkedRank:
         parent_pid = os.getpid()
         flush_output()  # else the child would write it, too
         self.returncode: int | None = None
+        self._lock = threading.Lock()
         self.pid = os.fork()
         if self.pid == 0:
             _be_rank(run, orders, parent_pid)
@@ -45,11 +47,12 @@ class ForkedRank:
             orders.write(json.dumps([fields, rank, leader]) + "\n")
 
     def poll(self) -> int | None:
-        """Its exit code, minus the signal that killed it; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
+        """Its exit code, minus the signal that killed it; None while it runs. Any thread."""
+        with self._lock:  # who ended can be asked for once only
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises: subprocess.TimeoutExpired."""
@@ -69,8 +72,9 @@ class ForkedRank:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with self._lock:  # its number is its own until it was asked for
+            if self.returncode is None:
+                os.kill(self.pid, number)
 
 
 def _be_rank(run: RunRank, orders: int, parent_pid: int) -> NoReturn:

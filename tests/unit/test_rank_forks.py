@@ -47,3 +47,42 @@ def test_forked_ranks_run_as_told_and_die_with_their_node() -> None:
     assert [line for line in told if "{" not in line][:3] == ["[0, 1, 1]", "runs", "-15 -9 -9"]
     assert "no such layout" in done.stderr
     assert "ValueError: it broke" in done.stderr
+
+
+RACE = """
+import os, threading, time
+from common.node.forks import ForkedRank
+
+fork = ForkedRank(lambda *_: None)
+fork.begin({}, 1, "tcp://leader")
+waitpid, asked, failed = os.waitpid, threading.Event(), []
+
+def slow(pid, options):
+    answer = waitpid(pid, options)
+    asked.set()
+    time.sleep(0.2 if answer[0] else 0.0)  # the child is gone, and nobody has noted it yet
+    return answer
+
+def look():
+    try:
+        fork.wait(30)
+    except BaseException as error:
+        failed.append(error)
+
+os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOWAIT)
+os.waitpid = slow
+threads = [threading.Thread(target=look) for _ in range(2)]
+threads[0].start()
+asked.wait(30)
+threads[1].start()
+fork.terminate()
+for thread in threads:
+    thread.join()
+print(failed, fork.returncode)
+"""
+
+
+def test_two_threads_may_see_a_rank_end() -> None:
+    """While a start is stopped: the one that waits for the ranks' reports, and the one that ends them."""
+    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[] 0\n", done.stderr
