@@ -35,6 +35,10 @@ from common.torch_setup import configure_torch
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
+ReportT = TypeVar("ReportT")
+
+_NAMING_S = 5.0
+"""So much later than the waits for single ranks a start ends as a whole: they can say who is missing."""
 
 
 def share_cores(config: ConfigT, ranks_here: int, cores: int) -> ConfigT:
@@ -83,6 +87,7 @@ class Leader:
         self._config = config
         self._role: Role = role
         self._blueprint = blueprint
+        self._since_s = time.monotonic()
         self.links: RankLinks | None = None
         if blueprint.world_size > 1:
             ranks = ranks_of_host(config, blueprint.world_size)
@@ -103,19 +108,30 @@ class Leader:
         """
         # On this thread, because the engine's thread inherits its floating-point environment.
         configure_torch(self._config.threads)
-        timeout_s = self._config.start_timeout_s
-        # Several ranks wait for each other with deadlines of their own, which can name who is missing.
-        deadline = asyncio.timeout(timeout_s if self.links is None else None)
         try:
-            async with deadline:
-                await on_own_thread(lambda: self._start(small_batches), "start")
+            await self._within_start(lambda: self._start(small_batches))
         except BaseException:
             self.close()
+            raise
+
+    async def _within_start(self, work: Callable[[], None]) -> None:
+        """Run `work` beside the loop. Raises: ConfigError if it is not done when the start must be; what `work` raises."""
+        timeout_s = self._config.start_timeout_s
+        grace_s = 0.0 if self.links is None else _NAMING_S
+        deadline = asyncio.timeout(self._since_s + timeout_s + grace_s - time.monotonic())
+        try:
+            async with deadline:
+                await on_own_thread(work, "start")
+        except BaseException:
             if deadline.expired():
                 raise ConfigError(
                     f"the model was not loaded within {timeout_s:g} s; --start-timeout-s allows more"
                 ) from None
             raise
+
+    def _collect(self, links: RankLinks, kind: type[ReportT], what: str) -> dict[int, ReportT]:
+        """Raises: as `RankLinks.collect`, if they do not come while the start may take."""
+        return links.collect(kind, self._config.start_timeout_s, what, since_s=self._since_s)
 
     def _start(self, small_batches: bool) -> None:
         links, config = self.links, self._config
@@ -126,7 +142,7 @@ class Leader:
             self.loaded.record()
             self.loaded.runner.execute(WARM_UP)
         else:
-            links.collect(RankHello, config.start_timeout_s, "their processes are starting")
+            self._collect(links, RankHello, "their processes are starting")
             same_host = config.nnodes == 1
             setup = RankSetup(config.master_addr if config.nnodes > 1 else rank_host(config), free_port(), same_host)
             links.broadcast(setup)
@@ -140,7 +156,7 @@ class Leader:
                 device=own_device(self._blueprint, config, self._blueprint.place(0)),
             )
             self.loaded = load_rank(self._blueprint, config, mesh, small_batches=small_batches)
-            ready = links.collect(RankReady, config.start_timeout_s, "they load their shards")
+            ready = self._collect(links, RankReady, "they load their shards")
             self.num_blocks = min(self.loaded.max_blocks, *(report.max_blocks for report in ready.values()))
             for rank, report in sorted(ready.items()):
                 place = self._blueprint.place(rank)
@@ -160,15 +176,22 @@ class Leader:
         )
 
     async def begin(self, incarnation: str, own_data_address: str) -> None:
-        """Have the other ranks open their transfer ends. `data_addresses` is complete after it."""
+        """Have the other ranks open their transfer ends. `data_addresses` is complete after it.
+
+        Raises: as `start`.
+        """
         self.data_addresses = [own_data_address]
         links = self.links
-        if links is not None:
-            links.broadcast(RankStart(self.num_blocks, incarnation))
-            await asyncio.to_thread(self.loaded.record)
-            timeout_s = self._config.start_timeout_s
-            started = await asyncio.to_thread(links.collect, RankStarted, timeout_s, "they open their transfer ends")
+        if links is None:
+            return
+
+        def open_ends() -> None:
+            self.loaded.record()
+            started = self._collect(links, RankStarted, "they open their transfer ends")
             self.data_addresses += [report.data_address for _, report in sorted(started.items())]
+
+        links.broadcast(RankStart(self.num_blocks, incarnation))
+        await self._within_start(open_ends)
 
     def broadcast(self, order: object) -> None:
         """Send an order to every other rank, if there are any. Any thread."""

@@ -33,6 +33,7 @@ ReportT = TypeVar("ReportT")
 ResultT = TypeVar("ResultT")
 
 _PROGRESS_EVERY_S = 5.0
+_MOMENT_S = 1.0
 _END_S = 1.0
 """SIGTERM ends a rank at once; one that is still there then stands still and wants SIGKILL."""
 
@@ -79,14 +80,17 @@ class RankLinks:
             child.stdin.close()
             self._children[rank] = child
 
-    def collect(self, kind: type[ReportT], timeout_s: float, what: str) -> dict[int, ReportT]:
-        """One report of `kind` from every other rank.
+    def collect(
+        self, kind: type[ReportT], timeout_s: float, what: str, *, since_s: float | None = None
+    ) -> dict[int, ReportT]:
+        """One report of `kind` from every other rank, within `timeout_s` from `since_s` (None: from now) on, or a moment
+        for those that are there already.
 
         Raises: ConfigError naming the ranks that did not come in time; a rank's own error if one failed.
         """
         got: dict[int, ReportT] = {}
-        deadline_s = time.monotonic() + timeout_s
         told_s = time.monotonic()
+        deadline_s = told_s + timeout_s if since_s is None else max(since_s + timeout_s, told_s + _MOMENT_S)
         while len(got) < self.world_size - 1:
             missing = [rank for rank in range(1, self.world_size) if rank not in got]
             now_s = time.monotonic()

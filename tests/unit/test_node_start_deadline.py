@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,50 @@ def test_a_model_that_never_loads_ends_the_start_at_its_deadline(tmp_path: Path,
         asyncio.run(asyncio.wait_for(leader(tmp_path, 1.0).start(small_batches=False), 30))
     assert hang.began.is_set()
     assert not hang.over.is_set(), "the process would have ended while the load still hung"
+
+
+class OneOther:
+    """Stands for the links to one other rank, which is always there."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def collect(self, kind: type, timeout_s: float, what: str, *, since_s: float) -> dict[int, Any]:
+        return {1: SimpleNamespace(data_address="there")}
+
+    def broadcast(self, order: object) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_timeout_s: float) -> tuple[Leader, OneOther]:
+    monkeypatch.setattr("common.node.leader._NAMING_S", 0.5)
+    monkeypatch.setattr("common.node.leader.connect_mesh", lambda *_, **__: None)
+    made, links = leader(tmp_path, start_timeout_s), OneOther()
+    made.links = links  # type: ignore[assignment]
+    return made, links
+
+
+def test_a_leader_of_ranks_whose_own_part_never_loads_has_the_deadline_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Hang
+) -> None:
+    made, links = of_two_ranks(tmp_path, monkeypatch, 1.0)
+    with pytest.raises(ConfigError, match="the model was not loaded within 1 s"):
+        asyncio.run(asyncio.wait_for(made.start(small_batches=False), 30))
+    assert links.closed
+
+
+def test_the_end_of_a_start_has_what_its_beginning_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = of_two_ranks(tmp_path, monkeypatch, 600.0)
+    over = threading.Event()
+    made.loaded = SimpleNamespace(record=lambda: over.wait(60))  # type: ignore[assignment]
+    made._since_s -= 600.0
+    with pytest.raises(ConfigError, match="the model was not loaded within 600 s"):
+        asyncio.run(asyncio.wait_for(made.begin("an-incarnation", "here"), 30))
+    assert made.data_addresses == ["here"]
+    over.set()
 
 
 def test_a_start_that_hangs_can_be_stopped(tmp_path: Path, hang: Hang) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,19 @@ def test_a_rank_that_said_why_it_ends_is_quoted(links: RankLinks) -> None:
         assert links._reports.poll(10_000)
         with pytest.raises(ConfigError, match="rank 1: no memory for 7 KV blocks"):
             links.collect(RankReady, 10.0, "they load their shards")
+
+
+def test_ranks_have_what_is_left_of_the_start_and_what_they_said_counts_after_it() -> None:
+    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(links.address)
+        socket.send(CODEC.encode(RankReady(1, 7, 0)))
+        assert links._reports.poll(10_000)
+        long_ago_s = time.monotonic() - 700.0
+        assert links.collect(RankReady, 600.0, "they load their shards", since_s=long_ago_s)[1].max_blocks == 7
+        with pytest.raises(ConfigError, match=r"ranks \[1\] did not come within 600 s: they load their shards"):
+            links.collect(RankReady, 600.0, "they load their shards", since_s=long_ago_s)
+    links.close()
 
 
 def test_a_rank_that_said_nothing_is_named(links: RankLinks) -> None:
