@@ -61,6 +61,7 @@ class RankLinks:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._lock = threading.Lock()
+        self._collecting = threading.Lock()
 
     # ------------------------------------------------------------ start-up
 
@@ -86,12 +87,19 @@ class RankLinks:
         """One report of `kind` from every other rank, within `timeout_s` from `since_s` (None: from now) on, or a moment
         for those that are there already.
 
-        Raises: ConfigError naming the ranks that did not come in time; a rank's own error if one failed.
+        Raises: ConfigError naming the ranks that did not come in time; a rank's own error if one failed; RankLost if one
+        ended, or at `close`.
         """
+        with self._collecting:
+            return self._collect(kind, timeout_s, what, since_s)
+
+    def _collect(self, kind: type[ReportT], timeout_s: float, what: str, since_s: float | None) -> dict[int, ReportT]:
         got: dict[int, ReportT] = {}
         told_s = time.monotonic()
         deadline_s = told_s + timeout_s if since_s is None else max(since_s + timeout_s, told_s + _MOMENT_S)
         while len(got) < self.world_size - 1:
+            if self._closing:
+                raise RankLost("the node ends")
             missing = [rank for rank in range(1, self.world_size) if rank not in got]
             now_s = time.monotonic()
             if now_s > deadline_s:
@@ -182,7 +190,7 @@ class RankLinks:
                 on_dead(error)
 
     def close(self) -> None:
-        """End the local ranks and close the sockets."""
+        """End the local ranks and close the sockets, once no other thread is at them any more."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()
@@ -194,7 +202,8 @@ class RankLinks:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        self._context.destroy(linger=0)
+        with self._collecting:  # what stopped the start left its thread behind
+            self._context.destroy(linger=0)
 
 
 class RankedExecutor:

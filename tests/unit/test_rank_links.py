@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -52,3 +53,14 @@ def test_ranks_have_what_is_left_of_the_start_and_what_they_said_counts_after_it
 def test_a_rank_that_said_nothing_is_named(links: RankLinks) -> None:
     with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) ended with 1"):
         links.collect(RankReady, 10.0, "they load their shards")
+
+
+def test_a_start_that_is_stopped_closes_no_socket_under_the_thread_that_reads_it() -> None:
+    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(links.collect, RankReady, 600.0, "they load their shards")
+        while not links._collecting.locked():
+            time.sleep(0.001)
+        links.close()
+        with pytest.raises(RankLost, match="the node ends"):
+            waits.result(10)
