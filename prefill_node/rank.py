@@ -1,6 +1,7 @@
 """The process of a prefill node's rank other than its leader: forked from it, or started by it as a program of its own.
 
-Settles how the process shares the machine before torch is imported.
+As a program it settles how the process shares the machine before torch is imported; forked, it has that, and torch, from
+its leader.
 """
 
 from __future__ import annotations
