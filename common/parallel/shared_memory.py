@@ -8,6 +8,7 @@ Plain stores in order suffice on x86, the only processor that `futex.AVAILABLE` 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -35,12 +36,15 @@ _SPINS = 40
 _LOOK_EVERY_S = 0.1
 """How often a waiting rank looks whether the awaited one is alive."""
 _NAME_PREFIX = "kvrelay-"
+_SWEEP_AFTER_S = 60.0
+"""A name so old that no rank holds a lock behind it is nobody's; a younger one may only just be made."""
 _LOCK_FORMAT = "hhqqi4x"
 """struct flock on 64-bit Linux."""
 
 
 class Segment:
-    """The mapped file. Exists by name only while ranks attach: whoever dies later leaves nothing behind.
+    """The mapped file. Exists by name only while ranks attach: whoever dies later leaves nothing behind, and what one that
+    dies before leaves is taken away by the next.
 
     Every rank locks one byte of it, its own; the kernel gives the lock back when the rank dies.
     """
@@ -63,6 +67,7 @@ class Segment:
     @classmethod
     def create(cls, rank: int, size: int) -> Segment:
         """A new segment for `size` ranks. Raises: OSError."""
+        _sweep()
         return cls(futex.SHM_DIR / f"{_NAME_PREFIX}{secrets.token_hex(8)}", os.O_CREAT | os.O_EXCL, rank, size)
 
     @classmethod
@@ -91,6 +96,21 @@ class Segment:
 
 def _lock_of(rank: int) -> bytes:
     return struct.pack(_LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+
+
+def _sweep() -> None:
+    """Take away the names of segments whose ranks have all ended: their memory is lost until then."""
+    everybody = struct.pack(_LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    for path in futex.SHM_DIR.glob(f"{_NAME_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, gone meanwhile, or in use
+            if time.time() - path.lstat().st_mtime < _SWEEP_AFTER_S:
+                continue
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, everybody)
+                path.unlink()
+            finally:
+                os.close(fd)
 
 
 class SharedMemoryGroup:

@@ -1,0 +1,43 @@
+"""Files behind the memory that ranks share: none stays when those who made it have ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.parallel import futex
+from common.parallel.shared_memory import Segment
+
+pytestmark = pytest.mark.skipif(not futex.AVAILABLE, reason="ranks share memory on x86-64 Linux only")
+
+ENDS_WHILE_OTHERS_ATTACH = """
+import os, sys
+from pathlib import Path
+from common.parallel import futex
+from common.parallel.shared_memory import Segment
+futex.SHM_DIR = Path(sys.argv[1])
+Segment.create(0, 2)
+os._exit(0)
+"""
+
+
+def test_what_a_rank_left_that_ended_while_others_attached_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futex, "SHM_DIR", tmp_path)
+    subprocess.run([sys.executable, "-c", ENDS_WHILE_OTHERS_ATTACH, str(tmp_path)], check=True, timeout=60)
+    (left,) = tmp_path.iterdir()
+    mine = Segment.create(0, 2)
+    assert len(list(tmp_path.iterdir())) == 2, "one that is young may be about to be locked"
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    other = Segment.create(0, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name}, f"{left} is nobody's"
+    Segment.attach(mine.name, 1, 2).close()
+    for segment in (mine, other):
+        segment.close()
+    assert not list(tmp_path.iterdir())
