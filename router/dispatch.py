@@ -190,11 +190,23 @@ class Dispatcher:
 
     def _start_fresh(self) -> None:
         """Start what was submitted; a burst in portions, between which streams go on."""
-        portion, self._fresh = self._fresh[:_STARTS_PER_TURN], self._fresh[_STARTS_PER_TURN:]
-        for generation in portion:
-            generation.start()
+        self._start(_STARTS_PER_TURN)
         if self._fresh:
             asyncio.get_running_loop().call_soon(self._start_fresh)
+
+    def _start(self, count: int) -> None:
+        portion, self._fresh = self._fresh[:count], self._fresh[count:]
+        for generation in portion:
+            generation.start()
+
+    def _is_full(self, count: int) -> bool:
+        """Whether there is no room for `count` more, once those that came just now stand in the queue: whose place a
+        newcomer may take is told from who has how many there.
+        """
+        most = self._settings.max_waiting
+        if self._waiting + count > most:
+            self._start(len(self._fresh))
+        return self._waiting + count > most
 
     def check_room(self, count: int, tenant: str = "") -> None:
         """Refuse early what `submit` would refuse.
@@ -206,7 +218,7 @@ class Dispatcher:
             raise Unavailable(self._stopping.message)
         if count > self._settings.max_waiting:
             raise BadRequest(f"at most {self._settings.max_waiting} prompts in one request are served", param="prompt")
-        if self._waiting + count > self._settings.max_waiting and (count > 1 or not self.held.has_victim(tenant)):
+        if self._is_full(count) and (count > 1 or not self.held.has_victim(tenant)):
             raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
 
     async def run(self) -> None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
 
 from common.clock import MockClock
-from common.errors import BadRequest, Unavailable
+from common.errors import BadRequest, Overloaded, Unavailable
 from common.protocol import SamplingParams
 from router.dispatch import Dispatcher, DispatchSettings
 from router.generation import Generation, GenerationRequest, Outcome
 from router.metrics import Metrics
 from router.nodes import NodeTable
-from router.placing import Order
+from router.placing import Order, Placement
 
 REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=4), skip_special_tokens=False)
 
 
-def play(scene: Callable[[Dispatcher], Awaitable[None]]) -> None:
+def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 256) -> None:
     async def main() -> None:
-        dispatcher = Dispatcher(DispatchSettings(), Metrics())
+        dispatcher = Dispatcher(DispatchSettings(max_waiting=max_waiting), Metrics())
         try:
             await scene(dispatcher)
             assert dispatcher.running == dispatcher.waiting == 0
@@ -183,3 +184,25 @@ def test_a_burst_is_placed_in_portions_and_one_that_left_before_its_turn_is_not_
         assert [generation.outcome == Outcome() for generation in burst] == [i == 40 for i in range(80)]
 
     play(scene)
+
+
+def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one turn of the loop have not begun when the next of them asks for a place."""
+    for module in ("admission", "holding"):
+        monkeypatch.setattr(f"router.{module}.crowded", lambda *_: "every node is busy")
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
+        monkeypatch.setattr(dispatcher.placer, "decide", lambda _: placement)
+        early = [await submit(dispatcher, f"a{i}") for i in range(6)]
+        late: list[Generation] = []
+        request = REQUEST._replace(tenant="b")
+        for i in range(6):
+            with contextlib.suppress(Overloaded):
+                late += dispatcher.submit(f"b{i}", [request], cast("Any", None), lambda: None)
+        await asyncio.sleep(0)
+        assert [sum(each.outcome is None for each in those) for those in (early, late)] == [3, 3]
+        for generation in early + late:
+            generation.cancel()
+
+    play(scene, max_waiting=6)
