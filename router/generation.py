@@ -192,7 +192,10 @@ class Generation:
                     pending += self.flow.handle(event)
         except Exception:
             log.exception("%s failed", self.request_id)
-            self._break_off(pending)
+            try:
+                self._break_off(pending)
+            except Exception:
+                log.exception("%s could not be ended in order", self.request_id)
         finally:
             self._busy = False
 

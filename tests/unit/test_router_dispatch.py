@@ -152,6 +152,26 @@ def test_a_request_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyPa
     play(scene)
 
 
+def test_one_that_fails_and_cannot_be_ended_in_order_does_not_keep_those_behind_it_from_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        monkeypatch.setattr(dispatcher.placer, "decide", broken)
+        end, broken_ends = dispatcher._metrics.end, [True]
+        monkeypatch.setattr(dispatcher._metrics, "end", lambda each: broken() if broken_ends.pop() else end(each))
+        broken_ends[:0] = [False] * 40
+        burst = [dispatcher.submit(f"r{i}", [REQUEST], cast("Any", None), lambda: None)[0] for i in range(40)]
+        async with asyncio.timeout(20):
+            while dispatcher.running:
+                await asyncio.sleep(0)
+        assert [message(each) for each in burst] == ["internal error in the router"] * 40
+
+    play(scene)
+
+
 def test_more_prompts_than_the_queue_takes_are_the_clients_mistake() -> None:
     async def scene(dispatcher: Dispatcher) -> None:
         with pytest.raises(BadRequest, match="at most 256 prompts"):
