@@ -265,7 +265,8 @@ def _generation_request(
         asked = wanted if wanted is not None and explicit else 1
         raise _too_long(model, str(len(prompt_ids) + asked), len(prompt_ids), asked, param)
     defaults = model.sampling_defaults
-    max_tokens = min(wanted or defaults.max_tokens or room, room)
+    usual = defaults.max_tokens and max(defaults.max_tokens, body.min_tokens or 0)
+    max_tokens = min(wanted or usual or room, room)
     sampling = body.sampling(max_tokens=max_tokens, eos_token_ids=model.eos_token_ids, defaults=defaults)
     beyond = [token_id for token_id in body.stop_token_ids or () if token_id >= model.vocab_size]
     if beyond:

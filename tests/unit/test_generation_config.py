@@ -86,6 +86,14 @@ def test_the_default_length_never_makes_a_prompt_too_long(folder: Path) -> None:
         asked(chat(max_tokens=4), model, model.max_model_len - 3)
 
 
+def test_the_default_length_gives_way_to_the_least_that_a_client_asks_for(folder: Path) -> None:
+    model = served(folder)
+    assert asked(chat(min_tokens=29), model).max_tokens == 30
+    assert asked(chat(min_tokens=31), model).max_tokens == 31
+    with pytest.raises(BadRequest, match="min_tokens is 31, more than the 30"):
+        asked(chat(min_tokens=31, max_tokens=30), model)
+
+
 def test_a_completion_keeps_openais_16_tokens(folder: Path) -> None:
     model = served(folder)
     sampling = asked(CompletionRequest(prompt=["hi"]), model)
