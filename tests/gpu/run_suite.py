@@ -10,6 +10,7 @@ out; both are named at the end, and then, as after a failed test, the exit statu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -91,8 +92,8 @@ def run_group(group: Group, left_s: float) -> Told:
     )
     assert process.stdout is not None
     allowed_s = min(group.at_most_s, left_s)
-    ended = threading.Event()
-    watchdog = threading.Thread(target=_end_after, args=(process, allowed_s, ended), daemon=True)
+    late = threading.Event()
+    watchdog = threading.Thread(target=_end_after, args=(process, allowed_s, late), daemon=True)
     watchdog.start()
     for line in process.stdout:
         print(line, end="", flush=True)
@@ -100,27 +101,25 @@ def run_group(group: Group, left_s: float) -> Told:
             told.counts[outcome[1]] += 1
     code = process.wait()
     told.took_s = time.monotonic() - started
-    is_late = ended.is_set()
-    ended.set()
     watchdog.join()
-    if is_late:
+    if late.is_set():
         told.end = f"ended after {allowed_s:.0f} s, not whole"
     elif code not in (0, 1):
         told.end = f"its process ended with {code}"
     return told
 
 
-def _end_after(process: subprocess.Popen[str], allowed_s: float, ended: threading.Event) -> None:
-    """Interrupt the group, which then stops its nodes; a while later end it and whatever it left."""
+def _end_after(process: subprocess.Popen[str], allowed_s: float, late: threading.Event) -> None:
+    """Interrupt a group that is late, which then stops its nodes; end it a while later. However it ended, end what it left:
+    that still holds memory of the card."""
     try:
         process.wait(allowed_s)
-        return
     except subprocess.TimeoutExpired:
-        ended.set()
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
+        late.set()
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 

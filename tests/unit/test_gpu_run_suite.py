@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 from gpu.run_suite import GROUPS, Group, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 _TESTS = """
-import os, time, pytest
+import os, pathlib, subprocess, sys, time, pytest
 @pytest.mark.parametrize("x", [0], ids=["a name of words"])
 def test_passes(x): pass
 @pytest.mark.skip(reason="needs two cards [sic]")
 def test_skips(): pass
 def test_fails(): assert False
-def test_dies(): os._exit(7)
+def test_dies():
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path(__file__).with_name("left").write_text(str(left.pid))
+    os._exit(7)
 def test_hangs(): time.sleep(600)
 """
 
@@ -35,6 +39,8 @@ def test_each_group_is_told_whatever_the_others_do(
     mixed, dead, good, hanging = run_all(groups, 100)
     assert (dict(mixed.counts), mixed.end, mixed.is_good) == ({"PASSED": 1, "FAILED": 1, "SKIPPED": 1}, "", False)
     assert (dict(dead.counts), dead.end) == ({"PASSED": 1}, "its process ended with 7")
+    left = int((tmp_path / "left").read_text())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
     assert (dict(good.counts), good.is_good) == ({"PASSED": 1}, True)
     assert (hanging.end, hanging.is_good) == ("ended after 3 s, not whole", False)
     assert "test_of_all_kinds.py::test_passes[a name of words] PASSED" in capsys.readouterr().out
