@@ -95,11 +95,15 @@ def run_group(group: Group, left_s: float) -> Told:
     late = threading.Event()
     watchdog = threading.Thread(target=_end_after, args=(process, allowed_s, late), daemon=True)
     watchdog.start()
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        if outcome := _OUTCOME.search(line):
-            told.counts[outcome[1]] += 1
-    code = process.wait()
+    try:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if outcome := _OUTCOME.search(line):
+                told.counts[outcome[1]] += 1
+        code = process.wait()
+    except BaseException:  # Ctrl-C or SIGTERM, of which the group's own session hears nothing
+        _end(process)
+        raise
     told.took_s = time.monotonic() - started
     watchdog.join()
     if late.is_set():
@@ -116,6 +120,11 @@ def _end_after(process: subprocess.Popen[str], allowed_s: float, late: threading
         process.wait(allowed_s)
     except subprocess.TimeoutExpired:
         late.set()
+    _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
@@ -142,7 +151,11 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=_BUDGET_S, help="seconds for all groups")
     parser.add_argument("--only", default="", help=f"of: {', '.join(group.name for group in GROUPS)}")
     arguments = parser.parse_args()
-    wanted = arguments.only.split(",") if arguments.only else [group.name for group in GROUPS]
+    names = [group.name for group in GROUPS]
+    wanted = arguments.only.split(",") if arguments.only else names
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"no group is called {', '.join(unknown)}; there are {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     started = time.monotonic()
     all_told = run_all([group for group in GROUPS if group.name in wanted], arguments.budget_s)
     print(f"\n=== all groups, {time.monotonic() - started:.0f} s of {arguments.budget_s:.0f}")

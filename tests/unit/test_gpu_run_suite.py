@@ -6,7 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpu.run_suite import GROUPS, Group, run_all
+from gpu import run_suite
+from gpu.run_suite import GROUPS, Group, run_all, run_group
 
 ROOT = Path(__file__).resolve().parents[2]
 _TESTS = """
@@ -44,6 +45,33 @@ def test_each_group_is_told_whatever_the_others_do(
     assert (dict(good.counts), good.is_good) == ({"PASSED": 1}, True)
     assert (hanging.end, hanging.is_good) == ("ended after 3 s, not whole", False)
     assert "test_of_all_kinds.py::test_passes[a name of words] PASSED" in capsys.readouterr().out
+
+
+def test_interrupted_run_ends_the_group_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_that_runs.py"
+    file.write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)")
+
+    def interrupted(line: str, **_: object) -> None:
+        if "pid " in line:
+            pids.append(int(line.split()[-1]))
+            raise KeyboardInterrupt
+
+    pids: list[int] = []
+    monkeypatch.setattr(run_suite, "print", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        run_group(Group("running", 60, ("-s", "-p", "no:cacheprovider", "-c", "/dev/null", str(file))), 60)
+    assert pids
+    assert not psutil.pid_exists(pids[0])
+
+
+def test_group_that_does_not_exist_is_no_success(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu-check", "--only", "relay,kernel"])
+    with pytest.raises(SystemExit) as end:
+        run_suite.main()
+    assert end.value.code == 2
+    assert "no group is called kernel;" in capsys.readouterr().err
 
 
 def test_groups_without_time_are_left_out_and_named() -> None:
