@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from load.command import Incomplete, Run
+from load.gpu import bench as gpu_bench
 from load.gpu.bench import LINES
 from load.gpu.session import GpuSession
 from load.results import Result, Target
+from load.worker import WorkerFailed
 from rich.console import Console
 
 ABOUT = {"cpu": "any", "cores": 1, "torch": "2"}
@@ -55,6 +57,21 @@ def test_a_line_is_begun_only_if_the_run_has_the_time_and_bounded_by_its_own() -
     assert session.begin(50, 500)
     assert 99 < session.left_s() <= 100
     assert not session.begin(101, 500)
+
+
+def test_limits_that_hang_take_no_longer_than_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[float] = []
+
+    def about(session: GpuSession) -> dict[str, str]:
+        allowed.append(session.left_s())
+        raise WorkerFailed("it did not answer in time")
+
+    monkeypatch.setattr(GpuSession, "about", property(about))
+    monkeypatch.setattr("sys.argv", ["gpu-bench"])
+    monkeypatch.setattr(gpu_bench, "end_by_exception", lambda: None)
+    with pytest.raises(WorkerFailed):
+        gpu_bench.main()
+    assert 50 < allowed[0] <= LINES["limits"][1]
 
 
 def test_what_must_be_measured_comes_first_and_nearly_all_of_it_fits_the_default() -> None:
