@@ -131,7 +131,7 @@ class CollectivePeer(Peer):
         self._usable = False
         self._answered = False
         self._over = False
-        """The thread has ended."""
+        """The thread has ended, or is left behind."""
         self._failure = ""
         self._give_up_at = now + 2 * plan.timeout_s
         self._life_sign_at = now + _LIFE_SIGN_S

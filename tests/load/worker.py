@@ -32,8 +32,7 @@ RESULT_TIMEOUT_S = 1200.0
 
 
 def child_env() -> dict[str, str]:
-    """What a child must be told to find what we find: this repository, and what PYTHONPATH named before, which on a
-    card are the kernels that were compiled ahead."""
+    """What a child must be told to find what we find: this repository, and what PYTHONPATH named before."""
     inherited = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": os.pathsep.join([*SEARCH_PATH, *([inherited] if inherited else [])])}
 
