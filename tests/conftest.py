@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 import secrets
 import threading
@@ -65,7 +66,9 @@ def free_port() -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test after which a child process, a thread or a listening socket of ours is left."""
+    """Fail a test after which a child process, a thread or a listening socket of ours is left, or this thread computes
+    otherwise than before, without the smallest numbers.
+    """
     before = _belongings()
     yield
     deadline = time.monotonic() + _GRACE_S
@@ -73,6 +76,7 @@ def nothing_left_behind() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail("left behind: " + "; ".join(left))
         time.sleep(0.02)
+    assert math.ulp(0.0) * 1.0 > 0, "this test left the flushing of denormal numbers on"
 
 
 def _belongings() -> dict[str, str]:

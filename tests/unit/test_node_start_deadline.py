@@ -33,6 +33,12 @@ class Hang:
         raise ConfigError("nobody waits for this any more")
 
 
+@pytest.fixture(autouse=True)
+def own_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start settles how its thread computes, which here is the thread of all tests."""
+    monkeypatch.setattr("common.node.leader.configure_torch", lambda _: None)
+
+
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     made = Hang()
