@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from common.kv.layout import DTYPE_BYTES, KVLayout, RankShard
 
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
 _NUMPY_WORD = {4: np.uint32, 2: np.uint16, 1: np.uint8}
+_MEMINFO, _CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 
 
 class KVStorage:
@@ -91,8 +93,11 @@ def _zeros_on_demand(size_bytes: int) -> Tensor:
     In large pages where there are any: blocks at random places otherwise miss the TLB at every turn, which halves the
     speed of gathering and scattering them.
 
-    Raises: ConfigError if the system refuses so much.
+    Raises: ConfigError if there is not so much: to find that out page by page would end the node in the middle of its work.
     """
+    left = _memory_left()
+    if size_bytes > left:
+        raise ConfigError(f"no memory for {size_bytes / 1e9:.2f} GB of KV: {left / 1e9:.2f} GB are free")
     try:
         memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -101,3 +106,14 @@ def _zeros_on_demand(size_bytes: int) -> Tensor:
         with contextlib.suppress(OSError):  # no more than a wish
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size_bytes))
+
+
+def _memory_left() -> float:
+    """Bytes that this machine has free, or that this container may have at all; infinite where neither is told."""
+    left = math.inf
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = _MEMINFO.read_text().splitlines()
+        left = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    with contextlib.suppress(OSError, ValueError):  # "max": it has no limit
+        left = min(left, int(_CGROUP_LIMIT.read_text()))
+    return left

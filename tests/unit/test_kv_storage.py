@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from pathlib import Path
+
 import psutil
 import pytest
 
@@ -24,6 +28,21 @@ def test_memory_is_zero_and_taken_as_it_is_written() -> None:
     assert block.all(), "both see the same memory"
 
 
-def test_more_than_the_system_can_give_is_refused_in_one_sentence() -> None:
+def test_more_than_the_system_can_give_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"no memory for [0-9.]+ GB of KV: [0-9.]+ GB are free"):
+        KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**56 // LAYOUT.bytes_per_block)
+    monkeypatch.setattr("common.kv.storage._memory_left", lambda: math.inf)  # as where nothing tells
     with pytest.raises(ConfigError, match=r"no memory for [0-9.]+ GB of KV"):
         KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**56 // LAYOUT.bytes_per_block)
+
+
+@pytest.mark.parametrize(("limit", "fits"), [("max", True), (str(2**30), True), (str(2**20), False), (None, True)])
+def test_a_containers_limit_counts(
+    limit: str | None, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "memory.max"
+    if limit is not None:
+        told.write_text(limit + "\n")
+    monkeypatch.setattr("common.kv.storage._CGROUP_LIMIT", told)
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r": 0\.00 GB are free"):
+        KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**24 // LAYOUT.bytes_per_block)
