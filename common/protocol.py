@@ -470,7 +470,10 @@ def split(frame: bytes) -> list[object]:
     envelopes = unpack(frame)
     if not isinstance(envelopes, list):
         raise ProtocolError("not an array of messages")
-    return cast("list[object]", envelopes)
+    messages = cast("list[object]", envelopes)
+    if messages and isinstance(messages[0], int):  # before version 3 a frame was one message, which began with this
+        raise ProtocolError(f"protocol version differs: theirs is {messages[0]}, ours is {PROTOCOL_VERSION}")
+    return messages
 
 
 def check(envelope: object) -> Message:

@@ -89,6 +89,11 @@ def test_what_is_no_frame_is_refused(frame: bytes) -> None:
         split(frame)
 
 
+def test_a_frame_of_an_older_version_is_told_by_both_versions() -> None:
+    with pytest.raises(ProtocolError, match=f"theirs is 2, ours is {PROTOCOL_VERSION}"):
+        split(msgpack.packb([2, "Ping", {"router_id": "r", "lease_s": 3.0}]))
+
+
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
