@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import KvRelayError
+from router.abreast import abreast
 from router.generation import Delta, Generation
 from router.openai_format import DONE, Format, FormatOptions, error_body, sse, to_json, usage
 from router.served import how_served
@@ -159,6 +160,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            await abreast()
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for data, more in self._body:
                 await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import KvRelayError
-from router.abreast import abreast
 from router.api import KeyGuard
 
 log = logging.getLogger(__name__)
@@ -51,5 +50,4 @@ class Front:
             if not isinstance(error, KvRelayError | ClientDisconnect):
                 log.exception("%s failed", scope["path"])
             response = await self._on_error(request, error)
-        await abreast()
         await response(scope, receive, send)
