@@ -1,7 +1,7 @@
 """Requests that arrive together pass the stages of their way together. Router process, event loop.
 
 A request runs through more code than the processor's nearer caches hold. One that goes all the way by itself finds
-little of it there and leaves little for the next; under load that is a third of its time.
+little of it there and leaves little for the next; under load that is a quarter of its time.
 """
 
 import asyncio

@@ -306,10 +306,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
     cluster = make()
     bystander = cluster.transfer("bystander", tokens=60)
     bystander.compute()
-    bystander.open_receivers()
-    bystander.open_senders()
-    bystander.grant()
-    bystander.final(num_blocks=3)
+    bystander.hand_over(num_blocks=3)
     socket_of = zmq.Context.socket
 
     def socket_or_not(context: Any, kind: int, *args: Any, **kwargs: Any) -> Any:
@@ -498,10 +495,7 @@ def test_message_that_overtakes_its_own_open_in_the_mailbox_is_taken(
     def racing(max_frames: int) -> Any:
         if not raced:
             raced.append(True)
-            transfer.open_receivers()
-            transfer.open_senders()
-            transfer.grant()
-            transfer.final()
+            transfer.hand_over()
             assert router.socket.poll(1000 * DEADLINE_S)
         return receive(max_frames)
 

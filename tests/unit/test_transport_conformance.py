@@ -126,10 +126,7 @@ def test_held_blocks_are_not_sent_nor_written(make: Any, held: int) -> None:
 def test_grant_before_anything_is_final(make: Any) -> None:
     transfer = make().transfer()
     transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final()
+    transfer.hand_over()
     transfer.check_received()
 
 
@@ -146,10 +143,7 @@ def test_grant_after_everything_is_final(make: Any) -> None:
 def test_second_grant_changes_nothing(make: Any) -> None:
     transfer = make().transfer()
     transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final(num_blocks=2)
+    transfer.hand_over(num_blocks=2)
     transfer.grant()
     transfer.final()
     transfer.check_received()
@@ -235,10 +229,7 @@ def test_sender_abort_releases_the_source_and_the_receiver_never_completes(make:
     cluster = make()
     transfer = cluster.transfer(tokens=100)
     transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final(num_blocks=3)
+    transfer.hand_over(num_blocks=3)
     if final_layers:
         transfer.final(layers=range(final_layers - 1))
     cluster.senders[0].end.abort(transfer.key)
@@ -368,10 +359,7 @@ def test_deadlines_pass_at_both_ends(make: Any) -> None:
     cluster = make(clock=clock)
     transfer = cluster.transfer(timeout_s=5.0)
     transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final(num_blocks=1)
+    transfer.hand_over(num_blocks=1)
     wait_until(
         lambda: np.array_equal(
             cluster.receivers[0].storage.words[:, :, transfer.dst_blocks[0]], transfer.truth[:, :, 0]
@@ -445,10 +433,7 @@ def test_sender_close_releases_the_source(make: Any) -> None:
     cluster = make()
     transfer = cluster.transfer(tokens=100)
     transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final(num_blocks=20)
+    transfer.hand_over(num_blocks=20)
     cluster.senders[0].end.close()
     released = cluster.senders[0].recorder.of(transfer.key, SourceReleased)
     assert len(released) == 1
@@ -463,10 +448,7 @@ def test_receiver_close_releases_the_destination_and_ends_the_sender(make: Any) 
     cluster = make()
     transfer = cluster.transfer(tokens=100)
     transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final(num_blocks=1)
+    transfer.hand_over(num_blocks=1)
     wait_until(
         lambda: np.array_equal(
             cluster.receivers[0].storage.words[:, :, transfer.dst_blocks[0]], transfer.truth[:, :, 0]
@@ -521,10 +503,7 @@ def test_message_at_which_the_receiver_fails_is_answered(make: Any, monkeypatch:
     monkeypatch.setattr(copier, "scatter_all", fail)
     transfer = cluster.transfer(tokens=60)
     transfer.compute()
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final()
+    transfer.hand_over()
     assert isinstance(cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed).error, TransferError)
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert "I/O thread failed" in str(released.error)
@@ -640,10 +619,7 @@ def test_nothing_is_left_after_close(make: Any, transport: Any) -> None:
         cluster = Cluster(transport, layout(tp=2), layout(pp=(2, 2)))
         cluster.transfer("done").run()
         hanging = cluster.transfer("hanging", seed=1)
-        hanging.open_receivers()
-        hanging.open_senders()
-        hanging.grant()
-        hanging.final(num_blocks=2)
+        hanging.hand_over(num_blocks=2)
         cluster.close()
         cluster.close()
 

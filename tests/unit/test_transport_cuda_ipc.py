@@ -85,10 +85,7 @@ def test_nothing_is_lent_before_the_card_has_computed_it(make: Any) -> None:
     _, theirs = devices(cluster)
     transfer = cluster.transfer(tokens=27)
     theirs.compute.open = False
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final()
+    transfer.hand_over()
     cluster.transfer("fence", seed=3).open_receivers()
     wait_until(lambda: len(cluster.senders[0].end._final._commands) >= 4, "the sender has heard of it")
     assert not cluster.senders[0].end.bytes_by_transport["cuda_ipc"]
@@ -121,10 +118,7 @@ def test_destination_is_written_only_after_what_the_card_did_there_before(make: 
     transfer.compute()
     transfer.poison_destination()
     ours.compute.open = False
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final()
+    transfer.hand_over()
     wait_until(lambda: ours.copies > 0, "the copies are started")
     transfer.check_destination_untouched()
     ours.compute.open = True
@@ -203,10 +197,7 @@ def test_end_of_a_card_that_stands_still_can_be_closed(make: Any, monkeypatch: p
     transfer = cluster.transfer(tokens=27)
     transfer.compute()
     ours.compute.open = False
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final()
+    transfer.hand_over()
     wait_until(lambda: ours.copies > 0, "the copies are started")
     cluster.receivers[0].end.close()
     assert cluster.receivers[0].recorder.of(transfer.key, DestinationReleased)
@@ -220,10 +211,7 @@ def test_copies_under_way_when_the_receiver_fails_are_answered_when_they_have_en
     transfer = cluster.transfer(tokens=27)
     transfer.compute()
     ours.copying.open = False
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final()
+    transfer.hand_over()
     receiver = cluster.receivers[0].end
     wait_until(lambda: ours.copies > 0, "a copy is under way")
 
@@ -252,10 +240,7 @@ def test_receiver_that_fails_over_a_card_that_stands_still_can_be_closed(
     transfer = cluster.transfer(tokens=27)
     transfer.compute()
     ours.copying.open = False
-    transfer.open_receivers()
-    transfer.open_senders()
-    transfer.grant()
-    transfer.final()
+    transfer.hand_over()
     receiver = cluster.receivers[0].end
     wait_until(lambda: ours.copies > 0, "a copy is under way")
     monkeypatch.setattr(receiver._end, "expire", lambda _: 1 / 0)

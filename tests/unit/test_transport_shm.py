@@ -144,10 +144,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
     cluster = make()
     bystander = cluster.transfer("bystander", tokens=60)
     bystander.compute()
-    bystander.open_receivers()
-    bystander.open_senders()
-    bystander.grant()
-    bystander.final(num_blocks=3)
+    bystander.hand_over(num_blocks=3)
     wait_until(lambda: bool(cluster.senders[0].end._peers), "its link is there")
 
     class Nothing(socket.socket):
@@ -217,10 +214,7 @@ def test_receiver_without_a_descriptor_to_spare_takes_senders_later_and_fails_no
     listener._socket = none_left = NoDescriptors(real)
     waiting = cluster.transfer("waiting")
     waiting.compute()
-    waiting.open_receivers()
-    waiting.open_senders()
-    waiting.grant()
-    waiting.final()
+    waiting.hand_over()
     wait_until(lambda: listener._accept_again_s is not None, "the accept has failed")
     for _ in range(20):
         receiver.abort(AttemptKey("nobody", 1))  # a turn of its thread

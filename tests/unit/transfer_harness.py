@@ -182,13 +182,17 @@ class Transfer:
             for layer in layers or range(rank.storage.data.shape[0]):
                 rank.end.blocks_final(self.key, layer, self.total if num_blocks is None else num_blocks)
 
-    def run(self) -> None:
-        """The whole relay, checked at the end."""
-        self.compute()
+    def hand_over(self, num_blocks: int | None = None) -> None:
+        """Open every end, grant, and give what is computed (`num_blocks` of it) over to be sent."""
         self.open_receivers()
         self.open_senders()
         self.grant()
-        self.final()
+        self.final(num_blocks)
+
+    def run(self) -> None:
+        """The whole relay, checked at the end."""
+        self.compute()
+        self.hand_over()
         self.check_received()
 
     def check_received(self) -> None:
