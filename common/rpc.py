@@ -65,10 +65,15 @@ class _Inbox:
         self.wake()
 
     def wake(self) -> None:
-        """Look soon. The descriptor only tells of changes, and whoever uses the socket may have taken that from us."""
-        if not self._due and not self._closed:
+        """Read soon what is there. The descriptor only tells of changes, and whoever uses the socket may have taken that
+        from us.
+        """
+        if not self._due and not self._closed and self._readable():
             self._due = True
             self._loop.call_soon(self._read)
+
+    def _readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def close(self) -> None:
         """To be called before the socket is closed."""
@@ -79,7 +84,7 @@ class _Inbox:
     def _read(self) -> None:
         self._due = False
         for _ in range(_FRAMES_PER_TURN):
-            if self._closed or not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+            if self._closed or not self._readable():
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
@@ -292,7 +297,10 @@ def _frames(messages: list[bytes]) -> list[bytes]:
 
 def _send(socket: _Socket, frames: list[bytes], inbox: _Inbox) -> None:
     try:
-        socket.send_multipart(frames, zmq.DONTWAIT)
+        if len(frames) == 1:
+            socket.send(frames[0], zmq.DONTWAIT)
+        else:
+            socket.send_multipart(frames, zmq.DONTWAIT)
     except zmq.ZMQError as error:
         raise Unavailable(f"cannot send: {error}") from error
     inbox.wake()
