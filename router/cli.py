@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable
 
 from common.cli import service_app
@@ -20,18 +19,12 @@ state that matters: run as many as you like behind a load balancer. It needs no 
 """
 
 
-_COLLECT = (10_000, 20, 100)
-"""New objects after which the collector looks at the young; rounds of that after which at the middle-aged; of those, at all."""
-
-
 def _run(resolved: Resolved[RouterConfig]) -> None:
     from common.redis_client import check_redis
 
     asyncio.run(check_redis(resolved.config.redis_url))
     with lasting_imports():
         from router.service import serve
-    # Requests leave little behind that the collector must find.
-    gc.set_threshold(*_COLLECT)
     run_service(lambda: serve(resolved.config), loop_factory=_loop_factory())
 
 

@@ -18,6 +18,7 @@ from common.config import RouterConfig
 from common.errors import ConfigError, Unavailable
 from common.membership import LEASE_IN_REDIS, Directory
 from common.protocol import NodeRecord
+from router import collector
 from router.admin import RouterAdmin
 from router.admission import Objectives
 from router.api import Services, build
@@ -191,6 +192,7 @@ async def serve(config: RouterConfig) -> None:
         log.info("admin at %s", admin.url)
     http = asyncio.create_task(server.serve(sockets=[sock]))
     background = [asyncio.create_task(part.run()) for part in (directory, follower, router.dispatcher)]
+    background.append(asyncio.create_task(collector.run(lambda: router.dispatcher.running)))
     try:
         # Background tasks run for ever: the first to end is the server, or a bug that must not go unseen.
         await asyncio.wait([http, *background], return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,75 @@
+"""When the garbage collector stops the router: seldom, and for everything only in quiet times."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from router import collector
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """[rounds over new objects so far]; a round over all sets it to 0 and adds an entry."""
+    found, thresholds = [0], gc.get_threshold()
+
+    def collect() -> None:
+        found.append(found[0])
+        found[0] = 0
+
+    monkeypatch.setattr(gc, "collect", collect)
+    monkeypatch.setattr(gc, "get_count", lambda: (0, found[0], 0))
+    monkeypatch.setattr(collector, "_LOOK_EVERY_S", 0.0)
+    yield found
+    gc.set_threshold(*thresholds)
+
+
+async def _looks(running: list[int]) -> None:
+    """So many looks as `running` has entries: what each of them finds."""
+    left = list(running)
+    done = asyncio.Event()
+
+    def look() -> int:
+        found = left.pop(0)
+        if not left:
+            done.set()
+        return found
+
+    task = asyncio.create_task(collector.run(look))
+    await asyncio.wait_for(done.wait(), 10)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_no_round_by_itself_looks_at_what_is_old(rounds: list[int]) -> None:
+    asyncio.run(_looks([0]))
+    new, middle, old = gc.get_threshold()
+    assert new <= 20_000
+    assert min(middle, old) > 10**9
+    assert rounds == [0]
+
+
+def test_everything_is_looked_at_when_it_was_quiet_for_a_while(rounds: list[int]) -> None:
+    rounds[0] = 30
+    asyncio.run(_looks([0] * 9 + [1] + [0] * 9))
+    assert rounds == [30], "one request came in between"
+    asyncio.run(_looks([0] * 10))
+    assert rounds == [0, 30]
+
+
+def test_not_for_a_few_objects(rounds: list[int]) -> None:
+    rounds[0] = 3
+    asyncio.run(_looks([0] * 30))
+    assert rounds == [3]
+
+
+def test_at_last_also_under_load(rounds: list[int]) -> None:
+    rounds[0] = 1999
+    asyncio.run(_looks([5] * 3))
+    assert rounds == [1999]
+    rounds[0] = 2000
+    asyncio.run(_looks([5]))
+    assert rounds == [0, 2000]
