@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -47,6 +46,8 @@ _T = TypeVar("_T")
 
 _THREAD_BYTES = 16_384
 """Larger bodies are parsed, rendered and tokenized on a thread, so that other streams go on."""
+_IDS = "kvrelay.ids"
+"""Where a request's scope has its `RequestIds`."""
 _MAX_KEY_CHARS = 256
 """Of a session's or tenant's name."""
 _DRAIN_BYTES = 64 * 2**20
@@ -75,10 +76,18 @@ def version() -> str:
         return "0+unknown"
 
 
-def _given_key(headers: Headers) -> str:
+def _header(scope: Scope, name: bytes) -> str:
+    """The value of a header, whose name is in lower case; empty if it is missing."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return value.decode("latin-1")
+    return ""
+
+
+def _given_key(scope: Scope) -> str:
     """The API key that a request brings; empty if none. However the header is spelled, a key is one."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else ""
+    kind, _, given = _header(scope, b"authorization").partition(" ")
+    return given.strip() if kind.lower() == "bearer" else ""
 
 
 class KeyGuard:
@@ -92,13 +101,13 @@ class KeyGuard:
         if scope["type"] != "http" or not self._keys or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        given = _given_key(Headers(scope=scope))
+        given = _given_key(scope)
         matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]
         if any(matches):
             await self._app(scope, receive, send)
         else:
             refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
-            await error_response(refusal, {"www-authenticate": "Bearer"})(scope, receive, send)
+            await error_response(refusal, [(b"www-authenticate", b"Bearer")])(scope, receive, send)
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
@@ -106,10 +115,9 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
 
     Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
     """
-    too_large = PayloadTooLarge(f"the body is larger than the {limit} bytes that this server accepts")
-    declared = request.headers.get("content-length", "")
-    refused: ClientError | None = too_large if declared.isdigit() and int(declared) > limit else None
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    declared = _header(request.scope, b"content-length")
+    refused: ClientError | None = _too_large(limit) if declared.isdigit() and int(declared) > limit else None
+    if _header(request.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
         refused = UnsupportedMediaType("the body must be sent with Content-Type: application/json")
     size, parts = 0, list[bytes]()
     try:
@@ -122,7 +130,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
                 part, more = message.get("body", b""), message.get("more_body", False)
                 size += len(part)
                 if size > limit and refused is None:
-                    refused = too_large
+                    refused = _too_large(limit)
                 if refused is None:
                     parts.append(part)
                 else:
@@ -134,6 +142,10 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     if refused is not None:
         raise refused
     return b"".join(parts)
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than the {limit} bytes that this server accepts")
 
 
 def _schema(model: type[CompletionRequestBase]) -> dict[str, Any]:
@@ -180,11 +192,7 @@ def build(services: Services) -> FastAPI:
 
 def _name(request: Request, prefix: str) -> None:
     """Give the request its id, before anything can fail: errors carry it too."""
-    request.state.ids = RequestIds.make(prefix, request.headers.get("x-request-id"))
-
-
-def _ids(request: Request) -> RequestIds | None:
-    return getattr(request.state, "ids", None)
+    request.scope[_IDS] = RequestIds.make(prefix, _header(request.scope, b"x-request-id"))
 
 
 async def _parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
@@ -235,9 +243,9 @@ def _too_long(model: ServedModel, total: str, prompt: int, completion: int, para
 
 
 def _options(request: Request, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
-    ids: RequestIds = request.state.ids
+    ids: RequestIds = request.scope[_IDS]
     if body.request_id and not ids.client:
-        request.state.ids = ids = RequestIds(ids.own, printable(body.request_id))
+        request.scope[_IDS] = ids = RequestIds(ids.own, printable(body.request_id))
     return FormatOptions(
         request_id=ids.own,
         model=model.name,
@@ -297,8 +305,8 @@ def _origin(request: Request, services: Services, body: CompletionRequestBase) -
     """The tenant is the API key, or where there are no keys, the `user`."""
     tenant = user = (body.user or "")[:_MAX_KEY_CHARS]
     if services.api_keys:
-        tenant = hashlib.sha256(_given_key(request.headers).encode()).hexdigest()[:12]
-    return _Origin(tenant, (request.headers.get("x-session-id") or user)[:_MAX_KEY_CHARS])
+        tenant = hashlib.sha256(_given_key(request.scope).encode()).hexdigest()[:12]
+    return _Origin(tenant, (_header(request.scope, b"x-session-id") or user)[:_MAX_KEY_CHARS])
 
 
 async def _serve(
@@ -312,7 +320,7 @@ async def _serve(
     """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
     await abreast()
     answer = Answer()
-    ids: RequestIds = request.state.ids
+    ids: RequestIds = request.scope[_IDS]
     handed_over = False
     services.metrics.set_model(options.model)
     try:
@@ -352,11 +360,11 @@ def _add_error_handlers(app: FastAPI, services: Services) -> None:
         else:
             known = KvRelayError("internal error in the router")
         services.metrics.http_error(known.http_status)
-        ids = _ids(request)
-        shown = {} if ids is None else headers(ids, None)
+        ids: RequestIds | None = request.scope.get(_IDS)
+        shown = [] if ids is None else headers(ids, None)
         if isinstance(known, RequestTimeout):
             # What is left of a body that never came would be read as the connection's next request.
-            shown["connection"] = "close"
+            shown.append((b"connection", b"close"))
         return error_response(known, shown)
 
     for kind in (HTTPException, KvRelayError, ClientDisconnect, Exception):

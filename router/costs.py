@@ -175,10 +175,12 @@ class CostModel:
 
     # -- what was observed
 
-    def prefilled(self, incarnation: str, tokens: int, context: int, seconds: float) -> None:
-        """A node computed `tokens` of a prompt after `context` tokens that it held, in `seconds`."""
+    def prefilled(self, incarnation: str, tokens: int, context: int, seconds: float) -> bool:
+        """A node computed `tokens` of a prompt after `context` tokens that it held, in `seconds`. Returns whether that
+        was an observation.
+        """
         if tokens <= 0 or not 0 < seconds < math.inf:
-            return
+            return False
         inputs = _prefill_inputs(tokens, context)
         if self._learn(self._prefill, self._node(incarnation).prefill, inputs, seconds):
             costs = self.costs
@@ -186,14 +188,16 @@ class CostModel:
             costs.prefills = self._prefill.count
             if self._busy_tokens == 0:
                 costs.queued_token_s = self._prefill.at(inputs) / tokens
+        return True
 
-    def relayed(self, incarnation: str, size_bytes: int, seconds: float) -> None:
-        """A relay of `size_bytes` kept a decode node waiting for `seconds` after the prompt was computed."""
+    def relayed(self, incarnation: str, size_bytes: int, seconds: float) -> bool:
+        """A relay of `size_bytes` kept a decode node waiting for `seconds` after the prompt was computed. Returns as above."""
         if size_bytes <= 0 or not math.isfinite(seconds):
-            return
+            return False
         inputs = (1.0, float(size_bytes))
         if self._learn(self._transfer, self._node(incarnation).link, inputs, max(seconds, 1e-6)):
             self.costs.transfer_base_s, self.costs.transfer_byte_s = self._transfer.values
+        return True
 
     def stepped(self, incarnation: str, running: int, seconds: float) -> None:
         """A decode node's steps over `running` sequences take `seconds`."""

@@ -9,8 +9,9 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring
 from typing import Any, Protocol
+
+import pydantic_core
 
 from common.errors import ClientError, KvRelayError, Overloaded
 from common.protocol import TokenLogprobs
@@ -22,17 +23,23 @@ _LOWEST = -9999.0
 """Shown instead of minus infinity, which JSON lacks."""
 
 
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""Compact JSON. An encoder of one's own: `json.dumps` makes a new one for every call."""
+def to_json(value: object) -> bytes:
+    """Compact JSON in UTF-8."""
+    try:
+        return pydantic_core.to_json(value)
+    except pydantic_core.PydanticSerializationError:  # half a surrogate pair, which only a client can have sent
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def sse(data: Json) -> bytes:
     """One server-sent event."""
-    return b"data: " + to_json(data).encode() + b"\n\n"
+    return b"data: " + to_json(data) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\0text\0"
+_AROUND_TEXT: dict[tuple[type, int, bool], tuple[bytes, bytes]] = {}
+"""By format, choice and `usage_in_stream`: what stands around the text in the event of a delta, after its head."""
 
 
 def error_body(error: KvRelayError) -> Json:
@@ -163,20 +170,23 @@ class _Envelope:
             "created": options.created,
             "model": options.model,
         }
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        """By choice: what stands before and after the text in the event of a delta."""
+        self._json_head = b""
+        """Of every event, once there was one of text."""
 
     def delta(self, delta: Delta, index: int) -> Json | None:
         raise NotImplementedError
 
     def text_event(self, text: str, index: int) -> bytes:
-        around = self._around_text.get(index)
+        if not self._json_head:
+            self._json_head = b"data: " + to_json(self._head)[:-1]
+        place = type(self), index, self.options.usage_in_stream
+        around = _AROUND_TEXT.get(place)
         if around is None:
             chunk = self.delta(Delta(_MARK, [], None), index)
             assert chunk is not None
-            before, after = sse(chunk).split(json.dumps(_MARK).encode())
-            around = self._around_text[index] = before, after
-        return around[0] + encode_basestring(text).encode() + around[1]
+            before, after = sse(chunk).removeprefix(self._json_head).split(to_json(_MARK))
+            around = _AROUND_TEXT[place] = before, after
+        return b"".join((self._json_head, around[0], to_json(text), around[1]))
 
     def chunk(self, choice: Json | None) -> Json:
         body: Json = {**self._head, "choices": [] if choice is None else [choice]}

@@ -166,10 +166,11 @@ class Placer:
     def reported(self, role: Role, incarnation: str, stats: AttemptStats) -> None:
         """A leg says how it served its attempt."""
         model = self.models[role]
-        model.prefilled(incarnation, stats.computed_tokens, stats.cached_tokens, stats.prefill_s)
+        learned = model.prefilled(incarnation, stats.computed_tokens, stats.cached_tokens, stats.prefill_s)
         if role == "decode":
-            model.relayed(incarnation, stats.relayed_bytes, stats.transfer_s)
-        self._tell(role, incarnation)
+            learned |= model.relayed(incarnation, stats.relayed_bytes, stats.transfer_s)
+        if learned:
+            self._tell(role, incarnation)
 
     def load_changed(self, node: Node) -> None:
         """A pong came."""

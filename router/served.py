@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from router.generation import Generation
+
+RawHeaders = list[tuple[bytes, bytes]]
+"""As ASGI has them."""
 
 _MAX_HEADER_CHARS = 256
 _MAX_DECISION_CHARS = 2048
@@ -24,13 +26,14 @@ class RequestIds(NamedTuple):
     client: str = ""
 
     @staticmethod
-    def make(prefix: str, client: str | None) -> RequestIds:
+    def make(prefix: str, client: str) -> RequestIds:
         """A fresh id of our own: unlike any other, but no secret."""
-        return RequestIds(f"{prefix}-{random.getrandbits(96):024x}", printable(client or ""))
+        return RequestIds(f"{prefix}-{random.getrandbits(96):024x}", printable(client))
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> RawHeaders:
         """`x-request-id` is the client's own if it gave one."""
-        return {"x-request-id": self.client or self.own, "x-kvrelay-request-id": self.own}
+        own = self.own.encode()
+        return [(b"x-request-id", self.client.encode() or own), (b"x-kvrelay-request-id", own)]
 
 
 def printable(text: str, limit: int = _MAX_HEADER_CHARS) -> str:
@@ -44,34 +47,40 @@ def printable(text: str, limit: int = _MAX_HEADER_CHARS) -> str:
 def how_served(generation: Generation) -> dict[str, str | int]:
     """Attempt, nodes, policy and reason, prefix hits of either node and relayed bytes, as far as known now."""
     decision, served = generation.decision, generation.served
-    about: dict[str, str | int] = {"request_id": generation.request_id, "attempt": generation.flow.attempt}
     if decision is None:
-        return {**about, "attempt": 0}
-    known: dict[str, str | int | None] = {
+        return {"request_id": generation.request_id, "attempt": 0}
+    about: dict[str, str | int] = {
+        "request_id": generation.request_id,
+        "attempt": generation.flow.attempt,
         "policy": decision.policy,
         "reason": decision.reason,
         "prefill_mode": decision.mode,
-        "prefill_node": None if decision.prefill is None else decision.prefill.picked.node_id,
         "decode_node": decision.decode.picked.node_id,
-        "prefill_hit_tokens": served.prefill_hit_tokens,
-        "decode_hit_tokens": served.decode_hit_tokens,
-        "relayed_bytes": None if served.decode_hit_tokens is None else served.relayed_bytes,
     }
-    return about | {name: value for name, value in known.items() if value is not None}
+    if decision.prefill is not None:
+        about["prefill_node"] = decision.prefill.picked.node_id
+    if served.prefill_hit_tokens is not None:
+        about["prefill_hit_tokens"] = served.prefill_hit_tokens
+    if served.decode_hit_tokens is not None:
+        about["decode_hit_tokens"] = served.decode_hit_tokens
+        about["relayed_bytes"] = served.relayed_bytes
+    return about
 
 
-def headers(ids: RequestIds, generation: Generation | None) -> dict[str, str]:
+def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
     """The headers of an answer or an error. None: it was refused before anything was tried."""
+    out = ids.headers()
     if generation is None:
-        return {**ids.headers(), "x-kvrelay-attempt": "0"}
-    about: Mapping[str, str | int] = how_served(generation)
-    out = {_header(name): printable(value) if isinstance(value, str) else str(value) for name, value in about.items()}
-    decision = generation.decision
-    if decision is not None:
-        out["x-kvrelay-decision"] = decision.to_json(_MAX_DECISION_CHARS)
-    return out | ids.headers()
+        return [*out, (b"x-kvrelay-attempt", b"0")]
+    about = how_served(generation)
+    del about["request_id"]  # of one generation; the answer may have several
+    for name, value in about.items():
+        out.append((_header(name), printable(value).encode() if isinstance(value, str) else b"%d" % value))
+    if generation.decision is not None:
+        out.append((b"x-kvrelay-decision", generation.decision.to_json(_MAX_DECISION_CHARS).encode()))
+    return out
 
 
 @lru_cache
-def _header(name: str) -> str:
-    return f"x-kvrelay-{name.replace('_', '-')}"
+def _header(name: str) -> bytes:
+    return f"x-kvrelay-{name.replace('_', '-')}".encode()

@@ -33,8 +33,8 @@ _MAX_EVENTS = 200
 """Of one request; beyond, those in the middle are counted and dropped."""
 _KEPT_HEAD = 100
 _MAX_REASON_CHARS = 500
-_EVENT_BYTES, _DATA_BYTES = 200, 1000
-"""About what an event takes, and what it refers to."""
+_STORY_BYTES, _EVENT_BYTES = 1000, 1000
+"""About what a story takes, and each of its events with all that it refers to."""
 
 
 @runtime_checkable
@@ -80,9 +80,7 @@ class Story:
     @property
     def size_bytes(self) -> int:
         """About what it keeps in memory."""
-        return _DATA_BYTES + sum(
-            _EVENT_BYTES + len(reason) + (_DATA_BYTES if data is not None else 0) for _, _, reason, data in self.events
-        )
+        return _STORY_BYTES + _EVENT_BYTES * len(self.events)
 
     def summary(self) -> dict[str, Any]:
         """All but the events, as plain data."""

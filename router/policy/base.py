@@ -8,11 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.hashing import BLOCK_SIZE
-from router.policy.fleet import Fleet, FloatArray
+from router.policy.fleet import Figures, Fleet, FloatArray
 
 Scores = FloatArray | list[float]
 """One for each node; a list where they are few."""
@@ -49,10 +50,6 @@ Score = Callable[[Fleet, Query, Memory], Scores]
 """(fleet with at least one node, query, memory) -> a score for each node; the lowest is picked. Infinite: never."""
 
 
-def _backlog(fleet: Fleet) -> FloatArray:
-    return fleet.columns.backlog
-
-
 @dataclass(frozen=True)
 class Policy:
     """A way to score nodes."""
@@ -61,7 +58,7 @@ class Policy:
     score: Score
     slack: float = 0.0
     """Scores that are higher than the best by no more than this share of it count as equal."""
-    tie: Callable[[Fleet], FloatArray] = _backlog
-    """Of those, the node where this is smallest is picked."""
+    tie: Callable[[Figures[Any]], Any] = attrgetter("backlog")
+    """Of those, the node where this figure is smallest is picked."""
     estimates: bool = False
     """Scores are seconds, and so is what decides between a relay and a local prefill."""

@@ -28,7 +28,9 @@ Number = TypeVar("Number", float, FloatArray)
 FEW = 64
 """Up to so many nodes are quicker looked at one by one: NumPy's calls cost more than its sums."""
 _RECENT = 200
-"""`recent_s` remembers about so many requests per node."""
+"""`recent_work` remembers about so many requests per node."""
+_HEAVY = 1e100
+"""Before the weight of what is new grows out of a float's range, everything is weighed anew."""
 
 
 @lru_cache(maxsize=65_536)
@@ -68,6 +70,8 @@ class Figures(Generic[Number]):
     """Factor on the fleet's step costs."""
     token_bytes: Number
     """KV bytes of one token."""
+    recent_work: Number
+    """Prefill work that this router gave it, what is newer weighing more: to be compared with other nodes' only."""
     load: Number
     """The classic score: waiting requests weigh four times running ones. It and all after it follow from the others."""
     requests: Number
@@ -127,8 +131,8 @@ class Fleet:
         self.kv_kinds: list[str] = []
         self.nodes: list[Figures[float]] = []
         """Changed by this fleet's methods only."""
-        self.recent_s: FloatArray = np.zeros(0)
-        """Prefill work that this router gave each node of late, in seconds; see `sent`."""
+        self._weight = 1.0
+        """Of the next second of work in `recent_work`: it grows, where all that is older would have to shrink."""
         self.node_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self.kind_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         """Nodes can relay to each other only if these are equal: what their KV means."""
@@ -170,7 +174,6 @@ class Fleet:
         self.incarnations.insert(at, incarnation)
         self.kv_kinds.insert(at, kv_kind)
         self.nodes.insert(at, Figures(**_DEFAULTS))
-        self.recent_s = np.insert(self.recent_s, at, 0.0)
         self._reindex()
         self.update(incarnation, **values)
 
@@ -181,7 +184,6 @@ class Fleet:
             return
         for entries in (self.node_ids, self.incarnations, self.kv_kinds, self.nodes):
             del entries[at]
-        self.recent_s = np.delete(self.recent_s, at)
         self._reindex()
 
     def select(self, mask: npt.NDArray[np.bool_]) -> Fleet:
@@ -193,7 +195,6 @@ class Fleet:
         other.incarnations = [self.incarnations[row] for row in rows]
         other.kv_kinds = [self.kv_kinds[row] for row in rows]
         other.nodes = [self.nodes[row] for row in rows]
-        other.recent_s = self.recent_s[rows]
         other.node_hash, other.kind_hash = self.node_hash[rows], self.kind_hash[rows]
         other._rows = {incarnation: row for row, incarnation in enumerate(other.incarnations)}
         self._refresh()
@@ -243,33 +244,42 @@ class Fleet:
 
     def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
         """This router sends a request there, with so many prompt tokens to compute and KV blocks to hold."""
-        self._count(incarnation, 1.0, tokens, blocks)
-        row = self._rows.get(incarnation) if work_s else None
-        if row is not None:
-            self.recent_s[row] += work_s
-            self.recent_s *= 1 - 1 / (_RECENT * len(self.incarnations))
+        row = self._rows.get(incarnation)
+        if row is None:
+            return
+        if work_s:
+            self.nodes[row].recent_work += work_s * self._weight
+            self._weight /= 1 - 1 / (_RECENT * len(self.nodes))
+            if self._weight > _HEAVY:
+                self._weigh_anew()
+        self._count(row, 1.0, tokens, blocks)
+
+    def _weigh_anew(self) -> None:
+        for node in self.nodes:
+            node.recent_work /= self._weight
+        self._weight = 1.0
+        self._stale.update(range(len(self.nodes)))
 
     def over(self, incarnation: str, *, tokens: float, blocks: float, reported: bool) -> None:
         """Such a request is over there; `reported`: the node's last report includes it."""
-        if not reported:
-            self._count(incarnation, -1.0, -tokens, -blocks)
+        row = self._rows.get(incarnation)
+        if row is None:
             return
-        row = self._rows.get(incarnation)
-        if row is not None:
-            node = self.nodes[row]
-            node.ended += 1.0
-            node.ended_tokens += tokens
-            self._changed(row, node)
+        if not reported:
+            self._count(row, -1.0, -tokens, -blocks)
+            return
+        node = self.nodes[row]
+        node.ended += 1.0
+        node.ended_tokens += tokens
+        self._changed(row, node)
 
-    def _count(self, incarnation: str, requests: float, tokens: float, blocks: float) -> None:
+    def _count(self, row: int, requests: float, tokens: float, blocks: float) -> None:
         """So many more in flight at one node."""
-        row = self._rows.get(incarnation)
-        if row is not None:
-            node = self.nodes[row]
-            node.in_flight += requests
-            node.in_flight_tokens += tokens
-            node.in_flight_blocks += blocks
-            self._changed(row, node)
+        node = self.nodes[row]
+        node.in_flight += requests
+        node.in_flight_tokens += tokens
+        node.in_flight_blocks += blocks
+        self._changed(row, node)
 
     def _changed(self, row: int, node: Figures[float]) -> None:
         _derive(node)
@@ -277,8 +287,8 @@ class Fleet:
 
     def values(self, incarnation: str) -> dict[str, float]:
         """All figures of one node, by name."""
-        row = self._rows[incarnation]
-        return dict(zip(NAMES, _values(self.nodes[row]), strict=True)) | {"recent_s": float(self.recent_s[row])}
+        node = self.node(incarnation)
+        return dict(zip(NAMES, _values(node), strict=True)) | {"recent_work": node.recent_work / self._weight}
 
     def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
         """Leading blocks of the request that each node holds."""

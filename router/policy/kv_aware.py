@@ -22,6 +22,8 @@ from then on both hold it. Few nodes are scored one by one, many at once; the sc
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from router.costs import Costs
@@ -162,8 +164,4 @@ def _answer_tokens(costs: Costs, query: Query) -> float:
     return min(costs.output_tokens, query.max_new_tokens) if query.max_new_tokens else costs.output_tokens
 
 
-def _recent_s(fleet: Fleet) -> FloatArray:
-    return fleet.recent_s
-
-
-POLICY = Policy("kv_aware", score, slack=0.01, tie=_recent_s, estimates=True)
+POLICY = Policy("kv_aware", score, slack=0.01, tie=attrgetter("recent_work"), estimates=True)

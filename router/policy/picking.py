@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from router.policy.base import Memory, Policy, Scores
-from router.policy.fleet import Fleet
+from router.policy.fleet import Fleet, FloatArray
 
 
 def pick(policy: Policy, scores: Scores, fleet: Fleet, memory: Memory) -> int:
@@ -20,7 +20,7 @@ def pick(policy: Policy, scores: Scores, fleet: Fleet, memory: Memory) -> int:
     best = float(scores[scores.argmin()])
     near = (scores <= best + policy.slack * abs(best)).nonzero()[0]
     if len(near) > 1:
-        ties = policy.tie(fleet)[near]
+        ties: FloatArray = policy.tie(fleet.columns)[near]
         near = near[ties <= ties[ties.argmin()]]
     return int(near[((near - memory.turn) % len(fleet)).argmin()])
 
@@ -33,9 +33,9 @@ def _pick_of_few(policy: Policy, scores: list[float], fleet: Fleet, memory: Memo
     near = [row for row, score in enumerate(scores) if score <= limit]
     if len(near) == 1:
         return near[0]
-    ties: list[float] = policy.tie(fleet).tolist()
-    least = min(ties[row] for row in near)
-    near = [row for row in near if ties[row] <= least]
+    ties: list[float] = [policy.tie(fleet.nodes[row]) for row in near]
+    least = min(ties)
+    near = [row for row, tie in zip(near, ties, strict=True) if tie <= least]
     return min(near, key=lambda row: (row - memory.turn) % len(scores))
 
 

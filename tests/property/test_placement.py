@@ -13,6 +13,7 @@ from common.errors import Unavailable
 from common.protocol import Role
 from router.hits import Hits
 from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picking, place
+from router.policy import fleet as fleet_module
 from router.policy.fleet import NAMES
 
 KINDS = ("one", "two", "three")
@@ -173,7 +174,7 @@ def test_columns_follow_from_what_happened(steps: list[tuple[int, int, int]]) ->
             made.update(name, queued_tokens=amount, waiting=2, running=1)
             if name in model:
                 model[name]["reported"] = amount
-        assert len(made) == len(model) == len(made.columns.load) == len(made.recent_s)
+        assert len(made) == len(model) == len(made.columns.load) == len(made.columns.recent_work)
         assert made.incarnations == [name for _, name in sorted(zip(made.node_ids, made.incarnations, strict=True))]
         for incarnation, expected in model.items():
             row = made.row(incarnation)
@@ -187,3 +188,24 @@ def test_columns_follow_from_what_happened(steps: list[tuple[int, int, int]]) ->
             assert {name: getattr(made.columns, name)[row] for name in NAMES} == {
                 name: getattr(at, name) for name in NAMES
             }, "columns are up to date whenever one asks"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    given_work=st.lists(st.tuples(st.integers(0, 3), st.floats(0.001, 100.0)), min_size=1, max_size=200),
+    heavy=st.sampled_from([2.0, 1e3, 1e100]),
+)
+def test_recent_work_fades(given_work: list[tuple[int, float]], heavy: float) -> None:
+    """As if with every request all older work shrank by the same share; also where it is weighed anew in between."""
+    made, expected = Fleet("prefill"), [0.0] * 4
+    for number in range(4):
+        made.add(f"n{number}", f"i{number}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_module, "_HEAVY", heavy)
+        for number, work_s in given_work * 8:
+            made.sent(f"i{number}", tokens=1, blocks=1, work_s=work_s)
+            expected[number] += work_s
+            expected = [work * (1 - 1 / (200 * 4)) for work in expected]
+    shown = [made.values(f"i{number}")["recent_work"] for number in range(4)]
+    assert shown == pytest.approx(expected, rel=1e-9)
+    assert made.columns.recent_work.tolist() == [node.recent_work for node in made.nodes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import cast
 
 import httpx
@@ -12,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from common.errors import BadRequest
+from router.answer import JsonResponse
 from router.front import Front
 from router.generation import Delta
-from router.openai_format import ChatFormat, FormatOptions, TextFormat, sse
+from router.openai_format import ChatFormat, FormatOptions, TextFormat, sse, to_json
 from router.tokenizer import Tokenizer
 
 
@@ -76,3 +78,21 @@ def test_a_text_event_is_the_event_of_its_chunk(text: str, usage: bool) -> None:
             chunk = form.delta(Delta(text, [5], None), index)
             assert chunk is not None
             assert form.text_event(text, index) == sse(chunk)
+
+
+def test_json_is_compact_and_survives_half_a_surrogate_pair() -> None:
+    """A client may send one (as an escape, in its own name for the request), and it is repeated in answers."""
+    value = {"a": "\ud83d", "b": ["ü🙂\u2028\x7f\n", None, True, 1.5, 10**20]}
+    assert to_json(value) == '{"a":"?","b":["ü🙂\u2028\x7f\\n",null,true,1.5,100000000000000000000]}'.encode()
+    value["a"] = ""
+    assert json.loads(to_json(value)) == value
+
+
+def test_a_json_response_has_its_length_and_the_given_headers() -> None:
+    response = JsonResponse({"a": "ü"}, 503, [(b"x-a", b"1")])
+    assert (response.status_code, response.body) == (503, '{"a":"ü"}'.encode())
+    assert dict(response.raw_headers) == {
+        b"content-type": b"application/json",
+        b"content-length": b"10",
+        b"x-a": b"1",
+    }
