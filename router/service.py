@@ -38,6 +38,10 @@ _MAX_CONNECTIONS = 4096
 """Beyond so many open connections or requests, uvicorn answers 503 by itself."""
 _UNREAD_S = 60.0
 """A client that takes nothing of what was sent to it for so long loses its connection, and its place among them."""
+_IDLE_S = 75
+"""An idle connection is kept for longer than load balancers and clients keep theirs (a minute is usual): what is sent on one
+that the router gives up at that moment is lost, and their users get a 502.
+"""
 _GRACE_S = 3.0
 """For connections to end once every request was told that the router stops."""
 
@@ -158,6 +162,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         server_header=False,
         backlog=1024,
         limit_concurrency=_MAX_CONNECTIONS,
+        timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=int(_GRACE_S),
     )
     return _Server(settings)
