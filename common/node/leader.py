@@ -146,16 +146,17 @@ class Leader:
             same_host = config.nnodes == 1
             setup = RankSetup(config.master_addr if config.nnodes > 1 else rank_host(config), free_port(), same_host)
             links.broadcast(setup)
-            mesh = connect_mesh(
-                self._blueprint.place(0),
-                master_address=setup.mesh_host,
-                master_port=setup.mesh_port,
-                interface=mesh_interface(config, on_cards=self._blueprint.device == "cuda"),
-                timeout_s=config.rank_timeout_s,
-                same_host=same_host,
-                device=own_device(self._blueprint, config, self._blueprint.place(0)),
-            )
-            self.loaded = load_rank(self._blueprint, config, mesh, small_batches=small_batches)
+            with links.last_words():  # why nobody came to meet this rank
+                mesh = connect_mesh(
+                    self._blueprint.place(0),
+                    master_address=setup.mesh_host,
+                    master_port=setup.mesh_port,
+                    interface=mesh_interface(config, on_cards=self._blueprint.device == "cuda"),
+                    timeout_s=config.rank_timeout_s,
+                    same_host=same_host,
+                    device=own_device(self._blueprint, config, self._blueprint.place(0)),
+                )
+                self.loaded = load_rank(self._blueprint, config, mesh, small_batches=small_batches)
             ready = self._collect(links, RankReady, "they load their shards")
             self.num_blocks = min(self.loaded.max_blocks, *(report.max_blocks for report in ready.values()))
             for rank, report in sorted(ready.items()):

@@ -6,9 +6,11 @@ read by a thread of their own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +36,8 @@ ResultT = TypeVar("ResultT")
 
 _PROGRESS_EVERY_S = 5.0
 _MOMENT_S = 1.0
+_LAST_WORDS_S = 0.5
+"""What a rank said before it ended may take so long to be read here, on a busy machine."""
 _END_S = 1.0
 """SIGTERM ends a rank at once; one that is still there then stands still and wants SIGKILL."""
 
@@ -61,7 +65,7 @@ class RankLinks:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._lock = threading.Lock()
-        self._collecting = threading.Lock()
+        self._reading = threading.RLock()
 
     # ------------------------------------------------------------ start-up
 
@@ -90,7 +94,7 @@ class RankLinks:
         Raises: ConfigError naming the ranks that did not come in time; a rank's own error if one failed; RankLost if one
         ended, or at `close`.
         """
-        with self._collecting:
+        with self._reading:
             return self._collect(kind, timeout_s, what, since_s)
 
     def _collect(self, kind: type[ReportT], timeout_s: float, what: str, since_s: float | None) -> dict[int, ReportT]:
@@ -108,13 +112,13 @@ class RankLinks:
                 told_s = now_s
                 log.info("waiting for ranks %s: %s", missing, what)
             for report in self._receive(timeout_ms=200):
-                if isinstance(report, RankFailed):
-                    raise from_code(report.code, f"rank {report.rank}: {report.message}")
+                _raise_if_failed(report)
                 if isinstance(report, RankHello):
                     self._connect(report)
                 if isinstance(report, kind):
                     got[report.rank] = report  # type: ignore[attr-defined]  # every report names its rank
-            self.check_children()  # after what they said last, which may be why they ended
+            with self.last_words():
+                self.check_children()
         return got
 
     def _connect(self, hello: RankHello) -> None:
@@ -129,10 +133,33 @@ class RankLinks:
         return {rank: child.pid for rank, child in self._children.items()}
 
     def check_children(self) -> None:
-        """Raises: RankLost naming a local rank whose process ended."""
-        for rank, child in self._children.items():
-            if child.poll() is not None:
-                raise RankLost(f"rank {rank} (pid {child.pid}) ended with {child.returncode}")
+        """Raises: RankLost naming a local rank whose process ended; of several, one that was killed: the cause of the rest."""
+        codes = {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
+        if codes:
+            rank = min(codes, key=codes.__getitem__)
+            raise RankLost(f"rank {rank} (pid {self._children[rank].pid}) ended with {codes[rank]}")
+
+    @contextlib.contextmanager
+    def last_words(self) -> Iterator[None]:
+        """Around what may find that a rank is lost, on the thread that reads reports: if a rank said why it ended, or still
+        does, that is raised instead. A rank that was killed says nothing, and is not waited for.
+
+        Raises: a rank's own error in place of RankLost.
+        """
+        try:
+            yield
+        except RankLost:
+            codes = {child.poll() for child in self._children.values()} - {None}
+            if -signal.SIGKILL in codes:
+                raise
+            until_s = time.monotonic() + (_LAST_WORDS_S if codes else 0.0)
+            with self._reading:
+                while not self._closing:
+                    for report in self._receive(timeout_ms=20):
+                        _raise_if_failed(report)
+                    if time.monotonic() >= until_s:
+                        break
+            raise
 
     def _receive(self, timeout_ms: int) -> Iterator[Any]:
         if not self._reports.poll(timeout_ms):
@@ -172,16 +199,16 @@ class RankLinks:
                     if isinstance(report, RankBeat):
                         heard_s[report.rank] = time.monotonic()
                         self.busy[report.rank] = report.busy
-                    elif isinstance(report, RankFailed):
-                        raise from_code(report.code, f"rank {report.rank}: {report.message}")
                     else:
+                        _raise_if_failed(report)
                         on_report(report)
                 now_s = time.monotonic()
                 if now_s > beat_s + lease_s / 6:
                     beat_s = now_s
                     for rank, socket in self._beats.items():
                         socket.send(self._codec.encode(LeaderBeat(rank)))
-                self.check_children()
+                with self.last_words():
+                    self.check_children()
                 for rank, last_s in heard_s.items():
                     if now_s > last_s + lease_s:
                         raise RankLost(f"rank {rank} was silent for {lease_s:g} s")
@@ -202,8 +229,14 @@ class RankLinks:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        with self._collecting:  # what stopped the start left its thread behind
+        with self._reading:  # what stopped the start left its thread behind
             self._context.destroy(linger=0)
+
+
+def _raise_if_failed(report: object) -> None:
+    """Raises: the error by which a rank says that it ends."""
+    if isinstance(report, RankFailed):
+        raise from_code(report.code, f"rank {report.rank}: {report.message}")
 
 
 class RankedExecutor:

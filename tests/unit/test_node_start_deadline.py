@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,9 @@ class OneOther:
 
     def broadcast(self, order: object) -> None:
         pass
+
+    def last_words(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         self.closed = True

@@ -1,8 +1,10 @@
-"""What a leader says of a rank that ends while the node starts."""
+"""What a leader says of a rank that ends."""
 
 from __future__ import annotations
 
+import queue
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +19,18 @@ from common.node.ranks import RankLinks
 CODEC = rank_codec()
 
 
+def ended_by(argv: list[str]) -> subprocess.Popen[bytes]:
+    """A process that has ended."""
+    child = subprocess.Popen(argv)
+    child.wait(30)
+    return child
+
+
 @pytest.fixture
 def links() -> Iterator[RankLinks]:
     """Of a leader whose rank 1 has ended, while it was busy itself."""
     made = RankLinks(CODEC, 2, "127.0.0.1", 0)
-    child = subprocess.Popen(["false"])
-    child.wait(30)
-    made._children[1] = child
+    made._children[1] = ended_by(["false"])
     yield made
     made.close()
 
@@ -35,6 +42,51 @@ def test_a_rank_that_said_why_it_ends_is_quoted(links: RankLinks) -> None:
         assert links._reports.poll(10_000)
         with pytest.raises(ConfigError, match="rank 1: no memory for 7 KV blocks"):
             links.collect(RankReady, 10.0, "they load their shards")
+
+
+class SaidJustNow(RankLinks):
+    """A rank says why it ends, and ends, just after the leader has looked for reports."""
+
+    def check_children(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.connect(self.address)
+            socket.send(CODEC.encode(RankFailed(1, ConfigError.code, "no memory for 7 KV blocks")))
+        super().check_children()
+
+
+@pytest.fixture
+def said_just_now() -> Iterator[RankLinks]:
+    made = SaidJustNow(CODEC, 2, "127.0.0.1", 0)
+    made._children[1] = ended_by(["false"])
+    yield made
+    made.close()
+
+
+def test_a_reason_still_on_its_way_wins_over_the_end_itself(said_just_now: RankLinks) -> None:
+    with pytest.raises(ConfigError, match="rank 1: no memory for 7 KV blocks"):
+        said_just_now.collect(RankReady, 10.0, "they load their shards")
+
+
+def test_it_does_while_the_node_serves_too(said_just_now: RankLinks) -> None:
+    dead: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    said_just_now.run(lambda _: None, dead.put, lease_s=0.6)
+    error = dead.get(timeout=30)
+    assert isinstance(error, ConfigError)
+    assert "no memory for 7 KV blocks" in str(error)
+
+
+def test_a_leader_that_waits_in_vain_for_a_rank_says_what_that_rank_said(links: RankLinks) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(links.address)
+        socket.send(CODEC.encode(RankFailed(1, ConfigError.code, "there is no interface eth7")))
+        with pytest.raises(ConfigError, match="rank 1: there is no interface eth7"), links.last_words():
+            raise RankLost("rank 1 did not come to 127.0.0.1:7 within 60 s")
+
+
+def test_of_ranks_that_ended_the_one_that_was_killed_is_named(links: RankLinks) -> None:
+    links._children[2] = ended_by([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    with pytest.raises(RankLost, match=r"rank 2 \(pid \d+\) ended with -9"), links.last_words():
+        links.check_children()
 
 
 def test_ranks_have_what_is_left_of_the_start_and_what_they_said_counts_after_it() -> None:
@@ -59,7 +111,8 @@ def test_a_start_that_is_stopped_closes_no_socket_under_the_thread_that_reads_it
     links = RankLinks(CODEC, 2, "127.0.0.1", 0)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(links.collect, RankReady, 600.0, "they load their shards")
-        while not links._collecting.locked():
+        while links._reading.acquire(blocking=False):  # until the other thread has it
+            links._reading.release()
             time.sleep(0.001)
         links.close()
         with pytest.raises(RankLost, match="the node ends"):
