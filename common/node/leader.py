@@ -85,7 +85,6 @@ class Leader:
     ) -> None:
         """`forks`: of `fork_ranks`."""
         self._config = config
-        self._role: Role = role
         self._blueprint = blueprint
         self._since_s = time.monotonic()
         self.links: RankLinks | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import queue
 import threading
 import time
@@ -114,7 +113,7 @@ class RankProcess:
         address = self._orders.getsockopt_string(zmq.LAST_ENDPOINT)
         if self._config.nnodes > 1:
             address = advertised(address, self._config)
-        self.report(RankHello(self._rank, os.getpid(), address, platform.node()))
+        self.report(RankHello(self._rank, address))
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         setup = self._wait_for(RankSetup, "all ranks' processes must be there")
         configure_torch(self._config.threads)

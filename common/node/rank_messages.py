@@ -21,9 +21,7 @@ class RankHello:
     """A rank's process is up and takes orders at `address`."""
 
     rank: int
-    pid: int
     address: str
-    host: str
 
 
 @dataclass(frozen=True)
