@@ -419,6 +419,9 @@ class UpConfig(ServiceConfig):
     load_format: LoadFormat = _load_format()
     seed: int = _seed()
     max_model_len: int | None = _max_model_len()
+    routers: int = _option(
+        1, "Routers to run, on consecutive ports, for a load balancer in front.", "Cluster", low=1, high=64
+    )
     prefill: int = _option(1, "Prefill nodes to run.", "Cluster", low=0, high=64)
     decode: int = _option(1, "Decode nodes to run.", "Cluster", low=1, high=64)
     prefill_tp: int = _option(1, "Tensor-parallel ranks of each prefill node.", "Cluster", low=1, high=64)
@@ -441,7 +444,14 @@ class UpConfig(ServiceConfig):
         own=True,
     )
     host: str = _host()
-    port: int = _option(8000, "Port of the HTTP API; 0 takes any free one.", "Network", low=0, high=65535, own=True)
+    port: int = _option(
+        8000,
+        "Port of the HTTP API, of several routers the first one's; 0 takes any free ones.",
+        "Network",
+        low=0,
+        high=65535,
+        own=True,
+    )
     redis_url: str | None = _option(
         None, "A Redis that runs already; by default one is started.", "Network", secret=True
     )
@@ -468,7 +478,12 @@ class UpConfig(ServiceConfig):
     policy: str = _policy()
     max_attempts: int = _max_attempts()
     admin_port: int = _option(
-        0, "Port of the router's admin API; 0 takes any free one.", "Admin", low=0, high=65535, own=True
+        0,
+        "Port of the router's admin API, of several routers the first one's; 0 takes any free ones.",
+        "Admin",
+        low=0,
+        high=65535,
+        own=True,
     )
     admin_token: str = _admin_token("one is made, which `kvrelay admin` on this machine finds")
     index_blocks: int = _index_blocks()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -62,6 +64,21 @@ def cluster() -> str:
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago."""
     return embedded.free_port()
+
+
+@pytest.fixture
+def ports_in_a_row() -> Callable[[int], list[int]]:
+    """`ports_in_a_row(count)`: consecutive TCP ports on loopback that were free a moment ago."""
+
+    def find(count: int) -> list[int]:
+        while True:
+            with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+                first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+                for port in range(first + 1, first + count):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+                return list(range(first, first + count))
+
+    return find
 
 
 @pytest.fixture(autouse=True)

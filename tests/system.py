@@ -124,9 +124,9 @@ class System:
 
 
 @contextlib.contextmanager
-def running_system(folder: Path, *args: str, env: dict[str, str] | None = None) -> Iterator[System]:
-    """`kvrelay up ARGS` until the block ends; then SIGINT, and nothing may be left."""
-    port = free_port()
+def running_system(folder: Path, *args: str, env: dict[str, str] | None = None, port: int = 0) -> Iterator[System]:
+    """`kvrelay up ARGS`, by default at any free port, until the block ends; then SIGINT, and nothing may be left."""
+    port = port or free_port()
     pid_file, log_file = folder / "pids.json", folder / "up.log"
     command = [sys.executable, "-m", "common.cli", "up", "--port", str(port), "--pid-file", str(pid_file), *args]
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), **(env or {})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -147,16 +148,17 @@ def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
         raise AdminUsage(f"{url!r} is no URL; it looks like http://10.0.0.5:8001")
     if url is not None and token is not None:
         return AdminClient(url, token)
-    cluster = _pick_cluster(running_clusters(runtime_folder(environ)), url)
-    return AdminClient(cluster.admin_url, token or cluster.token)
+    admin_url, found_token = _pick_router(running_clusters(runtime_folder(environ)), url)
+    return AdminClient(admin_url, token or found_token)
 
 
-def _pick_cluster(clusters: list[RunningCluster], url: str | None) -> RunningCluster:
+def _pick_router(clusters: list[RunningCluster], url: str | None) -> tuple[str, str]:
+    """The admin URL and the token of the router at `url`; without one, of a router that listens, if any does."""
     if url is not None:
         wanted = url.rstrip("/")
         for cluster in clusters:
-            if wanted in (cluster.url, cluster.admin_url):
-                return cluster
+            if wanted in (*cluster.routers, *cluster.routers.values()):
+                return cluster.routers.get(wanted, wanted), cluster.token
         raise AdminUsage(f"no `kvrelay up` of this user is at {url}: set {TOKEN_VARIABLE} to the cluster's admin token")
     if not clusters:
         raise AdminUnreachable(
@@ -165,4 +167,14 @@ def _pick_cluster(clusters: list[RunningCluster], url: str | None) -> RunningClu
         )
     if len(clusters) > 1:
         raise AdminUsage(f"several clusters run here, give --url: {', '.join(cluster.url for cluster in clusters)}")
-    return clusters[0]
+    admin_urls = list(clusters[0].routers.values())
+    return next(filter(_listens, admin_urls), admin_urls[0]), clusters[0].token
+
+
+def _listens(url: str) -> bool:
+    parts = urllib.parse.urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname, parts.port), TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

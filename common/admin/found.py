@@ -26,11 +26,14 @@ class RunningCluster:
 
     pid: int
     """Of the supervisor."""
-    url: str
-    """Of the API for clients."""
-    admin_url: str
-    """Of the router's admin port."""
+    routers: dict[str, str]
+    """Of each router, by the URL of its API for clients, the URL of its admin port; never empty."""
     token: str
+
+    @property
+    def url(self) -> str:
+        """Of the first router's API for clients."""
+        return next(iter(self.routers))
 
 
 def runtime_folder(environ: Mapping[str, str]) -> Path:

@@ -38,14 +38,15 @@ class Console:
             self._out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the process)
 
 
-def banner(url: str, model: str, rows: list[tuple[str, int, str]], needs_key: bool, took_s: float) -> str:
-    """What is shown when all is ready. `rows`: (name, pid, address) of each child."""
+def banner(urls: list[str], model: str, rows: list[tuple[str, int, str]], needs_key: bool, took_s: float) -> str:
+    """What is shown when all is ready. `urls`: of the routers; `rows`: (name, pid, address) of each child."""
     name_width = max(len(name) for name, _, _ in rows)
     pid_width = max(len(str(pid)) for _, pid, _ in rows)
     listing = "\n".join(f"  {name:<{name_width}}  pid {pid:<{pid_width}}  {address}" for name, pid, address in rows)
     key = ' -H "Authorization: Bearer $KVRELAY_API_KEY"' if needs_key else ""
+    url = urls[0]
     return f"""
-kvrelay is ready at {url} (after {took_s:.1f} s), serving the model {model}:
+kvrelay is ready at {", ".join(urls)} (after {took_s:.1f} s), serving the model {model}:
 
 {listing}
 

@@ -10,13 +10,11 @@ from typing import Literal
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig, field_infos
 from common.config_sources import ENV_PREFIX, Source
 from common.supervisor.cards import VISIBLE, NodeCards, share_cards
+from common.supervisor.routers import ADMIN_HOST, RouterPlace
 
 ServiceRole = Literal["redis", "router", "prefill", "decode"]
 STOP_ORDER: tuple[ServiceRole, ...] = ("router", "prefill", "decode", "redis")
 """Clients first, so that nobody sees a node vanish below it; what everybody needs last."""
-
-ADMIN_HOST = "127.0.0.1"
-"""Of every service's admin port: whoever may use it has an account on this machine."""
 
 _YIELDING_NICE = 10
 """Niceness of the side that `favor` does not favor; under contention it still keeps most of its throughput."""
@@ -33,6 +31,8 @@ class ChildSpec:
     """Added to ours; carries what must not be seen in a process list."""
     node_id: str | None = None
     """By which it is found in the membership."""
+    url: str = ""
+    """At which a router is asked for its health."""
     quiet: bool = False
     """Its output is shown only when it ends unasked."""
 
@@ -42,17 +42,16 @@ def plan_children(
     sources: Mapping[str, Source],
     *,
     redis_url: str,
-    port: int,
+    routers: list[RouterPlace],
     own_redis: tuple[str, ...] | None,
     host_name: str,
     admin_token: str,
-    admin_port: int,
     cards: list[str],
 ) -> list[ChildSpec]:
     """The children in order of start. `own_redis` is the command of a Redis to run, None for a foreign one; `cards`
     are the CUDA cards that the nodes may use, which are shared among them.
 
-    All services get `admin_token`, `admin_port` is the router's.
+    All services get `admin_token`.
 
     A field of `config` that a service has too is passed on only if it was set by a flag, by the environment or in
     the [up] table: what stands elsewhere in a file reaches the service through the file itself.
@@ -60,9 +59,11 @@ def plan_children(
     children: list[ChildSpec] = []
     if own_redis is not None:
         children.append(ChildSpec("redis", "redis", own_redis, quiet=True))
-    router = {"host": config.host, "port": str(port), "redis_url": redis_url, "cluster": config.cluster}
-    router |= {"admin_token": admin_token, "admin_port": str(admin_port), "admin_host": ADMIN_HOST}
-    children.append(_service("router", RouterConfig, config, sources, router, None))
+    for place in routers:
+        router = {"host": config.host, "port": str(place.port), "redis_url": redis_url, "cluster": config.cluster}
+        router |= {"admin_token": admin_token, "admin_port": str(place.admin_port), "admin_host": ADMIN_HOST}
+        spec = _service(place.name, RouterConfig, config, sources, router, None)
+        children.append(replace(spec, url=place.url))
     ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
     shares = iter(share_cards(cards if config.device != "cpu" else [], ranks))
     for role, cls, count in (("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)):
@@ -70,7 +71,7 @@ def plan_children(
             name = f"{role}-{index}"
             own = {"model": config.model, "redis_url": redis_url, "cluster": config.cluster}
             # In a Redis that others use too, plain names would collide with those of another `kvrelay up`.
-            node_id = name if own_redis is not None else f"{name}-{host_name}-{port}"
+            node_id = name if own_redis is not None else f"{name}-{host_name}-{routers[0].port}"
             own |= {"node_id": node_id, "host": "127.0.0.1", "port": "0", "data_port": "0"}
             own |= {"admin_token": admin_token, "admin_port": "0", "admin_host": ADMIN_HOST}
             share = next(shares)

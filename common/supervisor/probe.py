@@ -1,4 +1,4 @@
-"""Whether Redis and the router of `kvrelay up` answer. Runs on the supervisor's asyncio loop."""
+"""Whether Redis and the routers of `kvrelay up` answer. Runs on the supervisor's asyncio loop."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ async def redis_answers(url: str) -> bool:
 
 
 class RouterProbe:
-    """Asks one router for its health."""
+    """Asks routers for their health."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url + "/health"
+    def __init__(self) -> None:
         # Never through a proxy that the environment may name: this is loopback.
         self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
 
-    async def health(self) -> dict[str, Any] | None:
-        """What the router says of itself and its nodes, usable or not; None if it does not answer."""
+    async def health(self, url: str) -> dict[str, Any] | None:
+        """What the router at `url` says of itself and its nodes, usable or not; None if it does not answer."""
         try:
-            body = (await self._client.get(self._url)).json()
+            body = (await self._client.get(f"{url}/health")).json()
         except (httpx.HTTPError, ValueError):
             return None
         return body if isinstance(body, dict) else None
 
-    async def sees(self, prefill: int, decode: int) -> bool:
-        """Whether the router has at least so many usable nodes."""
-        health = await self.health() or {}
+    async def sees(self, url: str, prefill: int, decode: int) -> bool:
+        """Whether the router at `url` has at least so many usable nodes."""
+        health = await self.health(url) or {}
         return _count(health.get("prefill")) >= prefill and _count(health.get("decode")) >= decode
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from common.admin.found import RunningCluster, announced, runtime_folder
 from common.config import UpConfig
 from common.config_sources import Source
-from common.errors import ConfigError, DeadlineExceeded, KvRelayError
+from common.errors import DeadlineExceeded, KvRelayError
 from common.membership import Directory
 from common.protocol import NodeRecord
 from common.redis_client import check_redis
@@ -29,9 +29,10 @@ from common.supervisor.cards import find_cards
 from common.supervisor.child import Child
 from common.supervisor.console import Console, banner, failure_line
 from common.supervisor.pid_file import PidEntry, PidFile
-from common.supervisor.plan import ADMIN_HOST, STOP_ORDER, ChildSpec, plan_children
-from common.supervisor.probe import RouterProbe, connect_host, redis_answers
+from common.supervisor.plan import STOP_ORDER, ChildSpec, plan_children
+from common.supervisor.probe import RouterProbe, redis_answers
 from common.supervisor.restarts import GiveUp, describe_exit
+from common.supervisor.routers import router_places
 
 _PROBE_S = 0.2
 _PROGRESS_S = 5.0
@@ -52,14 +53,12 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
 
     Raises: ConfigError before anything was started; ChildFailed or DeadlineExceeded if the start failed.
     """
-    port = _usable_port(config.host, config.port)
+    routers = router_places(config)
     pid_file = PidFile(config.pid_file)
     if config.redis_url is not None:
         await check_redis(config.redis_url)
     admin_token = config.admin_token or secrets.token_urlsafe(24)
-    admin_port = _usable_port(ADMIN_HOST, config.admin_port)
-    admin_url = f"http://{ADMIN_HOST}:{admin_port}"
-    running = RunningCluster(os.getpid(), f"http://{connect_host(config.host)}:{port}", admin_url, admin_token)
+    running = RunningCluster(os.getpid(), {place.url: place.admin_url for place in routers}, admin_token)
     directory = tempfile.mkdtemp(prefix="kvrelay-up-")
     try:
         redis_port = free_port()
@@ -68,34 +67,16 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
             config,
             sources,
             redis_url=redis_url,
-            port=port,
+            routers=routers,
             own_redis=None if config.redis_url else tuple(redis_command(redis_port, directory)),
             host_name=socket.gethostname(),
             admin_token=admin_token,
-            admin_port=admin_port,
             cards=find_cards(os.environ),
         )
         with announced(running, runtime_folder(os.environ)):
-            await Cluster(config, specs, redis_url, port, pid_file).run()
+            await Cluster(config, specs, redis_url, pid_file).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _usable_port(host: str, port: int) -> int:
-    """The port to serve on.
-
-    Raises: ConfigError if it is taken, or is not ours to take.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return probe.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from error
 
 
 class Cluster:
@@ -104,14 +85,16 @@ class Cluster:
     A child is started and waited for by its own `_supervise` task only; stopping signals it and waits for that task.
     """
 
-    def __init__(self, config: UpConfig, specs: list[ChildSpec], redis_url: str, port: int, pid_file: PidFile) -> None:
+    def __init__(self, config: UpConfig, specs: list[ChildSpec], redis_url: str, pid_file: PidFile) -> None:
         self._config = config
         self._console = Console([spec.name for spec in specs])
         self._children = [Child(spec, self._console) for spec in specs]
         self._redis_url = redis_url
-        self._url = f"http://{connect_host(config.host)}:{port}"
         self._pid_file = pid_file
-        self._probe = RouterProbe(self._url)
+        self._routers = [spec for spec in specs if spec.role == "router"]
+        self._blind: list[str] = []
+        """The routers that did not see all nodes when asked last."""
+        self._probe = RouterProbe()
         self._records: dict[str, NodeRecord] = {}
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []
@@ -171,12 +154,11 @@ class Cluster:
                     while child.spec.role == "redis" and not child.ready:
                         await asyncio.sleep(_PROBE_S / 4)
                 self._spawn_watcher(Directory(self._redis_url, self._config.cluster, self._on_nodes, _PROBE_S).run())
-                while self._unready() or not await self._probe.sees(self._config.prefill, self._config.decode):
+                while self._unready() or await self._look_for_blind():
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
-            missing = ", ".join(self._unready()) or "the router, which does not see all nodes"
             raise DeadlineExceeded(
-                f"not ready within {self._config.start_timeout_s:g} s, still waiting for {missing}; "
+                f"not ready within {self._config.start_timeout_s:g} s, still waiting for {self._missing()}; "
                 "--start-timeout-s allows more"
             ) from None
         self._announce(time.monotonic() - started_s)
@@ -184,24 +166,35 @@ class Cluster:
     def _unready(self) -> list[str]:
         return [child.spec.name for child in self._children if not child.ready]
 
+    async def _look_for_blind(self) -> list[str]:
+        nodes = self._config.prefill, self._config.decode
+        self._blind = [spec.name for spec in self._routers if not await self._probe.sees(spec.url, *nodes)]
+        return self._blind
+
+    def _missing(self) -> str:
+        """What the start still waits for."""
+        routers = "the router" if len(self._routers) == 1 else ", ".join(self._blind) or "the routers"
+        return ", ".join(self._unready()) or f"{routers} to see all nodes"
+
     async def _show_progress(self) -> None:
         started_s = time.monotonic()
         while True:
             await asyncio.sleep(_PROGRESS_S)
             if self._published:
                 return
-            waiting = ", ".join(self._unready()) or "the router to see all nodes"
             elapsed_s = time.monotonic() - started_s
-            self._console.say(f"waiting for {waiting} ({elapsed_s:.0f} of {self._config.start_timeout_s:.0f} s)")
+            self._console.say(
+                f"waiting for {self._missing()} ({elapsed_s:.0f} of {self._config.start_timeout_s:.0f} s)"
+            )
 
     def _announce(self, took_s: float) -> None:
         self._published = True
         self._write_pids()
         rows = [(child.spec.name, child.pid or 0, child.address) for child in self._children]
         models = sorted({record.model.name for record in self._records.values()})
-        self._console.plain(
-            banner(self._url, models[0] if models else self._config.model, rows, self._config.api_key != "", took_s)
-        )
+        model = models[0] if models else self._config.model
+        urls = [spec.url for spec in self._routers]
+        self._console.plain(banner(urls, model, rows, self._config.api_key != "", took_s))
 
     # ------------------------------------------------------------ watch
 
@@ -269,8 +262,8 @@ class Cluster:
             child.address = self._redis_url
             return await redis_answers(self._redis_url)
         if child.spec.role == "router":
-            child.address = self._url
-            return await self._probe.health() is not None
+            child.address = child.spec.url
+            return await self._probe.health(child.spec.url) is not None
         record = self._records.get(child.spec.node_id or "")
         if record is None or record.peer.incarnation == child.incarnation:
             return False

@@ -191,7 +191,7 @@ def test_tables_are_for_people_and_the_token_is_needed(system: System) -> None:
     cluster = json.loads(file.read_text())
     assert file.stat().st_mode & 0o077 == 0
     assert run("nodes", KVRELAY_ADMIN_TOKEN="wrong").returncode == 1
-    assert run("nodes", "--url", cluster["admin_url"]).returncode == 0
+    assert run("nodes", "--url", *cluster["routers"].values()).returncode == 0
     assert run("nodes", "--url", "http://127.0.0.1:1", KVRELAY_ADMIN_TOKEN="x").returncode == 3
     for node in system.admin("nodes")["nodes"]:
         assert httpx.get(f"{node['admin_address']}/status").status_code == 401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def test_token_goes_to_a_nodes_loopback_only_from_its_own_host() -> None:
         AdminClient("http://localhost:1", "t").address_of({**node, "admin_address": ""})
 
 
-CLUSTER = RunningCluster(os.getpid(), "http://127.0.0.1:8000", "http://127.0.0.1:8001", "hush")
+URL, ADMIN_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
+CLUSTER = RunningCluster(os.getpid(), {URL: ADMIN_URL}, "hush")
 
 
 def test_running_up_is_found_and_forgotten(tmp_path: Path) -> None:
@@ -65,8 +67,8 @@ def test_running_up_is_found_and_forgotten(tmp_path: Path) -> None:
     with announced(CLUSTER, runtime_folder(environ)):
         assert running_clusters(runtime_folder(environ)) == [CLUSTER]
         client = connect(None, environ)
-        assert client.url == CLUSTER.admin_url
-        assert connect(CLUSTER.url, environ).url == CLUSTER.admin_url
+        assert client.url == ADMIN_URL
+        assert connect(URL, environ).url == ADMIN_URL
         [file] = (tmp_path / "kvrelay").iterdir()
         assert file.stat().st_mode & 0o077 == 0
     assert list((tmp_path / "kvrelay").iterdir()) == []
@@ -74,10 +76,27 @@ def test_running_up_is_found_and_forgotten(tmp_path: Path) -> None:
         connect(None, environ)
 
 
+def test_of_several_routers_the_one_named_is_asked_else_one_that_listens(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with socket.create_server(("127.0.0.1", 0)) as alive, socket.create_server(("127.0.0.1", 0)) as ended:
+        routers = {
+            f"http://127.0.0.1:{n}": f"http://127.0.0.1:{s.getsockname()[1]}" for n, s in enumerate((ended, alive))
+        }
+        first, second = routers.values()
+        with announced(RunningCluster(os.getpid(), routers, "hush"), runtime_folder(environ)):
+            assert connect(None, environ).url == first
+            ended.close()
+            assert connect(None, environ).url == second
+            assert connect("http://127.0.0.1:0/", environ).url == connect(first, environ).url == first
+            assert connect("http://127.0.0.1:1", environ).url == connect(second, environ).url == second
+            alive.close()
+            assert connect(None, environ).url == first
+
+
 def test_several_clusters_must_be_told_apart_and_dead_ones_do_not_count(tmp_path: Path) -> None:
     folder = runtime_folder({"XDG_RUNTIME_DIR": str(tmp_path)})
     folder.mkdir(mode=0o700)
-    other = {**vars(CLUSTER), "pid": os.getppid(), "url": "http://127.0.0.1:9000"}
+    other = {**vars(CLUSTER), "pid": os.getppid(), "routers": {"http://127.0.0.1:9000": "http://127.0.0.1:9001"}}
     (folder / "up-2.json").write_text(json.dumps(other))
     (folder / "up-3.json").write_text(json.dumps({**vars(CLUSTER), "pid": 2**22 + 1}))
     (folder / "up-4.json").write_text("{")

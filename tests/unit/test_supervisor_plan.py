@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,20 +12,30 @@ from common.config_sources import Resolved, resolve
 from common.supervisor.cards import share_cards, visible_cards
 from common.supervisor.plan import ChildSpec, plan_children
 from common.supervisor.restarts import GiveUp, RestartAfter, RestartPolicy
+from common.supervisor.routers import RouterPlace
 
 CLASSES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 
 
-def plan(up: Resolved[UpConfig], *, own_redis: bool = True, cards: tuple[str, ...] = ()) -> list[ChildSpec]:
+def place(name: str, port: int) -> RouterPlace:
+    return RouterPlace(name, port, port + 1, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}")
+
+
+def plan(
+    up: Resolved[UpConfig],
+    *,
+    own_redis: bool = True,
+    cards: tuple[str, ...] = (),
+    routers: tuple[RouterPlace, ...] = (place("router", 9000),),
+) -> list[ChildSpec]:
     return plan_children(
         up.config,
         up.sources,
         redis_url="redis://:pw@127.0.0.1:7/0",
-        port=9000,
+        routers=list(routers),
         own_redis=("redis-server",) if own_redis else None,
         host_name="box",
         admin_token="the-admin-token",
-        admin_port=9001,
         cards=list(cards),
     )
 
@@ -57,6 +69,18 @@ def test_foreign_redis_is_not_run_and_node_ids_then_differ_between_machines() ->
     specs = plan(resolved(redis_url="redis://there"), own_redis=False)
     assert [spec.name for spec in specs] == ["router", "prefill-0", "decode-0"]
     assert specs[1].node_id == "prefill-0-box-9000"
+
+
+def test_every_router_has_its_ports_and_all_else_alike() -> None:
+    up = resolved(api_key="hush", max_waiting="7", redis_url="redis://there")
+    places = place("router-0", 9000), place("router-1", 9010)
+    specs = plan(up, own_redis=False, routers=places)
+    assert [spec.name for spec in specs] == ["router-0", "router-1", "prefill-0", "decode-0"]
+    assert [(spec.role, spec.url) for spec in specs[:2]] == [("router", each.url) for each in places]
+    first, second = map(as_the_child_sees_it, specs[:2])
+    assert (first.port, first.admin_port, first.api_key, first.max_waiting) == (9000, 9001, "hush", 7)
+    assert second == replace(first, port=9010, admin_port=9011)
+    assert specs[2].node_id == "prefill-0-box-9000"
 
 
 def test_options_reach_the_services_that_have_them() -> None:

@@ -23,7 +23,7 @@ def test_record_of_a_process_before_ours_makes_no_child_ready() -> None:
 
     async def main() -> None:
         specs = [ChildSpec("decode-0", "decode", ("true",), node_id="d0")]
-        cluster = Cluster(UpConfig(), specs, "redis://127.0.0.1:1", 1, PidFile(None))
+        cluster = Cluster(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None))
         child = cluster._children[0]
         child.started_s = time.monotonic()
         cluster._on_nodes([record("dead", time.time() - 5.0)])
@@ -37,12 +37,36 @@ def test_record_of_a_process_before_ours_makes_no_child_ready() -> None:
     asyncio.run(main())
 
 
+def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        specs = [ChildSpec(f"router-{n}", "router", ("true",), url=f"http://{n}") for n in range(3)]
+        cluster = Cluster(UpConfig(routers=3), specs, "redis://127.0.0.1:1", PidFile(None))
+        seeing = {"http://1"}
+
+        async def sees(url: str, prefill: int, decode: int) -> bool:
+            return url in seeing
+
+        monkeypatch.setattr(cluster._probe, "sees", sees)
+        assert cluster._missing() == "router-0, router-1, router-2"
+        assert await cluster._look_for_blind() == ["router-0", "router-2"]
+        for child in cluster._children:
+            child.ready = True
+        assert cluster._missing() == "router-0, router-2 to see all nodes"
+        seeing |= {"http://0", "http://2"}
+        assert not await cluster._look_for_blind()
+        await cluster._probe.close()
+
+    asyncio.run(main())
+
+
 def test_system_without_a_process_for_a_restart_costs_no_other_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory or processes lack just when a node has died of that: those that live go on, and it is tried again."""
 
     async def main() -> None:
         cluster = Cluster(
-            UpConfig(), [ChildSpec("decode-0", "decode", ("true",))], "redis://127.0.0.1:1", 1, PidFile(None)
+            UpConfig(), [ChildSpec("decode-0", "decode", ("true",))], "redis://127.0.0.1:1", PidFile(None)
         )
         child = cluster._children[0]
         start, tries = child.start, 0
