@@ -166,6 +166,8 @@ def _start(
 ) -> None:
     die_with_parent()
     resolved = resolve(cls, flags=flags, environ=os.environ, file=file)
+    if file is not None:
+        os.environ[CONFIG_FILE_VARIABLE] = file  # the services that `kvrelay up` starts read it, too
     logs.configure(resolved.config.log_level)
     run(resolved)
 

@@ -25,6 +25,7 @@ from common.protocol import ModelInfo, NodeRecord, PeerRef
 
 async def _serve(config: NodeConfig, role: Any) -> None:
     assert config.node_id is not None
+    print(f"max_num_seqs {config.max_num_seqs}, seed {config.seed}", flush=True)
     manner = os.environ.get(f"STUB_{role.upper()}", "")
     if manner == "refuse":
         raise ConfigError("the model folder /nowhere does not exist")
