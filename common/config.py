@@ -24,6 +24,8 @@ Quantization = Literal["auto", "fp8"]
 GenerationConfig = Literal["auto", "none"]
 
 
+CPU_KV_GB = 1.0
+"""Memory for a rank's KV on a CPU where nobody says how much."""
 PREFILL_ROWS, DECODE_ROWS = (512, 8192), (256, 2048)
 """Tokens that one step may compute where nobody says: on a CPU, on a card."""
 
@@ -121,8 +123,8 @@ def _kv_blocks() -> Any:
 
 def _kv_memory_gb() -> Any:
     text = (
-        "Memory for each rank's KV cache, in GB, unless --kv-blocks says how many; by default 1 on a CPU, on a GPU "
-        "what --gpu-memory-utilization leaves."
+        "Memory for each rank's KV cache, in GB, unless --kv-blocks says how many; by default "
+        f"{CPU_KV_GB:g} on a CPU, on a GPU what --gpu-memory-utilization leaves."
     )
     return _option(None, text, "Capacity", low=1e-6)
 

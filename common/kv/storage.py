@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.free_memory import free_memory_bytes
 from common.kv.cuda_pages import allocate_shareable
 from common.kv.float8 import E4M3
 from common.kv.layout import DTYPE_BYTES, KVLayout, RankShard
 
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
 _NUMPY_WORD = {4: np.uint32, 2: np.uint16, 1: np.uint8}
-_MEMINFO, _CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 
 
 class KVStorage:
@@ -95,7 +94,7 @@ def _zeros_on_demand(size_bytes: int) -> Tensor:
 
     Raises: ConfigError if there is not so much: to find that out page by page would end the node in the middle of its work.
     """
-    left = _memory_left()
+    left = free_memory_bytes()
     if size_bytes > left:
         raise ConfigError(f"no memory for {size_bytes / 1e9:.2f} GB of KV: {left / 1e9:.2f} GB are free")
     try:
@@ -106,14 +105,3 @@ def _zeros_on_demand(size_bytes: int) -> Tensor:
         with contextlib.suppress(OSError):  # no more than a wish
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size_bytes))
-
-
-def _memory_left() -> float:
-    """Bytes that this machine has free, or that this container may have at all; infinite where neither is told."""
-    left = math.inf
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = _MEMINFO.read_text().splitlines()
-        left = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    with contextlib.suppress(OSError, ValueError):  # "max": it has no limit
-        left = min(left, int(_CGROUP_LIMIT.read_text()))
-    return left

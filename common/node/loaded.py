@@ -13,7 +13,7 @@ import torch
 
 from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.choose import choose_attention, worth_recording
-from common.config import NodeConfig
+from common.config import CPU_KV_GB, NodeConfig
 from common.device import rank_device, use_device
 from common.engine.device_sampler import DeviceSampler
 from common.engine.draws import HostSampler
@@ -30,9 +30,6 @@ from common.node.startup import Blueprint, batched_tokens, steps_ahead
 from common.parallel.mesh import Mesh, RankPlace
 
 log = logging.getLogger(__name__)
-
-_CPU_KV_GB = 1.0
-"""Memory for a rank's KV on a CPU where nobody says how much."""
 
 
 class LoadedRank:
@@ -68,7 +65,7 @@ class LoadedRank:
             * (self.shard.layer_hi - self.shard.layer_lo)
             * (self.shard.head_hi - self.shard.head_lo)
         )
-        kv_bytes = int((config.kv_memory_gb or _CPU_KV_GB) * 2**30)
+        kv_bytes = int((config.kv_memory_gb or CPU_KV_GB) * 2**30)
         blocks = config.kv_blocks or kv_bytes // per_block
         self.max_blocks = blocks if meter is None else self._blocks_on_card(meter, per_block)
         """KV blocks that fit into this rank's memory."""

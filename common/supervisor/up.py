@@ -21,6 +21,7 @@ from common.admin.found import RunningCluster, announced, runtime_folder
 from common.config import UpConfig
 from common.config_sources import Source
 from common.errors import DeadlineExceeded, KvRelayError
+from common.free_memory import free_memory_bytes
 from common.membership import Directory
 from common.protocol import NodeRecord
 from common.redis_client import check_redis
@@ -28,6 +29,7 @@ from common.redis_server import free_port, redis_command
 from common.supervisor.cards import find_cards
 from common.supervisor.child import Child
 from common.supervisor.console import Console, banner, failure_line
+from common.supervisor.memory import check_memory
 from common.supervisor.pid_file import PidEntry, PidFile
 from common.supervisor.plan import STOP_ORDER, ChildSpec, plan_children
 from common.supervisor.probe import RouterProbe, redis_answers
@@ -63,6 +65,7 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
     try:
         redis_port = free_port()
         redis_url = config.redis_url or f"redis://127.0.0.1:{redis_port}/0"
+        cards = find_cards(os.environ)
         specs = plan_children(
             config,
             sources,
@@ -71,8 +74,9 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
             own_redis=None if config.redis_url else tuple(redis_command(redis_port, directory)),
             host_name=socket.gethostname(),
             admin_token=admin_token,
-            cards=find_cards(os.environ),
+            cards=cards,
         )
+        check_memory(specs, os.environ, free_memory_bytes(), cards=bool(cards))
         with announced(running, runtime_folder(os.environ)):
             await Cluster(config, specs, redis_url, pid_file).run()
     finally:

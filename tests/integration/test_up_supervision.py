@@ -188,6 +188,13 @@ def test_port_in_use_is_told_before_anything_starts(start) -> None:
     assert "cannot listen on 127.0.0.1:" in up.lines[0]
 
 
+def test_memory_that_the_nodes_do_not_have_together_is_told_before_anything_starts(start, free_port) -> None:
+    up = start("--port", str(free_port), "--device", "cpu", "--kv-memory-gb", "100000")
+    assert up.wait_end() == 78
+    assert len(up.lines) == 1
+    assert "200000.00 GB of memory together (prefill-0 100000.00, decode-0 100000.00)" in up.lines[0]
+
+
 def test_nothing_survives_the_death_of_the_supervisor(start, free_port, eventually) -> None:
     up = start("--port", str(free_port))
     up.wait_line(READY)

@@ -31,7 +31,7 @@ def test_memory_is_zero_and_taken_as_it_is_written() -> None:
 def test_more_than_the_system_can_give_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no memory for [0-9.]+ GB of KV: [0-9.]+ GB are free"):
         KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**56 // LAYOUT.bytes_per_block)
-    monkeypatch.setattr("common.kv.storage._memory_left", lambda: math.inf)  # as where nothing tells
+    monkeypatch.setattr("common.kv.storage.free_memory_bytes", lambda: math.inf)  # as where nothing tells
     with pytest.raises(ConfigError, match=r"no memory for [0-9.]+ GB of KV"):
         KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**56 // LAYOUT.bytes_per_block)
 
@@ -43,6 +43,6 @@ def test_a_containers_limit_counts(
     told = tmp_path / "memory.max"
     if limit is not None:
         told.write_text(limit + "\n")
-    monkeypatch.setattr("common.kv.storage._CGROUP_LIMIT", told)
+    monkeypatch.setattr("common.free_memory._CGROUP_LIMIT", told)
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r": 0\.00 GB are free"):
         KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**24 // LAYOUT.bytes_per_block)
