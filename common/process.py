@@ -14,12 +14,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _OUTPUT_LOST = 120
+_CHILDREN_END_S = 1.0
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -121,11 +123,35 @@ def end_process(code: str | int | None) -> NoReturn:
         os._exit(status)
 
 
+def end_children(pid: int) -> None:
+    """SIGTERM to what process `pid` has started and is still there, such as the compilers of a node's kernels, which know
+    nothing of `die_with_parent` (Linux). Waits for them a moment: ninja needs one to end its own, which are in other
+    process groups than ours."""
+    told: set[int] = set()
+    until_s = time.monotonic() + _CHILDREN_END_S
+    while (children := _children(pid)) and time.monotonic() < until_s:
+        for child in children - told:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGTERM)
+        told |= children
+        time.sleep(0.01)
+
+
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
+                found |= set(map(int, children.read().split()))
+    return found
+
+
 def run_service(
     serve: Callable[[], Coroutine[Any, Any, None]],
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
-    """Run a service's coroutine until it returns; SIGTERM or SIGINT cancels it, which is an orderly end."""
+    """Run a service's coroutine until it returns; SIGTERM or SIGINT cancels it, which is an orderly end. Whatever it has
+    started ends with it."""
 
     async def main() -> None:
         task = asyncio.ensure_future(serve())
@@ -145,8 +171,11 @@ def run_service(
             if not stopping:
                 raise
 
-    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(main())
+    try:
+        with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main())
+    finally:
+        end_children(os.getpid())
 
 
 async def on_own_thread(work: Callable[[], None], name: str) -> None:

@@ -26,7 +26,7 @@ from common.engine.step import StepInput, StepOutput
 from common.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.node.forks import ForkedRank
 from common.node.rank_messages import LeaderBeat, RankBeat, RankBusy, RankFailed, RankHello
-from common.process import tied_command
+from common.process import end_children, tied_command
 from common.protocol import MAX_MESSAGE_BYTES, Codec
 
 log = logging.getLogger(__name__)
@@ -222,6 +222,8 @@ class RankLinks:
         if self._thread is not None:
             self._thread.join()
         for child in self._children.values():
+            if child.poll() is None:  # its number is its own
+                end_children(child.pid)
             child.terminate()
         for child in self._children.values():
             try:

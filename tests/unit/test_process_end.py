@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -57,3 +58,21 @@ def test_a_reader_that_has_gone_does_not_keep_it() -> None:
     assert process.stderr is not None
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+def test_a_service_ends_the_compiler_that_it_waits_for() -> None:
+    program = """
+import subprocess
+from common.process import end_process, on_own_thread, run_service
+compiler = ["sh", "-c", "trap 'sleep 0.2; kill $!; echo ended; exit 1' TERM; sleep 60 & echo compiles; wait"]
+run_service(lambda: on_own_thread(lambda: subprocess.run(compiler), "start"))
+print("node ended")
+end_process(0)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "compiles\n"
+        process.send_signal(signal.SIGTERM)
+        # To the end of the output that the compiler shares. It was waited for, as it takes its own children with it.
+        assert process.communicate(timeout=30)[0] == "ended\nnode ended\n"
+        assert process.returncode == 0

@@ -117,3 +117,13 @@ def test_a_start_that_is_stopped_closes_no_socket_under_the_thread_that_reads_it
         links.close()
         with pytest.raises(RankLost, match="the node ends"):
             waits.result(10)
+
+
+def test_with_a_rank_goes_the_compiler_that_it_waits_for() -> None:
+    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    rank = subprocess.Popen(["sh", "-c", "sleep 60 & echo compiles; wait"], stdout=subprocess.PIPE)
+    links._children[1] = rank
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == b"compiles\n"
+    links.close()
+    rank.communicate(timeout=30)  # to the end of the output that the compiler shares
