@@ -23,7 +23,7 @@ from system import running_system
 NEW_TOKENS = 40
 """Three blocks of growth: more than a node keeps free for those that run, so that some must give theirs back."""
 NUM_REQUESTS = 16
-PREFILL_CHUNK = 48
+PREFILL_CHUNK = 96
 
 Layout = tuple[str, int, int, int, str]
 """(model, prefill tp, decode tp, decode pp, transport)"""
@@ -106,11 +106,13 @@ def test_tokens_equal_the_reference(
     model = make_tiny(name, tmp_path / name)
     prompts = make_prompts(TINY[name].config.vocab_size)
     config = tmp_path / "kvrelay.toml"
-    config.write_text(f"[prefill]\nmax_num_batched_tokens = {PREFILL_CHUNK}\n")
+    config.write_text(
+        f"[prefill]\nmax_num_batched_tokens = {PREFILL_CHUNK}\nkv_blocks = 60\n[decode]\nkv_blocks = 26\n"
+    )
     with running_system(
         tmp_path,
         *("--model", str(model), "--dtype", "float32", "--config", str(config), "--start-timeout-s", "240"),
-        *("--kv-blocks", "60", "--local-prefill-tokens", "0", "--kv-transport", transport),
+        *("--local-prefill-tokens", "0", "--kv-transport", transport),
         *("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp), "--decode-pp", str(decode_pp)),
         "--async-scheduling" if transport == "collective" else "--no-async-scheduling",
     ) as system:
