@@ -303,4 +303,5 @@ def _send(socket: _Socket, frames: list[bytes], inbox: _Inbox) -> None:
             socket.send_multipart(frames, zmq.DONTWAIT)
     except zmq.ZMQError as error:
         raise Unavailable(f"cannot send: {error}") from error
-    inbox.wake()
+    finally:
+        inbox.wake()  # what fails has taken the descriptor's news, too

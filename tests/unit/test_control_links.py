@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 
 import pytest
 
@@ -54,6 +55,27 @@ def test_what_a_full_queue_refused_can_be_told_from_what_it_took(monkeypatch: py
         assert link.refused == [abort(2), abort(3)]
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_arrives_while_a_send_fails_is_read() -> None:
+    """A node's answer to a router that is gone must not hide what another one has just asked."""
+
+    async def main() -> None:
+        received: list[Message] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lambda _: None)
+        link.send(abort(0))
+        await until(lambda: received)
+        link.send(abort(1))
+        link._flush()
+        assert select.select([server._inbox._fd], [], [], 5)[0], "it has arrived, and the loop does not know yet"
+        with pytest.raises(Unavailable):
+            server.send(b"nobody", abort(2))
+        await until(lambda: len(received) == 2)
+        link.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 5))
 
 
 def test_large_messages_of_one_turn_do_not_add_up_to_a_frame_that_is_refused() -> None:
