@@ -126,9 +126,10 @@ def _service(
         for key, source in sources.items()
         if key in infos and not infos[key].own and source not in ("default", "file")
     }
-    if cls is RouterConfig:
-        # The router takes the model from what its nodes report, which is where they really found it.
-        options.pop("model", None)
+    if cls is RouterConfig and "model" in options:
+        # The router takes the model from what its nodes report, which is where they really found it; not from a file or
+        # a variable that names another.
+        options["model"] = "none"
     options |= own
     argv = [sys.executable, "-m", "common.cli", cls.section]
     environ: dict[str, str] = {}

@@ -69,6 +69,19 @@ def test_default_is_one_of_each_with_redis_first() -> None:
     assert [spec.name for spec in plan(resolved())] == ["redis", "router", "prefill-0", "decode-0"]
 
 
+def test_router_never_has_another_model_than_the_nodes(tmp_path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text('model = "/a"\n')
+    for up, model in (
+        (resolved(file=str(file), model="/b"), "/b"),
+        (resolved(file=str(file), environ={"KVRELAY_MODEL": "/b"}), "/b"),
+        (resolved(file=str(file)), "/a"),
+    ):
+        router, *nodes = (as_the_child_sees_it(spec, str(file)) for spec in plan(up)[1:])
+        assert {node.model for node in nodes} == {model}
+        assert router.model in (None, model), "None: what the nodes report"
+
+
 def test_foreign_redis_is_not_run_and_node_ids_then_differ_between_machines() -> None:
     specs = plan(resolved(redis_url="redis://there"), own_redis=False)
     assert [spec.name for spec in specs] == ["router", "prefill-0", "decode-0"]
