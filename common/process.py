@@ -142,8 +142,15 @@ def _children(pid: int) -> set[int]:
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
-                found |= set(map(int, children.read().split()))
+                found |= {child for child in map(int, children.read().split()) if _runs(child)}
     return found
+
+
+def _runs(pid: int) -> bool:
+    """False also for what has ended and was not asked for its exit code."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
+        return not stat.read().rpartition(b")")[2].startswith(b" Z")
+    return False
 
 
 def run_service(

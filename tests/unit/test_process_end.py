@@ -76,3 +76,17 @@ end_process(0)
         # To the end of the output that the compiler shares. It was waited for, as it takes its own children with it.
         assert process.communicate(timeout=30)[0] == "ended\nnode ended\n"
         assert process.returncode == 0
+
+
+def test_a_child_that_has_ended_is_not_waited_for_though_nobody_asked_for_its_code() -> None:
+    """As the forked ranks of a node whose port is taken, which is to say so at once."""
+    program = """
+import os, subprocess, time
+from common.process import end_children
+child = subprocess.Popen(["sleep", "60"])
+began_s = time.monotonic()
+end_children(os.getpid())
+print(time.monotonic() - began_s < 0.9, child.wait(10))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("True -15\n", "")
