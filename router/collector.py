@@ -22,12 +22,16 @@ _WORTH_IT, _AT_LAST = 20, 2_000
 
 
 async def run(running: Callable[[], int]) -> None:
-    """Decide when it works, for ever. `running()`: requests that it would stop."""
+    """Decide when it works, until cancelled; then it works as before. `running()`: requests that it would stop."""
+    before = gc.get_threshold()
     gc.set_threshold(_NEW, _NEVER, _NEVER)
     quiet = 0
-    while True:
-        await asyncio.sleep(_LOOK_EVERY_S)
-        quiet = 0 if running() else quiet + 1
-        rounds = gc.get_count()[1]
-        if rounds >= _AT_LAST or (rounds >= _WORTH_IT and quiet >= _QUIET_LOOKS):
-            gc.collect()
+    try:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            quiet = 0 if running() else quiet + 1
+            rounds = gc.get_count()[1]
+            if rounds >= _AT_LAST or (rounds >= _WORTH_IT and quiet >= _QUIET_LOOKS):
+                gc.collect()
+    finally:
+        gc.set_threshold(*before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,9 +11,9 @@ from router import collector
 
 
 @pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """[rounds over new objects so far]; a round over all sets it to 0 and adds an entry."""
-    found, thresholds = [0], gc.get_threshold()
+    found = [0]
 
     def collect() -> None:
         found.append(found[0])
@@ -23,8 +22,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(gc, "collect", collect)
     monkeypatch.setattr(gc, "get_count", lambda: (0, found[0], 0))
     monkeypatch.setattr(collector, "_LOOK_EVERY_S", 0.0)
-    yield found
-    gc.set_threshold(*thresholds)
+    return found
 
 
 async def _looks(running: list[int]) -> None:
@@ -44,12 +42,20 @@ async def _looks(running: list[int]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_no_round_by_itself_looks_at_what_is_old(rounds: list[int]) -> None:
-    asyncio.run(_looks([0]))
-    new, middle, old = gc.get_threshold()
+def test_no_round_by_itself_looks_at_what_is_old_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = gc.get_threshold(), list[tuple[int, int, int]]()
+
+    def look() -> int:
+        seen.append(gc.get_threshold())
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(collector, "_LOOK_EVERY_S", 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(collector.run(look))
+    [(new, middle, old)] = seen
     assert new <= 20_000
     assert min(middle, old) > 10**9
-    assert rounds == [0]
+    assert gc.get_threshold() == before, "whoever runs a router beside something else has its garbage collected"
 
 
 def test_everything_is_looked_at_when_it_was_quiet_for_a_while(rounds: list[int]) -> None:
