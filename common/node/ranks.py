@@ -38,6 +38,8 @@ _PROGRESS_EVERY_S = 5.0
 _MOMENT_S = 1.0
 _LAST_WORDS_S = 0.5
 """What a rank said before it ended may take so long to be read here, on a busy machine."""
+_CRASHES = {-signal.SIGSEGV, -signal.SIGBUS}
+"""Ends that no other rank brings about."""
 _END_S = 1.0
 """SIGTERM ends a rank at once; one that is still there then stands still and wants SIGKILL."""
 
@@ -142,21 +144,24 @@ class RankLinks:
     @contextlib.contextmanager
     def last_words(self) -> Iterator[None]:
         """Around what may find that a rank is lost, on the thread that reads reports: if a rank said why it ended, or still
-        does, that is raised instead. A rank that was killed says nothing, and is not waited for.
+        does, that is raised instead. A rank that was killed says nothing, and is not waited for; where one crashed, others
+        tell only what followed.
 
         Raises: a rank's own error in place of RankLost.
         """
         try:
             yield
         except RankLost:
-            codes = {child.poll() for child in self._children.values()} - {None}
-            if -signal.SIGKILL in codes:
+            codes = {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
+            if -signal.SIGKILL in codes.values():
                 raise
+            crashed = {rank for rank, code in codes.items() if code in _CRASHES}
             until_s = time.monotonic() + (_LAST_WORDS_S if codes else 0.0)
             with self._reading:
                 while not self._closing:
                     for report in self._receive(timeout_ms=20):
-                        _raise_if_failed(report)
+                        if not crashed or (isinstance(report, RankFailed) and report.rank in crashed):
+                            _raise_if_failed(report)
                     if time.monotonic() >= until_s:
                         break
             raise

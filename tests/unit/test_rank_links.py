@@ -67,6 +67,16 @@ def test_a_reason_still_on_its_way_wins_over_the_end_itself(said_just_now: RankL
         said_just_now.collect(RankReady, 10.0, "they load their shards")
 
 
+@pytest.mark.parametrize(
+    ("crashed", "said"), [(2, r"rank 2 \(pid \d+\) ended with -11"), (1, "rank 1: no memory for 7")]
+)
+def test_but_not_over_another_ranks_crash(said_just_now: RankLinks, crashed: int, said: str) -> None:
+    """Those that live tell what followed. What it said itself counts, though it crashed as it ended."""
+    said_just_now._children[crashed] = ended_by([sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"])
+    with pytest.raises((RankLost, ConfigError), match=said), said_just_now.last_words():
+        said_just_now.check_children()
+
+
 def test_it_does_while_the_node_serves_too(said_just_now: RankLinks) -> None:
     dead: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     said_just_now.run(lambda _: None, dead.put, lease_s=0.6)
