@@ -331,14 +331,13 @@ async def _measure(result: Result, seconds: float, repeats: int) -> Result:
         latencies = {load: await open_loop(stack, rate=rate, seconds=seconds, tokens=1) for load, rate in loads.items()}
     bare = (before + await _bare_rate(seconds)) / 2
     speed = bare / BARE_THERE
-    note = (
-        f"{speed:.2f} x the machine of the goals, by a bare FastAPI endpoint: {bare:,.0f} requests/s of processor time"
+    result.add(
+        "a bare FastAPI endpoint, per core", bare, "requests/s", limit=BARE_THERE, limit_name="the goals' machine"
     )
-    result.add("speed of this machine", speed, "x", note=note)
     for name, rate in reached.items():
         if "one token" in name:
-            share = Target(100 * REQUESTS_GOAL / BARE_THERE)
-            result.add(f"{name}, of the bare endpoint's rate", 100 * rate / bare, "%", target=share)
+            share = Target(REQUESTS_GOAL / BARE_THERE, of_share=True)
+            result.add(name, rate, "requests/s", limit=bare, limit_name="the bare endpoint", target=share)
     with _bare_server() as stack:
         await open_loop(stack, rate=100.0, seconds=1.0, tokens=1)
         for load, rate in loads.items():
@@ -392,6 +391,7 @@ def _add_latency(
 if __name__ == "__main__":
     figures = measure(quick="--quick" in sys.argv)
     for figure in figures.figures:
-        print(f"{figure.name}: {figure.value:,.1f} {figure.unit} ({figure.note})")
+        share = "" if figure.share is None else f", {figure.share:.1%} of {figure.limit_name}"
+        print(f"{figure.name}: {figure.value:,.1f} {figure.unit}{share} ({figure.note})")
     if "--json" in sys.argv:
         Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(figures.as_json(), indent=1))
