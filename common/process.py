@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -121,6 +122,16 @@ def end_process(code: str | int | None) -> NoReturn:
             status = status or _OUTPUT_LOST
     finally:
         os._exit(status)
+
+
+def allow_files(count: int) -> int:
+    """Have this process open so many files and sockets, as far as the system lets it. Returns how many of these it may."""
+    endless = resource.RLIM_INFINITY
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == endless else min(count, hard)
+    if soft != endless and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return count if soft == endless else min(count, max(soft, most))
 
 
 def end_children(pid: int) -> None:

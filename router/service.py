@@ -17,6 +17,7 @@ from common.admin.server import AdminServer
 from common.config import RouterConfig
 from common.errors import ConfigError, Unavailable
 from common.membership import LEASE_IN_REDIS, Directory
+from common.process import allow_files
 from common.protocol import NodeRecord
 from router import collector
 from router.admin import RouterAdmin
@@ -34,11 +35,13 @@ log = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S = 60.0
 """A body that has not arrived by then is given up."""
-_MAX_CONNECTIONS = 4096
-"""Beyond so many open connections or requests, uvicorn answers 503 by itself."""
+_MAX_CONNECTIONS = 16_384
+"""Beyond so many open connections or requests, uvicorn answers 503 by itself; idle connections count."""
+_OTHER_FILES = 4096
+"""Descriptors for everything else: the links to the nodes above all."""
 _UNREAD_S = 60.0
 """A client that takes nothing of what was sent to it for so long loses its connection, and its place among them."""
-_IDLE_S = 75
+_IDLE_S = 65
 """An idle connection is kept for longer than load balancers and clients keep theirs (a minute is usual): what is sent on one
 that the router gives up at that moment is lost, and their users get a 502.
 """
@@ -139,6 +142,11 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _most_connections() -> int:
+    files = allow_files(_MAX_CONNECTIONS + _OTHER_FILES)
+    return min(_MAX_CONNECTIONS, max(files - _OTHER_FILES, files // 2))
+
+
 def http_server(router: Router, config: RouterConfig, directory: Directory | None) -> uvicorn.Server:
     """The HTTP server over a router; not started."""
     services = Services(
@@ -161,7 +169,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         access_log=False,
         server_header=False,
         backlog=1024,
-        limit_concurrency=_MAX_CONNECTIONS,
+        limit_concurrency=_most_connections(),
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=int(_GRACE_S),
     )

@@ -59,4 +59,22 @@ def test_idle_connections_outlive_those_of_load_balancers() -> None:
         finally:
             router.close()
 
-    assert asyncio.run(idle_s()) > 65
+    assert asyncio.run(idle_s()) > 60
+
+
+def test_connections_leave_descriptors_for_the_links() -> None:
+    """In a shell that allows few, as many do: more are taken where the hard limit allows them, else fewer clients are."""
+    program = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
+from router.service import _most_connections
+print(_most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+    def most(hard: int) -> list[int]:
+        command = [sys.executable, "-c", program, str(hard)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return list(map(int, done.stdout.split()))
+
+    assert most(10_000) == [10_000 - 4096, 10_000]
+    assert most(1000) == [500, 1000]
