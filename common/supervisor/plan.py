@@ -88,12 +88,12 @@ def plan_children(
 
 
 def _ranks(role: str, config: UpConfig) -> dict[str, str]:
-    """How many ranks each node of `role` gets, where that is not one."""
+    """How many ranks each node of `role` gets. Also where it is one: cards and memory were counted by these figures."""
     if role == "prefill":
         wanted = {"tensor_parallel_size": config.prefill_tp}
     else:
         wanted = {"tensor_parallel_size": config.decode_tp, "pipeline_parallel_size": config.decode_pp}
-    options = {key: str(value) for key, value in wanted.items() if value > 1}
+    options = {key: str(value) for key, value in wanted.items()}
     if role == "decode" and config.decode_pp_layers:
         options["pp_layers"] = config.decode_pp_layers
     return options
@@ -126,7 +126,7 @@ def _service(
         for key, source in sources.items()
         if key in infos and not infos[key].own and source not in ("default", "file")
     }
-    if cls is RouterConfig and "model" in options:
+    if cls is RouterConfig:
         # The router takes the model from what its nodes report, which is where they really found it; not from a file or
         # a variable that names another.
         options["model"] = "none"

@@ -15,12 +15,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from common.admin.found import RunningCluster, announced, runtime_folder
 from common.config import UpConfig
-from common.config_sources import Source
-from common.errors import DeadlineExceeded, KvRelayError
+from common.config_sources import CONFIG_FILE_VARIABLE, Source
+from common.errors import ConfigError, DeadlineExceeded, KvRelayError
 from common.free_memory import free_memory_bytes
 from common.membership import Directory
 from common.protocol import NodeRecord
@@ -77,10 +78,26 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
             cards=cards,
         )
         check_memory(specs, os.environ, free_memory_bytes(), cards=bool(cards))
+        specs = _keep_file(specs, directory)
         with announced(running, runtime_folder(os.environ)):
             await Cluster(config, specs, redis_url, pid_file).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _keep_file(specs: list[ChildSpec], directory: str) -> list[ChildSpec]:
+    """The same, with the configuration file as it is now, at every restart.
+
+    Raises: ConfigError where it can be read only once.
+    """
+    file = os.environ.get(CONFIG_FILE_VARIABLE)
+    if not file:
+        return specs
+    try:
+        kept = shutil.copyfile(file, os.path.join(directory, "kvrelay.toml"))
+    except (OSError, shutil.SpecialFileError) as error:
+        raise ConfigError(f"{file} cannot be kept for the services, give a regular file: {error}") from error
+    return [replace(spec, environ={**spec.environ, CONFIG_FILE_VARIABLE: kept}) for spec in specs]
 
 
 class Cluster:

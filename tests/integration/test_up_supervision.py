@@ -92,12 +92,17 @@ def all_gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-def test_the_configuration_file_of_up_is_that_of_its_services(start, free_port, tmp_path: Path) -> None:
+def test_the_configuration_file_of_up_is_that_of_its_services(start, free_port, tmp_path: Path, eventually) -> None:
     (tmp_path / "k.toml").write_text("max_num_seqs = 7\n[decode]\nseed = 3\n")
     up = start("--port", str(free_port), "--config", "k.toml")
     up.wait_line(READY)
-    told = {line.split()[0]: line.split("| ")[1] for line in up.lines if "max_num_seqs" in line}
-    assert told == {"prefill-0": "max_num_seqs 7, seed 0", "decode-0": "max_num_seqs 7, seed 3"}
+    told = lambda: sorted(line for line in up.lines if "max_num_seqs" in line)  # noqa: E731
+    prefill, decode = "max_num_seqs 7, seed 0", "max_num_seqs 7, seed 3"
+    assert [line.split("| ")[1] for line in told()] == [decode, prefill]
+    (tmp_path / "k.toml").write_text("max_num_seqs = 9\n")
+    os.kill(up.entries()["decode-0"]["pid"], signal.SIGKILL)
+    eventually(lambda: len(told()) == 3)
+    assert [line.split("| ")[1] for line in told()] == [decode, decode, prefill], "at its restart as at its start"
 
 
 def test_everything_starts_tells_what_it_is_and_stops_in_order(start, free_port, eventually) -> None:

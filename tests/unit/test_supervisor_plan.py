@@ -79,7 +79,15 @@ def test_router_never_has_another_model_than_the_nodes(tmp_path) -> None:
     ):
         router, *nodes = (as_the_child_sees_it(spec, str(file)) for spec in plan(up)[1:])
         assert {node.model for node in nodes} == {model}
-        assert router.model in (None, model), "None: what the nodes report"
+        assert router.model is None, "what the nodes report"
+
+
+def test_nodes_have_the_ranks_that_were_counted_whatever_the_file_says_of_them(tmp_path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text("[prefill]\ntensor_parallel_size = 2\n[decode]\npipeline_parallel_size = 2\n")
+    nodes = [as_the_child_sees_it(spec, str(file)) for spec in plan(resolved(file=str(file)))[2:]]
+    assert [node.tensor_parallel_size for node in nodes] == [1, 1]
+    assert nodes[1].pipeline_parallel_size == 1
 
 
 def test_foreign_redis_is_not_run_and_node_ids_then_differ_between_machines() -> None:
