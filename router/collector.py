@@ -2,7 +2,7 @@
 
 A round takes a quarter of a microsecond for each object that it looks at, and nothing else runs meanwhile: the objects of
 ten thousand remembered requests are a tenth of a second. Requests leave next to nothing behind that it must find. So it
-looks at new objects only; at all of them in a quiet minute, or after a very long time.
+looks at new objects only; at all of them when nothing ran for some seconds, or after a very long time.
 """
 
 from __future__ import annotations

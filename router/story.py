@@ -118,7 +118,7 @@ class Stories:
     def __init__(
         self,
         max_finished: int = 10_000,
-        max_bytes: int = 64 * 2**20,
+        max_bytes: int = 96 * 2**20,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
