@@ -8,6 +8,7 @@ import psutil
 import pytest
 from gpu import run_suite
 from gpu.run_suite import GROUPS, Group, run_all, run_group
+from system import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 _TESTS = """
@@ -23,6 +24,14 @@ def test_dies():
     os._exit(7)
 def test_hangs(): time.sleep(600)
 """
+
+
+def has_ended(pid: int) -> bool:
+    """Also where its new parent has not asked for its exit code yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_each_group_is_told_whatever_the_others_do(
@@ -41,7 +50,7 @@ def test_each_group_is_told_whatever_the_others_do(
     assert (dict(mixed.counts), mixed.end, mixed.is_good) == ({"PASSED": 1, "FAILED": 1, "SKIPPED": 1}, "", False)
     assert (dict(dead.counts), dead.end) == ({"PASSED": 1}, "its process ended with 7")
     left = int((tmp_path / "left").read_text())
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: has_ended(left), 10, "what it left behind ends")
     assert (dict(good.counts), good.is_good) == ({"PASSED": 1}, True)
     assert (hanging.end, hanging.is_good) == ("ended after 3 s, not whole", False)
     assert "test_of_all_kinds.py::test_passes[a name of words] PASSED" in capsys.readouterr().out
@@ -61,7 +70,7 @@ def test_interrupted_run_ends_the_group_that_runs(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         run_group(Group("running", 60, ("-s", "-p", "no:cacheprovider", "-c", "/dev/null", str(file))), 60)
     assert pids
-    assert not psutil.pid_exists(pids[0])
+    wait_until(lambda: has_ended(pids[0]), 10, "it ends")
 
 
 def test_group_that_does_not_exist_is_no_success(

@@ -145,10 +145,11 @@ def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
     bystander = cluster.transfer("bystander", tokens=60)
     bystander.compute()
     bystander.hand_over(num_blocks=3)
-    wait_until(lambda: bool(cluster.senders[0].end._peers), "its link is there")
+    listener = cluster.receivers[0].end._listeners[0]
+    wait_until(lambda: bool(listener._connections), "its link is there, at both ends")
 
     class Nothing(socket.socket):
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, *_: Any, **__: Any) -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     poor = cluster.transfer("poor", tokens=4)
