@@ -131,7 +131,7 @@ def allow_files(count: int) -> int:
     most = count if hard == endless else min(count, hard)
     if soft != endless and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return count if soft == endless else min(count, max(soft, most))
+    return most
 
 
 def end_children(pid: int) -> None:

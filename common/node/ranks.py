@@ -136,7 +136,7 @@ class RankLinks:
 
     def check_children(self) -> None:
         """Raises: RankLost naming a local rank whose process ended; of several, one that was killed: the cause of the rest."""
-        codes = {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
+        codes = self._exit_codes()
         if codes:
             rank = min(codes, key=codes.__getitem__)
             raise RankLost(f"rank {rank} (pid {self._children[rank].pid}) ended with {codes[rank]}")
@@ -152,7 +152,7 @@ class RankLinks:
         try:
             yield
         except RankLost:
-            codes = {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
+            codes = self._exit_codes()
             if -signal.SIGKILL in codes.values():
                 raise
             crashed = {rank for rank, code in codes.items() if code in _CRASHES}
@@ -165,6 +165,10 @@ class RankLinks:
                     if time.monotonic() >= until_s:
                         break
             raise
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Of the local ranks whose processes have ended."""
+        return {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
 
     def _receive(self, timeout_ms: int) -> Iterator[Any]:
         if not self._reports.poll(timeout_ms):
