@@ -90,13 +90,12 @@ def plan_children(
 def _ranks(role: str, config: UpConfig) -> dict[str, str]:
     """How many ranks each node of `role` gets. Also where it is one: cards and memory were counted by these figures."""
     if role == "prefill":
-        wanted = {"tensor_parallel_size": config.prefill_tp}
-    else:
-        wanted = {"tensor_parallel_size": config.decode_tp, "pipeline_parallel_size": config.decode_pp}
-    options = {key: str(value) for key, value in wanted.items()}
-    if role == "decode" and config.decode_pp_layers:
-        options["pp_layers"] = config.decode_pp_layers
-    return options
+        return {"tensor_parallel_size": str(config.prefill_tp)}
+    return {
+        "tensor_parallel_size": str(config.decode_tp),
+        "pipeline_parallel_size": str(config.decode_pp),
+        "pp_layers": config.decode_pp_layers,
+    }
 
 
 def _utilization(role: str, config: UpConfig, share: NodeCards | None) -> dict[str, str]:

@@ -84,10 +84,10 @@ def test_router_never_has_another_model_than_the_nodes(tmp_path) -> None:
 
 def test_nodes_have_the_ranks_that_were_counted_whatever_the_file_says_of_them(tmp_path) -> None:
     file = tmp_path / "k.toml"
-    file.write_text("[prefill]\ntensor_parallel_size = 2\n[decode]\npipeline_parallel_size = 2\n")
+    file.write_text("[prefill]\ntensor_parallel_size = 2\n[decode]\npipeline_parallel_size = 2\npp_layers = '3,4'\n")
     nodes = [as_the_child_sees_it(spec, str(file)) for spec in plan(resolved(file=str(file)))[2:]]
     assert [node.tensor_parallel_size for node in nodes] == [1, 1]
-    assert nodes[1].pipeline_parallel_size == 1
+    assert (nodes[1].pipeline_parallel_size, nodes[1].pp_layers) == (1, "")
 
 
 def test_foreign_redis_is_not_run_and_node_ids_then_differ_between_machines() -> None:
