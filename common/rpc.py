@@ -38,6 +38,10 @@ SILENCE_S = 5.0
 
 _HEARTBEAT_MS = 1000
 
+CONNECT_TIMEOUT_MS = 1000
+"""After so long ZMQ begins another attempt to connect. TCP's own attempts come further and further apart: it would be
+late by as much again as the other end was away."""
+
 
 _MAX_SOCKETS = 65_535
 """ZMQ's own bound is 1,023, which a router has used up at 341 nodes: three for every link."""
@@ -185,6 +189,7 @@ class Link:
         except zmq.ZMQError as error:
             raise Unavailable(f"cannot open a socket for {address}: {error}") from error
         self._socket.setsockopt(zmq.IMMEDIATE, 0)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * SILENCE_S))  # for the other end to judge us by

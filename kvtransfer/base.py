@@ -123,6 +123,11 @@ class KVSender(Protocol):
         """Stop; `SourceReleased` follows. Ignored for unknown transfers."""
         ...
 
+    def disconnect(self, incarnation: str) -> None:
+        """That incarnation of a node could not be reached: end the connections to it, and the transfers over them.
+        The next grant makes new ones, which need not wait until TCP tries the old ones again."""
+        ...
+
     def close(self) -> None:
         """Stop the thread, close all sockets, release all transfers."""
         ...

@@ -64,6 +64,13 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Disconnect:
+    """`KVSender.disconnect`."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class TransferReport:
     """An event of a rank's transfer end, errors as (code, message)."""
 
@@ -76,8 +83,8 @@ class TransferReport:
     traffic: tuple[Traffic, ...] = ()
 
 
-TransferOrder = Open | Granted | Stop
-ORDER_TYPES: tuple[type, ...] = (Open, Granted, Stop)
+TransferOrder = Open | Granted | Stop | Disconnect
+ORDER_TYPES: tuple[type, ...] = (Open, Granted, Stop, Disconnect)
 
 
 def obey(end: KVSender | KVReceiver, order: TransferOrder) -> None:
@@ -90,6 +97,8 @@ def obey(end: KVSender | KVReceiver, order: TransferOrder) -> None:
             end.grant(grant)  # type: ignore[union-attr]
         case Stop(key):
             end.abort(key)
+        case Disconnect(incarnation):
+            end.disconnect(incarnation)  # type: ignore[union-attr]
 
 
 def to_report(rank: int, event: SenderEvent | ReceiverEvent | Opened) -> TransferReport:
@@ -166,6 +175,10 @@ class RankedSender:
     def abort(self, key: AttemptKey) -> None:
         self._broadcast(Stop(key))
         self.local.abort(key)
+
+    def disconnect(self, incarnation: str) -> None:
+        self._broadcast(Disconnect(incarnation))
+        self.local.disconnect(incarnation)
 
     def close(self) -> None:
         self.local.close()

@@ -145,6 +145,10 @@ class Sender:
         """As `KVSender.abort`."""
         self._thread.mailbox.put(partial(self._end.fail, key, TransferAborted(f"{key} was aborted by its sender")))
 
+    def disconnect(self, incarnation: str) -> None:
+        """As `KVSender.disconnect`."""
+        self._thread.mailbox.put(partial(self._disconnect, incarnation))
+
     def close(self) -> None:
         """As `KVSender.close`; returns when the thread has ended."""
         self._thread.stop()
@@ -342,6 +346,11 @@ class Sender:
             self._end.fail(key, PeerLost(f"{key}: lost {address} ({peer.incarnation}): {reason}"))
         for batch in lent:
             self._end.given_up(batch)
+
+    def _disconnect(self, incarnation: str) -> None:
+        for address, peer in list(self._peers.items()):
+            if peer.incarnation == incarnation:
+                self._lose(address, "its node could not be reached")
 
     def _drop_idle(self, now: float) -> None:
         for address, peer in list(self._peers.items()):

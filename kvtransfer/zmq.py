@@ -17,6 +17,7 @@ from common.clock import Clock, monotonic
 from common.errors import ConfigError, PeerLost
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
+from common.rpc import CONNECT_TIMEOUT_MS
 from kvtransfer import wire
 from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.channel import Arrival, Buffer, EndContext, Peer, Ready, StagingPool, fit_message
@@ -52,6 +53,7 @@ class DealerLink:
             raise PeerLost(f"no socket for {endpoint!r}: {error}") from error
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         # The window bounds what is queued; a send must never wait or fail for a full queue.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))

@@ -94,6 +94,7 @@ class PrefillNode(RoleLogic[_Attempt]):
                 count_bytes(self._relayed_by, traffic)
                 self._released(self.attempts[key], bytes_sent, error)
             case PeerGone(incarnation, reason):
+                self.sender.disconnect(incarnation)
                 for attempt in [a for a in self.attempts.values() if a.request.decode.incarnation == incarnation]:
                     self._fail(attempt, PeerLost(f"decode node lost: {reason}"))
             case _:

@@ -136,6 +136,7 @@ class FakeWire:
         self.incoming: dict[AttemptKey, IncomingTransfer] = {}
         self.sent: dict[AttemptKey, int] = {}
         self.blocks_moved = 0
+        self.disconnected: list[str] = []
         self.sender = _FakeSender(self)
         self.receiver = _FakeReceiver(self)
 
@@ -188,6 +189,9 @@ class _FakeSender:
     def abort(self, key: AttemptKey) -> None:
         if key in self.wire.outgoing:
             self.wire._end_source(key, None)
+
+    def disconnect(self, incarnation: str) -> None:
+        self.wire.disconnected.append(incarnation)
 
     def close(self) -> None:
         for key in list(self.wire.outgoing):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
+import socket
 
 import pytest
 
 from common import rpc
+from common.clock import monotonic
 from common.errors import Unavailable
 from common.protocol import MAX_MESSAGE_BYTES, Abort, AttemptFailed, AttemptKey, Message, encode, join
 from common.rpc import Link, Server
@@ -94,6 +97,34 @@ def test_large_messages_of_one_turn_do_not_add_up_to_a_frame_that_is_refused() -
         assert not lost
         link.close()
         await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_connecting_is_tried_again_every_second_however_long_the_other_end_was_away() -> None:
+    """TCP tries less and less often: after 7 seconds not before the 11th. Here the other end drops what comes for 8."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as fillers:
+            listener.setblocking(False)
+            for _ in range(2):  # more than its queue holds
+                filler = fillers.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(listener.getsockname())
+            await asyncio.sleep(0.2)
+            link = Link(f"tcp://127.0.0.1:{listener.getsockname()[1]}", lambda _: None, lambda _: None)
+            await asyncio.sleep(8)
+            loop, away_until_s = asyncio.get_running_loop(), monotonic()
+            while True:
+                connection, _ = await loop.sock_accept(listener)
+                fillers.enter_context(connection)
+                connection.setblocking(False)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        if await loop.sock_recv(connection, 1):
+                            break
+            assert monotonic() - away_until_s < 2.5
+            link.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

@@ -248,6 +248,7 @@ def test_decode_nodes_death_fails_the_prefill_leg_with_a_retryable_code() -> Non
     [failure] = [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
     assert failure.code == "peer_lost"
     assert pair.p.scheduler.pool.num_used == 0
+    assert pair.wire.disconnected == [D_REF.incarnation], "its data connections are no better"
 
 
 @pytest.mark.parametrize("phase", [Phase.DEFERRED, Phase.RECEIVING, Phase.ARRIVED])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transfer_harness import Cluster, layout
 from common.errors import TransferError
 from common.protocol import AttemptKey, Grant, PeerRef
 from kvtransfer.base import IncomingTransfer, OutgoingTransfer, Received, SourceReleased
-from kvtransfer.ranked import RankedReceiver, RankedSender, TransferReport
+from kvtransfer.ranked import RankedReceiver, RankedSender, TransferReport, obey
 from kvtransfer.traffic import MAX_PAIRS, Traffic, TrafficLog
 
 KEY = AttemptKey("r", 1)
@@ -87,6 +88,17 @@ def test_opening_a_live_attempt_again_is_refused_before_any_rank_hears_of_it() -
             end.open(transfer)
         assert end._open[KEY].opened + end._open[KEY].reports == 2, "what the ranks said stays"
     assert len(orders) == 2
+
+
+def test_every_rank_disconnects_from_a_node_that_cannot_be_reached() -> None:
+    ends: list[list[str]] = [[], []]
+
+    def rank(number: int) -> Any:
+        return SimpleNamespace(disconnect=ends[number].append)
+
+    sender = RankedSender(2, lambda order: obey(rank(1), order), lambda _: None, lambda _: rank(0))
+    sender.disconnect("inc-3")
+    assert ends == [["inc-3"], ["inc-3"]]
 
 
 def test_log_is_bounded_and_keeps_the_latest() -> None:

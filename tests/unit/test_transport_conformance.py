@@ -15,7 +15,7 @@ import transport_ends
 from transfer_harness import Cluster, Recorder, layout, wait_until
 
 from common.clock import MockClock
-from common.errors import CorruptSlice, DeadlineExceeded, HandshakeRefused, TransferError
+from common.errors import CorruptSlice, DeadlineExceeded, HandshakeRefused, PeerLost, TransferError
 from common.kv.layout import KVLayout
 from common.protocol import AttemptKey, PeerRef
 from kvtransfer.base import (
@@ -427,6 +427,22 @@ def test_sender_waits_for_its_grant_without_a_deadline(make: Any) -> None:
     transfer.open_receivers()
     transfer.grant()
     transfer.check_received()
+
+
+def test_disconnecting_ends_what_goes_to_that_incarnation_and_the_next_grant_connects_anew(make: Any) -> None:
+    cluster = make()
+    sender, receiver = cluster.senders[0], cluster.receivers[0]
+    transfer = cluster.transfer(tokens=100)
+    transfer.compute()
+    transfer.hand_over(num_blocks=20)
+    sender.end.disconnect("dst-0")
+    cluster.transfer("other", tokens=4, seed=3).run()
+    assert not sender.recorder.of(transfer.key, SourceReleased), "it goes to another incarnation"
+    sender.end.disconnect("dst-1")
+    assert isinstance(sender.recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+    receiver.end.abort(transfer.key)
+    receiver.recorder.wait(transfer.key, DestinationReleased)
+    cluster.transfer(attempt=2, tokens=100, seed=5).run()
 
 
 def test_sender_close_releases_the_source(make: Any) -> None:
