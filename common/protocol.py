@@ -25,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from common.errors import KvRelayError, ProtocolError
 from common.kv.layout import KVLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of control messages, records and data headers alike; also raised when the order of a payload's bytes changes."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A control message above this is refused by the socket itself. A 1M-token prompt is 5 MB."""

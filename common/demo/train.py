@@ -174,7 +174,7 @@ def fit(model: LlamaForCausalLM, source: Iterator[Tensor], config: TrainingConfi
 
 
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
-    """config.json, generation_config.json and model.safetensors (bfloat16) in `out`."""
+    """config.json, generation_config.json and model.safetensors in `out`: stored in bfloat16, computed with in float32."""
     half = LlamaForCausalLM(model.config)
     half.load_state_dict(model.state_dict())
     half.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
@@ -184,10 +184,11 @@ def save_weights(model: LlamaForCausalLM, out: Path) -> None:
         pad_token_id=model.config.pad_token_id,
     )
     half.save_pretrained(out)
-    # Readers that predate `rope_parameters` and `dtype` look for the old names.
+    # Readers that predate `rope_parameters` and `dtype` look for the old names. In float32 an answer is the same whatever
+    # else its node computes in the meantime, or where it goes on when that node dies.
     path = out / "config.json"
     content = json.loads(path.read_text())
-    content.update(rope_theta=content["rope_parameters"]["rope_theta"], torch_dtype="bfloat16")
+    content.update(rope_theta=content["rope_parameters"]["rope_theta"], dtype="float32", torch_dtype="float32")
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     # transformers leaves the weights readable by their owner only.
     (out / "model.safetensors").chmod(0o644)

@@ -1,7 +1,7 @@
 """From logits to tokens on a device, without the host ever waiting. Runs on the engine thread of the rank that samples.
 
-The same tokens as `common.engine.sampler`, which says what each filter means: the uniform numbers are the very same,
-from the host; what may differ is the last bit of a sum. `DeviceDraws.wait` is the one place where a host waits.
+The same tokens as `common.engine.sampler`, which says what each filter means: the numbers that decide are the very same;
+what may differ is the last bit of a sum or a logarithm. `DeviceDraws.wait` is the one place where a host waits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from common.engine.device_penalties import adjusted_on_device, put
 from common.engine.inputs import to_device
-from common.engine.inverse import Bisection, FlashInferThresholds, Thresholds, draw_by_rank, draw_in_order, ordered
-from common.engine.sampler import GREEDY_BELOW, no_token, uniform
+from common.engine.race import key, winners
+from common.engine.sampler import GREEDY_BELOW, no_token
 from common.engine.step import SampledToken, SampleSpec
-from common.protocol import TokenLogprobs
+from common.engine.thresholds import Bisection, FlashInferThresholds, Thresholds, nucleus_edge, ordered
+from common.protocol import SamplingParams, TokenLogprobs
 
 
 class DeviceSampler:
@@ -34,14 +35,14 @@ class DeviceSampler:
         wanted = adjusted_on_device(logits, specs, unseen)
         tokens = best if wanted is logits else wanted.argmax(-1)
         drawing = [row for row, spec in enumerate(specs) if spec.params.temperature >= GREEDY_BELOW]
-        ranked = [row for row in drawing if _is_filtered(specs[row], logits.size(1))]
-        in_order = [row for row in drawing if not _is_filtered(specs[row], logits.size(1))]
-        for rows, draw in ((in_order, self._draw_in_order), (ranked, self._draw_by_rank)):
+        filtered = [row for row in drawing if _is_filtered(specs[row], logits.size(1))]
+        free = [row for row in drawing if not _is_filtered(specs[row], logits.size(1))]
+        for rows in (free, filtered):
             if rows:
                 index = to_device(rows, logits.device)
                 of_rows = wanted if len(rows) == len(specs) else wanted.index_select(0, index)
                 likeliest = tokens.index_select(0, index)
-                drawn = draw(of_rows, likeliest, [specs[row] for row in rows])
+                drawn = self._race(of_rows, likeliest, [specs[row] for row in rows], filtered=rows is filtered)
                 tokens = tokens.index_copy(0, index, drawn)
         return DeviceDraws(tokens, highest, specs, _logprobs(logits, highest, tokens, specs))
 
@@ -49,23 +50,35 @@ class DeviceSampler:
         """See `Sampler.nothing`."""
         return DeviceDraws(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device), [], [])
 
-    def _draw_in_order(self, rows: Tensor, likeliest: Tensor, specs: list[SampleSpec]) -> Tensor:
-        scaled, u, finite = _scaled(rows, likeliest, specs)
-        return torch.where(finite, draw_in_order(scaled.exp_(), u), likeliest)
-
-    def _draw_by_rank(self, rows: Tensor, likeliest: Tensor, specs: list[SampleSpec]) -> Tensor:
-        scaled, u, finite = _scaled(rows, likeliest, specs)
-        vocab = rows.size(1)
+    def _race(self, rows: Tensor, likeliest: Tensor, specs: list[SampleSpec], *, filtered: bool) -> Tensor:
+        """One token for each of `rows`, [r, vocab]; its likeliest, [r], where that is not finite: then all are made zero,
+        because no kernel promises an end or an index in range for NaN."""
         params = [spec.params for spec in specs]
+        top = rows.gather(1, likeliest[:, None])
+        finite = top.isfinite()
+        temperature = _column([p.temperature for p in params], rows.device).float()
+        scaled = torch.where(finite, (rows - top) / temperature, 0.0)
+        if filtered:
+            scaled = self._filtered(scaled, params)
+        keys = np.array([key(spec.params.seed, spec.position) for spec in specs], np.uint32)
+        drawn = winners(scaled.exp_(), put(keys.view(np.int32), rows.device))
+        return torch.where(finite.squeeze(1), drawn, likeliest)
+
+    def _filtered(self, scaled: Tensor, params: list[SamplingParams]) -> Tensor:
+        """-inf for what may not be drawn."""
+        vocab = scaled.size(1)
         min_p = [min(0.0, math.log(p.min_p)) if p.min_p > 0.0 else -math.inf for p in params]
-        cut = _column(min_p, rows.device).float()
+        cut = _column(min_p, scaled.device).float()
         if any(0 < p.top_k < vocab for p in params):
-            count = to_device([p.top_k if 0 < p.top_k < vocab else vocab for p in params], rows.device)[:, None]
+            count = to_device([p.top_k if 0 < p.top_k < vocab else vocab for p in params], scaled.device)[:, None]
             kth = self._thresholds.of_count(scaled, count)
             cut = torch.where(count < vocab, cut.maximum(kth), cut)
         scaled = torch.where(scaled >= cut, scaled, -torch.inf)
-        top_p = _column([p.top_p for p in params], rows.device)
-        return torch.where(finite, draw_by_rank(scaled, top_p, u, self._thresholds), likeliest)
+        if any(p.top_p < 1.0 for p in params):
+            top_p = _column([p.top_p for p in params], scaled.device)
+            edge = nucleus_edge(scaled, top_p, self._thresholds)
+            scaled = torch.where((top_p >= 1.0) | (scaled >= edge), scaled, -torch.inf)
+        return scaled
 
 
 class DeviceDraws:
@@ -100,16 +113,6 @@ class DeviceDraws:
 def _is_filtered(spec: SampleSpec, vocab: int) -> bool:
     params = spec.params
     return params.top_p < 1.0 or params.min_p > 0.0 or 0 < params.top_k < vocab
-
-
-def _scaled(rows: Tensor, likeliest: Tensor, specs: list[SampleSpec]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits less the highest, over the temperature, [r, vocab]; uniform numbers [r, 1] float64; whether the highest
-    is finite, [r]: all zero where it is not, because no kernel promises an end or an index in range for NaN."""
-    top = rows.gather(1, likeliest[:, None])
-    temperature = _column([spec.params.temperature for spec in specs], rows.device).float()
-    u = _column([uniform(spec.params.seed, spec.position) for spec in specs], rows.device)
-    finite = top.isfinite()
-    return torch.where(finite, (rows - top) / temperature, 0.0), u, finite.squeeze(1)
 
 
 def _logprobs(logits: Tensor, highest: Tensor, tokens: Tensor, specs: list[SampleSpec]) -> list[Tensor]:

@@ -1,25 +1,23 @@
 """From logits to tokens. Runs on the engine thread of the rank that holds the head.
 
-The token at position i depends only on its logits and (seed, i): one uniform number per position, from a
-counter-based hash, goes through the inverse of the distribution's CDF. Each row is treated alone, so that a
-result does not depend on the batch, the node or the attempt. Order and meaning of the filters are vLLM's:
-bans, biases, penalties (`common.engine.penalties`), temperature, min_p, top_k, top_p; log-probabilities are of the
-raw logits, before all of these.
+The token at position i depends only on its logits and (seed, i), and hardly on the logits' last bits (`common.engine.race`).
+Each row is treated alone, so that a result does not depend on the batch, the node or the attempt. Order and meaning of
+the filters are vLLM's: bans, biases, penalties (`common.engine.penalties`), temperature, min_p, top_k, top_p; those that equal the last
+one that a filter lets through stay. Log-probabilities are of the raw logits, before all of these.
 
 NumPy, not torch, because its reductions over one row of a vocabulary are faster on a CPU and start no threads.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.penalties import Row, adjusted
+from common.engine.race import key, winner
 from common.engine.step import SampledToken, SampleSpec
 from common.protocol import SamplingParams, TokenLogprobs
 
@@ -27,7 +25,6 @@ GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM: dividing by them would overflow."""
 _NUCLEUS_DEPTHS = (4.0, 8.0, 16.0)
 """Logits below the maximum at which a nucleus is looked for before the whole vocabulary is sorted."""
-_CDF_BLOCK = 512
 
 
 def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
@@ -56,26 +53,20 @@ def no_token(highest: float, spec: SampleSpec) -> SampledToken:
     return SampledToken(-1, error=f"the model computed {highest} as the highest logit at position {spec.position}")
 
 
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that decides the token at `position`; a pure function, 53 bits."""
-    counter = struct.pack("<QQ", seed & (2**64 - 1), position)
-    bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"kvrelay-sample-1").digest(), "little")
-    return (bits >> 11) * 2.0**-53
-
-
 def _draw(row: Row, params: SamplingParams, position: int) -> int:
     top = row.max()
     if params.temperature < GREEDY_BELOW or not math.isfinite(top):
         return int(row.argmax())
     scaled: Row = (row - top) / np.float32(params.temperature)
-    u = uniform(params.seed, position)
+    of = key(params.seed, position)
     cut = _cut(scaled, params)
-    if params.top_p >= 1.0 and cut == -math.inf:
-        return _invert_in_vocab_order(np.exp(scaled), u)
-    if cut == -math.inf:
-        return _draw_nucleus_of_all(scaled, params.top_p, u)
-    ids, weights = _ranked(scaled, cut)
-    return int(ids[_invert_ranked(weights, params.top_p * weights.sum(), u)])
+    if params.top_p < 1.0:
+        ids = _nucleus(scaled, params.top_p, cut)
+    elif cut > -math.inf:
+        ids = np.flatnonzero(scaled >= cut)
+    else:
+        return winner(np.exp(scaled), of)
+    return int(ids[winner(np.exp(scaled[ids]), of, ids)])
 
 
 def _cut(scaled: Row, params: SamplingParams) -> float:
@@ -89,15 +80,18 @@ def _cut(scaled: Row, params: SamplingParams) -> float:
     return cut
 
 
-def _draw_nucleus_of_all(scaled: Row, top_p: float, u: float) -> int:
-    """top_p over the whole vocabulary. A sort of those near the maximum does where they hold the nucleus."""
-    needed = top_p * float(np.exp(scaled).sum(dtype=np.float64))
-    ids, weights = _ranked(scaled, -_NUCLEUS_DEPTHS[0])
-    for depth in (*_NUCLEUS_DEPTHS[1:], math.inf):
-        if weights.sum() >= needed:
-            break
-        ids, weights = _ranked(scaled, -depth)
-    return int(ids[_invert_ranked(weights, needed, u)])
+def _nucleus(scaled: Row, top_p: float, cut: float) -> NDArray[np.int64]:
+    """Ids of the shortest leading part that holds `top_p` of what `cut` lets through."""
+    ids, weights = _ranked(scaled, -_NUCLEUS_DEPTHS[0] if cut == -math.inf else cut)
+    needed = top_p * float(weights.sum())
+    if cut == -math.inf:  # a sort of those near the maximum does where they hold it
+        needed = top_p * float(np.exp(scaled).sum(dtype=np.float64))
+        for depth in (*_NUCLEUS_DEPTHS[1:], math.inf):
+            if weights.sum() >= needed:
+                break
+            ids, weights = _ranked(scaled, -depth)
+    last = min(int(np.searchsorted(np.cumsum(weights), needed)), ids.size - 1)
+    return ids[weights >= weights[last]]
 
 
 def _ranked(row: Row, cut: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -106,29 +100,6 @@ def _ranked(row: Row, cut: float) -> tuple[NDArray[np.int64], NDArray[np.float64
     values = row[ids]
     order = np.argsort(-values, kind="stable")
     return ids[order], np.exp(values[order].astype(np.float64))
-
-
-def _invert_ranked(weights: NDArray[np.float64], needed: float, u: float) -> int:
-    """Rank drawn by `u` from the shortest prefix of `weights` that holds `needed`, never an empty one."""
-    mass = np.cumsum(weights)
-    kept = min(int(np.searchsorted(mass, needed)) + 1, mass.size)
-    return min(int(np.searchsorted(mass[:kept], u * mass[kept - 1], side="right")), kept - 1)
-
-
-def _invert_in_vocab_order(weights: Row, u: float) -> int:
-    """Index drawn by `u`. Sums by blocks, then within one, because only one block's running sum is needed."""
-    starts = np.arange(0, weights.size, _CDF_BLOCK)
-    mass = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
-    target = u * mass[-1]
-    block = min(int(np.searchsorted(mass, target, side="right")), mass.size - 1)
-    before = mass[block - 1] if block else 0.0
-    lo = block * _CDF_BLOCK
-    inside = before + np.cumsum(weights[lo : lo + _CDF_BLOCK], dtype=np.float64)
-    index = lo + min(int(np.searchsorted(inside, target, side="right")), inside.size - 1)
-    # Rounding may push the target past the last positive weight: step back to it.
-    while index > 0 and weights[index] == 0.0:
-        index -= 1
-    return index
 
 
 def _logprobs(row: Row, token: int, count: int) -> TokenLogprobs:

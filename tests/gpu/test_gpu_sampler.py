@@ -31,7 +31,7 @@ def test_a_card_draws_what_the_host_draws(kind: str, coarse: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
     got, want = draws.wait(), sample(logits, specs)
     differ = [i for i, (ours, theirs) in enumerate(zip(got, want, strict=True)) if ours.token_id != theirs.token_id]
-    # A sum of another order may move the border between two tokens by its last bit; flashinfer sums in float32.
+    # A sum of another order may move the border of a nucleus by its last bit; flashinfer sums in float32.
     assert len(differ) <= (3 if kind == "flashinfer" else 1), [(specs[i].params, got[i], want[i]) for i in differ]
     for ours, theirs in zip(got, want, strict=True):
         if ours.logprobs is not None and theirs.logprobs is not None:

@@ -61,6 +61,7 @@ def test_configs_agree_on_vocabulary_special_tokens_and_dtype(plain):
     assert settings["model_max_length"] == config["max_position_embeddings"]
     with safe_open(MODEL_PATH / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+        assert config["dtype"] == config["torch_dtype"] == "float32", "what it computes in"
         assert "lm_head.weight" not in weights.keys()  # noqa: SIM118
         assert "model.layers.0.self_attn.q_proj.weight" in weights.keys()  # noqa: SIM118
 

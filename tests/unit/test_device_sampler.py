@@ -15,10 +15,10 @@ from torch import Tensor
 from common.engine.device_penalties import adjusted_on_device
 from common.engine.device_sampler import DeviceSampler
 from common.engine.draws import HostSampler
-from common.engine.inverse import Bisection, FlashInferThresholds, draw_by_rank, ordered
 from common.engine.penalties import TokenCounter, adjusted, counts_tokens
 from common.engine.sampler import sample
 from common.engine.step import SampledToken, SampleSpec
+from common.engine.thresholds import Bisection, FlashInferThresholds, ordered
 from common.protocol import SamplingParams
 
 
@@ -163,19 +163,6 @@ def test_thresholds_of_both_kinds_agree_with_a_sort() -> None:
         reached = torch.where(x >= at, weights, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
         assert bool((above <= mass * (1 + 1e-6)).all())
         assert bool((reached >= mass * (1 - 1e-6)).all())
-
-
-def test_a_threshold_that_rounding_put_too_low_draws_nothing_from_beyond_top_p() -> None:
-    class Rounded(Bisection):
-        """Takes the mass for a little more than it is, as sums in float32 may."""
-
-        def of_mass(self, x: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
-            total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-            return super().of_mass(x, weights, (mass * (1 + 1e-7)).minimum(total * (1 - 1e-12)))
-
-    x = torch.tensor([[0.0, -1.0, -2.0, -0.5]])
-    top_p, u = (torch.tensor([[each]], dtype=torch.float64) for each in (0.1, 1 - 1e-9))
-    assert draw_by_rank(x, top_p, u, Rounded()).item() == 0, "the likeliest alone holds a tenth"
 
 
 def test_ordered_numbers_sort_as_the_floats_do() -> None:
