@@ -16,7 +16,7 @@ from fault_streams import STREAMS
 _HEAD = f"""# The fault matrix
 
 Made by `make test-faults`; the machine is the one it ran on. {STREAMS} streams at once through two routers, two prefill nodes (one of
-two ranks) and two decode nodes (one of two pipeline stages), every process on a host of its own (network namespaces).
+two ranks) and two decode nodes (one of two pipeline stages), every process on a host of its own (network namespaces); in float32.
 Half of the streams are greedy, half sampled with seeds; among them are log-probabilities, stop strings, stop tokens,
 penalties, chats, and an answer of a single token. In the moment that the column names, the process that the row names is
 hurt:
