@@ -72,6 +72,7 @@ TINY: dict[str, Tiny] = {
     "mqa": Tiny(LlamaConfig(**_shape(64, 4, 1, 112, 263, tied=True))),
     "llama-biases": Tiny(LlamaConfig(**_shape(64, 4, 2, 112, 251, tied=True), attention_bias=True, mlp_bias=True)),
     "llama3": Tiny(LlamaConfig(**_shape(64, 4, 2, 96, 320, tied=True), rope_parameters=_LLAMA3_ROPE)),
+    "large-vocabulary": Tiny(LlamaConfig(**_shape(64, 4, 2, 112, 152_000, tied=True))),
     "llama-linear": Tiny(
         LlamaConfig(
             **_shape(48, 6, 3, 80, 199, tied=False),

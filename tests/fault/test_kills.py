@@ -33,8 +33,10 @@ class Stream:
     done: bool = False
 
 
-async def read_stream(client: httpx.AsyncClient, prompt: list[int], stream: Stream, started: asyncio.Event) -> None:
-    """Follow one stream to its end, however it ends."""
+async def read_stream(
+    client: httpx.AsyncClient, prompt: list[int], stream: Stream, started: asyncio.Event, **options: Any
+) -> None:
+    """Follow one stream to its end, however it ends. Greedy, unless `options` of the request say something else."""
     body = {
         "model": MODEL,
         "prompt": prompt,
@@ -43,6 +45,7 @@ async def read_stream(client: httpx.AsyncClient, prompt: list[int], stream: Stre
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
+        **options,
     }
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
@@ -71,13 +74,13 @@ def prompts() -> list[list[int]]:
     return [[3 + (7 * n + i) % 290 for i in range(40 + 20 * n)] for n in range(STREAMS)]
 
 
-async def stream_through(system: System, role: str) -> list[Stream]:
+async def stream_through(system: System, role: str, **options: Any) -> list[Stream]:
     """Eight streams; when each has 20 tokens, kill -9 the only node of `role`."""
     streams = [Stream() for _ in range(STREAMS)]
     async with httpx.AsyncClient(base_url=system.url, timeout=90.0) as client:
         events = [asyncio.Event() for _ in streams]
         tasks = [
-            asyncio.create_task(read_stream(client, prompt, stream, event))
+            asyncio.create_task(read_stream(client, prompt, stream, event, **options))
             for prompt, stream, event in zip(prompts(), streams, events, strict=True)
         ]
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), 60)
@@ -128,12 +131,12 @@ def test_streams_continue_exactly_or_end_in_a_clear_error_and_the_node_comes_bac
     system.wait_whole()
 
 
-async def stream_through_quietly(system: System) -> list[Stream]:
+async def stream_through_quietly(system: System, **options: Any) -> list[Stream]:
     streams = [Stream() for _ in range(STREAMS)]
     async with httpx.AsyncClient(base_url=system.url, timeout=90.0) as client:
         await asyncio.gather(
             *(
-                read_stream(client, prompt, stream, asyncio.Event())
+                read_stream(client, prompt, stream, asyncio.Event(), **options)
                 for prompt, stream in zip(prompts(), streams, strict=True)
             )
         )
@@ -233,3 +236,18 @@ def test_stopped_decode_node_is_noticed_within_its_lease(served: tuple[Path, Sys
     system.wait_usable()
     wait_until(lambda: ask(system, list(range(3, 53))).status_code == 200, 20, "it serves again")
     system.wait_whole()
+
+
+def test_sampled_streams_of_a_large_vocabulary_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+    """The more tokens there are, the more of a sampler's borders can move by the last bits of logits that are computed again."""
+    model = make_tiny("large-vocabulary", tmp_path / "large")
+    sampled = {"model": "large", "temperature": 1.0, "seed": 7}
+    with running_system(tmp_path, "--model", str(model), "--dtype", "float32", "--kv-blocks", "600") as system:
+        system.wait_usable()
+        quiet = asyncio.run(stream_through_quietly(system, **sampled))
+        assert [len(stream.tokens) for stream in quiet] == [NEW_TOKENS] * STREAMS, [s.error for s in quiet]
+        killed = asyncio.run(stream_through(system, "decode", **sampled))
+        assert [stream.error for stream in killed] == [None] * STREAMS
+        assert [stream.tokens for stream in killed] == [stream.tokens for stream in quiet]
+        system.wait_usable()
+        system.wait_whole()
