@@ -67,6 +67,8 @@ class GroupRequest:
     backend: _Name
     message_bytes: Annotated[int, Field(gt=0, le=wire.MAX_PAYLOAD_BYTES)]
     """The most that one payload has."""
+    instead_of: _Name = ""
+    """The sender's last group here, which it has left: over a broken link it could not say so."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class CollectivePeer(Peer):
         incarnation: str,
         post: Any,
         *,
+        instead_of: str,
         window: int,
         now: float,
     ) -> None:
@@ -146,7 +149,7 @@ class CollectivePeer(Peer):
         except RuntimeError as error:
             link.close()
             raise PeerLost(f"no thread for a group: {error}") from error
-        link.send(_CODEC.encode(GroupRequest(plan.name, plan.backend, pool.buffer_bytes)))
+        link.send(_CODEC.encode(GroupRequest(plan.name, plan.backend, pool.buffer_bytes, instead_of)))
 
     @property
     def has_room(self) -> bool:
@@ -246,6 +249,8 @@ class CollectiveConnector:
         self._timeout_s = timeout_s
         self._context: Context = zmq.Context()
         self._peers: list[CollectivePeer] = []
+        self._names: dict[str, str] = {}
+        """The last group at each endpoint, the latest last."""
 
     def attach(self, context: EndContext) -> None:
         """As `Connector.attach`. Raises: ConfigError."""
@@ -275,8 +280,20 @@ class CollectiveConnector:
             store_host=store_host,
             timeout_s=self._timeout_s,
         )
-        peer = CollectivePeer(link, self._pool, plan, incarnation, self._end.post, window=self._window, now=now)
+        peer = CollectivePeer(
+            link,
+            self._pool,
+            plan,
+            incarnation,
+            self._end.post,
+            instead_of=self._names.pop(offer.endpoint, ""),
+            window=self._window,
+            now=now,
+        )
         self._peers.append(peer)
+        if len(self._names) >= _MAX_PAIRS:
+            del self._names[next(iter(self._names))]
+        self._names[offer.endpoint] = plan.name
         return peer
 
     def close(self) -> None:
@@ -390,6 +407,8 @@ class CollectiveListener:
             raise ProtocolError(f"a {type(message).__name__} out of turn")
 
     def _join_group(self, identity: bytes, request: GroupRequest) -> None:
+        for connection in [c for c in self._connections.values() if c.name == request.instead_of]:
+            self._drop(connection, "its sender has made another")
         self._pairs = [pair for pair in self._pairs if not pair.join(0.0)]
         messages = [connection.pool.buffer_bytes for connection in self._connections.values()]
         fits = len(self._pairs) < _MAX_PAIRS and _has_room(self._backend, messages, request.message_bytes)

@@ -20,7 +20,7 @@ from common.errors import PeerLost
 from common.protocol import PeerRef
 from kvtransfer import collective, pair
 from kvtransfer.base import SourceReleased
-from kvtransfer.collective import CollectiveReceiver, GroupMeet, GroupReply, GroupRequest
+from kvtransfer.collective import CollectiveReceiver, GroupLeave, GroupMeet, GroupReply, GroupRequest
 from kvtransfer.pair import wait_for_card
 
 ENCODE = collective._CODEC.encode
@@ -297,6 +297,26 @@ def test_staging_on_a_card_keeps_to_what_is_counted_for_it(
     assert "set aside" in error.message
     monkeypatch.undo()
     cluster.transfer("still", seed=1).run()
+
+
+def test_connection_that_could_not_say_that_it_goes_is_gone_when_the_next_one_comes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the receiver would miss it, and its room on a card, for half a minute."""
+    cluster.transfer("first").run()
+    listener: Any = cluster.receivers[0].end._listeners[0]
+    [old] = listener._connections.values()
+    real_send, leave = collective.DealerLink.send, ENCODE(GroupLeave())
+
+    def send(link: Any, *frames: Any) -> None:
+        if frames != (leave,):
+            real_send(link, *frames)
+
+    monkeypatch.setattr(collective.DealerLink, "send", send)
+    cluster.senders[0].end.disconnect("dst-1")
+    cluster.transfer("second", seed=1).run()
+    assert len(listener._connections) == 1
+    assert old not in listener._connections.values()
 
 
 class HangingGroup(FakeGroup):
