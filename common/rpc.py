@@ -38,9 +38,9 @@ SILENCE_S = 5.0
 
 _HEARTBEAT_MS = 1000
 
-CONNECT_TIMEOUT_MS = 1000
-"""After so long ZMQ begins another attempt to connect. TCP's own attempts come further and further apart: it would be
-late by as much again as the other end was away."""
+CONNECT_TIMEOUT_MS = 2000
+"""After so long ZMQ begins to connect anew. TCP's own attempts, of which this leaves room for two, come further and further
+apart: it would be late by as much again as the other end was away."""
 
 
 _MAX_SOCKETS = 65_535

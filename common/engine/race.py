@@ -94,7 +94,7 @@ def _speeds(weights: NDArray[np.float32], v: NDArray[np.float32]) -> NDArray[np.
 def winners(weights: Tensor, of: Tensor) -> Tensor:
     """The same for each row on a device. weights: [r, vocab] float32, overwritten; of: [r, 2], the keys as int32. Returns [r] int64."""
     v = uniforms_on_device(of, weights.size(1)).clamp_(max=_NEAR_ONE)
-    return weights.div_(v.neg_().log1p_().neg_()).argmax(-1)
+    return weights.div_(v.neg_().log1p_()).argmin(-1)  # log1p(-v) is -e
 
 
 def uniforms_on_device(of: Tensor, vocab: int) -> Tensor:

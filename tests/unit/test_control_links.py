@@ -101,7 +101,7 @@ def test_large_messages_of_one_turn_do_not_add_up_to_a_frame_that_is_refused() -
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_connecting_is_tried_again_every_second_however_long_the_other_end_was_away() -> None:
+def test_connecting_is_tried_again_every_other_second_however_long_the_other_end_was_away() -> None:
     """TCP tries less and less often: after 7 seconds not before the 11th. Here the other end drops what comes for 8."""
 
     async def main() -> None:

@@ -88,6 +88,18 @@ def test_host_and_device_draw_the_same_also_among_few_of_many() -> None:
         assert ids[winner(row[ids], of, ids)] == at
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 0.1, 1.0, 3.0, 100.0])
+def test_whom_the_host_does_not_look_at_could_not_have_won(temperature: float) -> None:
+    draw = np.random.default_rng(3)
+    for position in range(200):
+        logits = (draw.standard_normal(400, np.float32) / temperature).astype(np.float32)
+        logits[draw.random(400) < draw.choice([0.0, 0.5, 0.99])] = -np.inf
+        logits[7] = 1.0
+        weights, of = weights_of(logits), key(10, position)
+        v = uniforms(of, strides_of(np.arange(400))).astype(np.float64)
+        assert winner(weights, of) == (weights / -np.log1p(-v.clip(max=1 - 2.0**-24))).argmax()
+
+
 def test_the_last_bits_of_logits_hardly_ever_change_a_draw() -> None:
     """By the inverse of the cumulative distribution six of these 300 draws would be others."""
     draw = np.random.default_rng(2)
