@@ -103,7 +103,7 @@ class Publisher:
         self._renewed_s = float("-inf")
         self._away = False
         self.last_entry = 0
-        """Number of the newest entry."""
+        """No entry has a higher number."""
 
     async def run(self) -> None:
         """Publish for ever; through any outage of Redis."""
@@ -115,7 +115,8 @@ class Publisher:
                         wait_s = _RETRY_S
                     self._note(None)
                 except UNREACHABLE as error:
-                    self._in_step = False  # it may have been written or not
+                    # It may have been written or not. No later entry may have the number of one that a router has read.
+                    self._in_step, self.last_entry = False, self.last_entry + 1
                     self._note(short(error))
                     await forget_connections(self._client)
                     wait_s = _RETRY_S

@@ -133,6 +133,40 @@ def test_set_that_redis_lost_in_part_is_published_again(redis_server: RedisServe
     play(scene())
 
 
+def test_entry_whose_answer_was_lost_does_not_hide_the_next_reset(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis is killed between an entry and its answer, and comes back empty: routers have read that entry, the node does
+    not know of it, and what it removes meanwhile is told by no entry at all."""
+
+    async def scene() -> None:
+        node, router = ANode(redis_server.url, cluster, make_record("n0")), ARouter(redis_server.url, cluster)
+        keys = Keys(cluster)
+        real_eval = node.publisher._client.eval
+        away = False
+
+        async def eval_and_lose_the_answer(*args: Any) -> Any:
+            nonlocal away
+            if not away:
+                await real_eval(*args)
+            away = True
+            raise redis.ConnectionError("Connection closed by server")
+
+        node.stored(names(100))
+        with redis.Redis.from_url(redis_server.url) as client:
+            async with running(node, router):
+                await until(lambda: router.holds(node.incarnation, names(100)))
+                with monkeypatch.context() as patched:
+                    patched.setattr(node.publisher._client, "eval", eval_and_lose_the_answer)
+                    node.stored(names(10, 100))
+                    await until(lambda: router.holds(node.incarnation, names(110)))
+                    node.removed(names(30, 80))
+                    client.delete(keys.events(node.incarnation), keys.blocks(node.incarnation))
+                await until(lambda: router.holds(node.incarnation, names(80)))
+
+    play(scene())
+
+
 def test_load_is_beside_the_record_and_both_are_gone_after_an_orderly_end(
     redis_server: RedisServer, cluster: str
 ) -> None:
