@@ -23,14 +23,15 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import MovedError, RedisError
+from redis.exceptions import MovedError, RedisClusterException, RedisError
 
 from common.errors import ConfigError
 
 _SOCKET_TIMEOUT_S = 2.0
 _CHECK_TIMEOUT_S = 4.0
 _PASSWORD_OPTION = re.compile(r"((?:^|[?&])password=)[^&]*", re.IGNORECASE)
-UNREACHABLE = (RedisError, OSError, TimeoutError)
+UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
+"""The second is none of the first: no server of a Redis Cluster answers, or nobody has some of its slots."""
 
 RedisClient = Any
 """A client of any of the kinds above. Their annotations cover every option of every command at once; ours would not."""
@@ -116,7 +117,7 @@ async def check_redis(redis_url: str) -> None:
             await client.get("kvrelay:{check}")
     except TimeoutError:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: no answer") from None
-    except (RedisError, OSError) as error:
+    except UNREACHABLE as error:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: {short(error)}") from error
     finally:
         await client.aclose()

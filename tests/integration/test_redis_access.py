@@ -95,6 +95,33 @@ def test_redis_cluster_by_any_of_its_servers(tmp_path: Path) -> None:
         assert all("redis+cluster://" in said for said in told)
 
 
+def test_redis_cluster_that_is_away_ends_nobody(tmp_path: Path) -> None:
+    port, every_slot = _low_port(), range(16384)
+
+    def serving(name: str) -> contextlib.AbstractContextManager[int]:
+        (tmp_path / name).mkdir()
+        return redis_server_with(tmp_path / name, "cluster-enabled yes", port=port)
+
+    async def scene() -> None:
+        url = f"redis+cluster://127.0.0.1:{port}"
+        node, router = ANode(url, "c", make_record("n0")), ARouter(url, "c")
+        node.stored(names(100))
+        async with running(node, router):
+            with serving("before"):
+                ask(port, "CLUSTER", "ADDSLOTS", *every_slot)
+                await until(lambda: router.holds(node.incarnation, names(100)))
+            await until(lambda: router.follower.away and router.directory.degraded and not node.registrar.reachable)
+            node.stored(names(50, 100))
+            assert router.holds(node.incarnation, names(100)), "what is known stays known"
+            with serving("after"):
+                ask(port, "CLUSTER", "ADDSLOTS", *every_slot)
+                await until(lambda: router.holds(node.incarnation, names(150)))
+                assert not router.directory.degraded
+
+    assert "cannot reach Redis" in _refusal(f"redis+cluster://127.0.0.1:{port}")
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
 def _refusal(url: str) -> str:
     try:
         asyncio.run(check_redis(url))
