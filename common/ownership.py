@@ -30,6 +30,9 @@ BATCH_BLOCKS = 4096
 STREAM_LENGTH = 256
 """Entries kept; a reader that is further behind takes the whole set instead."""
 _RETRY_S = 0.2
+_LEAP = 2**20
+"""In doubt the next number is so much higher: of the commands whose answers never came any number may have been executed,
+in any order and late, and each of them may have left an entry."""
 
 # KEYS: fence, events, blocks. ARGV: incarnation, lease in ms, kind, number of the last entry, blocks held after this
 # entry, longest stream, bytes of a hash, stored, removed. Answers the number of the last entry; 0: no lease in Redis
@@ -116,7 +119,8 @@ class Publisher:
                     self._note(None)
                 except UNREACHABLE as error:
                     # It may have been written or not. No later entry may have the number of one that a router has read.
-                    self._in_step, self.last_entry = False, self.last_entry + 1
+                    self._in_step = False
+                    self.last_entry += _LEAP
                     self._note(short(error))
                     await forget_connections(self._client)
                     wait_s = _RETRY_S
@@ -166,6 +170,8 @@ class Publisher:
         if answer <= 0:
             if answer == -2:
                 log.info("Redis does not hold what this node published; publishing all %d blocks", len(self._held))
+            if self.last_entry:
+                self.last_entry += _LEAP
             return False
         self.last_entry, self._published, self._renewed_s = answer, count, self._clock()
         return True

@@ -167,6 +167,45 @@ def test_entry_whose_answer_was_lost_does_not_hide_the_next_reset(
     play(scene())
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_resets_whose_answers_were_lost_do_not_hide_what_is_published_after_them(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """No answer comes through for a while, then Redis loses its memory. A client of a Redis Cluster tries each command
+    twice, and commands given up may be executed late and in any order: Redis had more entries than the node had errors."""
+
+    async def scene() -> None:
+        node, router = ANode(redis_server.url, cluster, make_record("n0")), ARouter(redis_server.url, cluster)
+        keys = Keys(cluster)
+        real_eval = node.publisher._client.eval
+        given_up: list[tuple[Any, ...]] = []
+
+        async def eval_late(*args: Any) -> Any:
+            given_up.append(args)
+            raise redis.TimeoutError("Timeout reading")
+
+        node.stored(names(100))
+        with redis.Redis.from_url(redis_server.url) as client:
+            async with running(node, router):
+                await until(lambda: router.holds(node.incarnation, names(100)))
+                with monkeypatch.context() as patched:
+                    patched.setattr(node.publisher._client, "eval", eval_late)
+                    node.stored(names(10, 100))
+                    await until(lambda: len(given_up) >= 5)
+                    for args in reversed(given_up):
+                        for _ in range(times):
+                            await real_eval(*args)
+                    newest = int(client.xrevrange(keys.events(node.incarnation), count=1)[0][0].partition(b"-")[0])
+                    await until(lambda: router.follower._followed[node.incarnation].last == newest)
+                    client.delete(keys.events(node.incarnation), keys.blocks(node.incarnation))
+                await until(lambda: router.holds(node.incarnation, names(110)))
+                for turn in range(5):
+                    node.stored(names(1, 110 + turn))
+                    await until(lambda count=111 + turn: router.holds(node.incarnation, names(count)))
+
+    play(scene())
+
+
 def test_load_is_beside_the_record_and_both_are_gone_after_an_orderly_end(
     redis_server: RedisServer, cluster: str
 ) -> None:
