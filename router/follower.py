@@ -117,7 +117,8 @@ class Follower:
     async def _round(self) -> None:
         for followed in [f for f in self._followed.values() if f.last is None]:
             await self._snapshot(followed)
-        streams = {self._keys.events(f.incarnation): f for f in self._followed.values()}
+        # Who was listed during these snapshots has its own in the next round.
+        streams = {self._keys.events(f.incarnation): f for f in self._followed.values() if f.last is not None}
         if not streams:
             await self._client.get(self._keys.epoch)  # whether Redis is there
             await asyncio.sleep(_BLOCK_MS / 1000)

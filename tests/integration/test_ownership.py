@@ -119,6 +119,40 @@ def test_reader_that_fell_behind_the_stream_takes_a_snapshot(redis_server: Redis
     play(scene())
 
 
+def test_node_that_is_listed_during_the_snapshot_of_another(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        first, second = (ANode(redis_server.url, cluster, make_record(f"n{i}")) for i in range(2))
+        router = ARouter(redis_server.url, cluster)
+        first.stored(names(100))
+        second.stored(names(50))
+        follower = router.follower
+        real_sscan = follower._client.sscan
+
+        async def sscan_meanwhile(*args: Any, **options: Any) -> Any:
+            follower.set_nodes([first.record, second.record])
+            return await real_sscan(*args, **options)
+
+        monkeypatch.setattr(follower._client, "sscan", sscan_meanwhile)
+        with redis.Redis.from_url(redis_server.url) as client:
+            async with running(first, second):
+                for node, count in ((first, 100), (second, 50)):
+                    key = Keys(cluster).blocks(node.incarnation)
+                    await until(lambda key=key, count=count: client.scard(key) == count)
+                follower.set_nodes([first.record])
+                following = asyncio.create_task(follower.run())
+                try:
+                    await until(lambda: router.holds(first.incarnation, names(100)))
+                    await until(lambda: router.holds(second.incarnation, names(50)))
+                finally:
+                    following.cancel()
+                    await asyncio.gather(following, return_exceptions=True)
+        assert "Redis is away" not in caplog.text
+
+    play(scene())
+
+
 def test_set_that_redis_lost_in_part_is_published_again(redis_server: RedisServer, cluster: str) -> None:
     async def scene() -> None:
         node = ANode(redis_server.url, cluster, make_record("n0"))
