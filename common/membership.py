@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _FORGET_ID_S = 3600.0
 """A node id not renewed for so long leaves the index; its record is gone long before."""
+_RETRY_S = 0.2
 LEASE_IN_REDIS = 5 / 6
 """Share of the lease after which a record expires; with the time between two looks of a router it makes a whole one."""
 
@@ -106,16 +107,18 @@ class Registrar:
         Raises: ConfigError when a newer incarnation took this node id; the node must end.
         """
         while True:
+            wait_s = self._lease_s / 3
             try:
                 await self._renew()
             except UNREACHABLE as error:
                 self._note(reachable=False, why=short(error))
                 await forget_connections(self._client)
+                wait_s = min(wait_s, _RETRY_S)  # routers whose connections are whole see the lease run out
             else:
                 self._note(reachable=True)
                 self.registered.set()
             honour_cancellation()
-            await asyncio.sleep(self._lease_s / 3)
+            await asyncio.sleep(wait_s)
 
     @property
     def reachable(self) -> bool:

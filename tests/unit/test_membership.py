@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
 
 import msgpack
 import pytest
@@ -176,6 +177,34 @@ def test_of_two_with_the_same_start_exactly_one_stays(redis_server: RedisServer,
             done, _ = await asyncio.wait([a, b], timeout=5, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.sleep(2 * LEASE_S)
             assert len([task for task in (a, b) if task.done()]) == len(done) == 1
+
+    asyncio.run(main())
+
+
+def test_renewals_that_fail_are_tried_again_within_the_lease(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node's own connection breaks, those of routers do not."""
+
+    async def main() -> None:
+        registrar = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=3.0)
+        real_eval, failures = registrar._client.eval, 0
+
+        async def eval_in_the_end(*args: Any) -> Any:
+            nonlocal failures
+            if failures < 3:
+                failures += 1
+                raise redis.ConnectionError("Connection closed by server")
+            return await real_eval(*args)
+
+        monkeypatch.setattr(registrar._client, "eval", eval_in_the_end)
+        with SteadyTime() as since_the_first:
+            task = asyncio.create_task(registrar.run())
+            await asyncio.wait_for(registrar.registered.wait(), 10)
+            assert since_the_first.passed_s < 1.5
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await registrar.deregister()
 
     asyncio.run(main())
 
