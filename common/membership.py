@@ -180,8 +180,8 @@ class Directory:
     """The present view of the cluster's nodes.
 
     `on_change(records)` runs on the loop with all nodes, by node id, whenever they differ from the last call.
-    While Redis is away the view stays as it was. When Redis comes back, or has lost its memory, nodes that are
-    missing from it keep their place for `grace_s`, in which the live ones register again.
+    While Redis is away the view stays as it was. When Redis comes back, or has lost its memory or the newest part of it,
+    nodes that are missing from it keep their place for `grace_s`, in which the live ones register again.
     """
 
     def __init__(
@@ -204,6 +204,8 @@ class Directory:
         self._parsed: dict[str, tuple[bytes, NodeRecord | None]] = {}
         self._grace_until = float("-inf")
         self._epoch: bytes | None = None
+        self._renewals: dict[str, float] = {}
+        """By node id: its last renewal by Redis' clock."""
         self.degraded = False
         """Redis did not answer last time."""
 
@@ -217,32 +219,34 @@ class Directory:
         try:
             while True:
                 try:
-                    epoch, answer = await self._fetch()
+                    epoch, renewals, answer = await self._fetch()
                 except UNREACHABLE as error:
                     self._lost(short(error))
                     await forget_connections(self._client)
                 else:
-                    self._update(epoch, answer)
+                    self._update(epoch, renewals, answer)
                 honour_cancellation()
                 await asyncio.sleep(self._poll_s)
         finally:
             await self._client.aclose()
 
-    async def _fetch(self) -> tuple[bytes | None, dict[str, bytes]]:
+    async def _fetch(self) -> tuple[bytes | None, dict[str, float], dict[str, bytes]]:
         client: Any = self._client
-        members: list[bytes] = await client.zrange(self._keys.nodes, 0, -1)
-        ids = [member.decode("utf-8", "replace") for member in members]
+        members: list[tuple[bytes, float]] = await client.zrange(self._keys.nodes, 0, -1, withscores=True)
+        renewals = {member.decode("utf-8", "replace"): score for member, score in members}
+        ids = list(renewals)
         keys = [self._keys.epoch, *(self._keys.node(node_id) for node_id in ids)]
         values: list[bytes | None] = await client.mget(keys)
         epoch = values.pop(0)
-        return epoch, {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
+        found = {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
+        return epoch, renewals, found
 
     def _lost(self, why: str) -> None:
         if not self.degraded:
             log.warning("Redis is away (%s); going on with the %d nodes known", why, len(self._records))
         self.degraded = True
 
-    def _update(self, epoch: bytes | None, answer: dict[str, bytes]) -> None:
+    def _update(self, epoch: bytes | None, renewals: dict[str, float], answer: dict[str, bytes]) -> None:
         now = self._clock()
         if self.degraded:
             log.info("Redis is back")
@@ -251,7 +255,11 @@ class Directory:
         elif epoch != self._epoch and self._epoch is not None:
             log.warning("Redis lost its memory; waiting for the nodes to register again")
             self._grace_until = now + self._grace_s
-        self._epoch = epoch
+        elif any(renewed < self._renewals.get(node_id, renewed) for node_id, renewed in renewals.items()):
+            # It came back between two looks, with an older state, in which the records of all nodes may have ended.
+            log.warning("Redis lost what was newest in its memory; waiting for the nodes to register again")
+            self._grace_until = now + self._grace_s
+        self._epoch, self._renewals = epoch, renewals
         view = {node_id: record for node_id, raw in answer.items() if (record := self._parse(node_id, raw)) is not None}
         self._parsed = {node_id: self._parsed[node_id] for node_id in answer}
         if now < self._grace_until:

@@ -21,6 +21,7 @@ from common.kv.layout import KVLayout
 from common.membership import Directory, Registrar
 from common.protocol import PROTOCOL_VERSION, ModelInfo, NodeRecord, PeerRef
 from common.redis_client import check_redis, connect
+from common.redis_keys import Keys
 from common.redis_server import RedisServer
 
 LEASE_S = 0.6
@@ -262,6 +263,31 @@ def test_flushed_redis_makes_no_node_vanish(redis_server: RedisServer, cluster: 
             await asyncio.sleep(5 * LEASE_S)
             assert view.directory.records == records
             assert len(view.changes) == seen
+
+    asyncio.run(main())
+
+
+def test_redis_that_comes_back_with_an_old_state_between_two_looks_makes_no_node_vanish(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    """Killed and started anew with its last file: the same epoch, and of all nodes only the ids are left."""
+
+    async def main() -> None:
+        keys, ids = Keys(cluster), ["d0", "d1"]
+        async with watching(redis_server.url, cluster) as view, AsyncExitStack() as nodes:
+            for node_id in ids:
+                await nodes.enter_async_context(registered(redis_server.url, cluster, a_record(node_id)))
+            await view.until(lambda: view.ids == ids)
+            seen = len(view.changes)
+            with redis.Redis.from_url(redis_server.url) as client, client.pipeline() as at_once:
+                for node_id in ids:
+                    at_once.delete(keys.node(node_id), keys.fence(node_id), keys.load(node_id))
+                    at_once.zincrby(keys.nodes, -60, node_id)
+                at_once.execute()
+                await view.until(lambda: client.exists(*map(keys.node, ids)) == 2)
+            await asyncio.sleep(0.2)
+            assert view.changes[seen:] == []
+            assert view.ids == ids
 
     asyncio.run(main())
 
