@@ -62,6 +62,7 @@ local function apply(command, blob)
 end
 apply('SADD', ARGV[8])
 apply('SREM', ARGV[9])
+redis.call('PEXPIRE', KEYS[3], ARGV[2]) -- whatever comes next, or never: the set may be new
 if redis.call('SCARD', KEYS[3]) ~= tonumber(ARGV[5]) then return -2 end
 if kind ~= 'renew' then
   local now = redis.call('TIME')
@@ -71,7 +72,6 @@ if kind ~= 'renew' then
     'kind', kind, 'tier', 'device', 'at', string.format('%d', at), 'stored', ARGV[8], 'removed', ARGV[9])
 end
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
-redis.call('PEXPIRE', KEYS[3], ARGV[2])
 return last
 """
 

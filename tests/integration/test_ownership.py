@@ -167,6 +167,27 @@ def test_set_that_redis_lost_in_part_is_published_again(redis_server: RedisServe
     play(scene())
 
 
+def test_node_that_dies_while_redis_holds_part_of_its_set_leaves_nothing_for_good(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene() -> None:
+        node = ANode(redis_server.url, cluster, make_record("n0"))
+        key = Keys(cluster).blocks(node.incarnation)
+        node.stored(names(100))
+        with redis.Redis.from_url(redis_server.url) as client:
+            await node.registrar._renew()
+            assert await node.publisher._round()
+            client.delete(key)  # as by eviction
+            node.stored(names(10, 100))
+            assert not await node.publisher._round()
+            assert client.scard(key) == 10
+            assert client.pttl(key) > 0
+        await node.publisher._client.aclose()
+        await node.registrar.deregister()
+
+    play(scene())
+
+
 def test_entry_whose_answer_was_lost_does_not_hide_the_next_reset(
     redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
