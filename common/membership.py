@@ -181,7 +181,8 @@ class Directory:
 
     `on_change(records)` runs on the loop with all nodes, by node id, whenever they differ from the last call.
     While Redis is away the view stays as it was. When Redis comes back, or has lost its memory or the newest part of it,
-    nodes that are missing from it keep their place for `grace_s`, in which the live ones register again.
+    nodes that are missing from it keep their place for `grace_s`, in which the live ones register again. A node that did
+    not end in order keeps its place for as long as its incarnation `answers`: Redis may take no writes.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class Directory:
         poll_s: float = 0.5,
         *,
         grace_s: float = 3.0,
+        answers: Callable[[str], bool] = lambda _: False,
         clock: Clock = monotonic,
     ) -> None:
         self._client = connect(redis_url)
@@ -199,6 +201,7 @@ class Directory:
         self._on_change = on_change
         self._poll_s = poll_s
         self._grace_s = grace_s
+        self._answers = answers
         self._clock = clock
         self._records: dict[str, NodeRecord] = {}
         self._parsed: dict[str, tuple[bytes, NodeRecord | None]] = {}
@@ -264,6 +267,9 @@ class Directory:
         self._parsed = {node_id: self._parsed[node_id] for node_id in answer}
         if now < self._grace_until:
             view = {**self._records, **view}
+        for node_id, record in self._records.items():
+            if node_id in renewals and node_id not in answer and self._answers(record.peer.incarnation):
+                view.setdefault(node_id, record)
         if view != self._records:
             self._records = view
             self._on_change(self.records)

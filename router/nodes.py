@@ -268,6 +268,13 @@ class NodeTable:
         """The node with this incarnation, if it is known."""
         return self._nodes.get(incarnation)
 
+    def answers(self, incarnation: str) -> bool:
+        """Whether it has ponged within the last half of a lease."""
+        node = self._nodes.get(incarnation)
+        return (
+            node is not None and node.last_pong_s is not None and self._clock() - node.last_pong_s < self._lease_s / 2
+        )
+
     def send(
         self,
         incarnation: str,

@@ -195,6 +195,7 @@ async def serve(config: RouterConfig) -> None:
         router.set_nodes,
         poll_s=min(0.5, config.lease_s * (1 - LEASE_IN_REDIS)),
         grace_s=config.lease_s,
+        answers=router.dispatcher.nodes.answers,
     )
     follower = router.follow(config.redis_url, config.cluster)
     server = http_server(router, config, directory)

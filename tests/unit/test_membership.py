@@ -292,6 +292,33 @@ def test_redis_that_comes_back_with_an_old_state_between_two_looks_makes_no_node
     asyncio.run(main())
 
 
+def test_redis_that_takes_no_writes_costs_no_node_that_answers(cluster: str) -> None:
+    """It is full, or cannot save: reads are answered, records end."""
+
+    async def main() -> None:
+        with RedisServer() as server:
+            async with watching(server.url, cluster) as view, AsyncExitStack() as nodes:
+                answering = {"d0", "d1"}
+                view.directory._answers = lambda incarnation: any(
+                    record.peer.incarnation == incarnation and record.peer.node_id in answering
+                    for record in view.directory.records
+                )
+                for node_id in ("d0", "d1"):
+                    await nodes.enter_async_context(registered(server.url, cluster, a_record(node_id)))
+                await view.until(lambda: view.ids == ["d0", "d1"])
+                with redis.Redis.from_url(server.url) as client:
+                    client.config_set("maxmemory", 1)
+                    keys = Keys(cluster)
+                    await view.until(lambda: client.exists(keys.node("d0"), keys.node("d1")) == 0)
+                    await asyncio.sleep(0.2)
+                    assert view.ids == ["d0", "d1"]
+                    answering.discard("d1")
+                    await view.until(lambda: view.ids == ["d0"])
+                    client.config_set("maxmemory", 0)
+
+    asyncio.run(main())
+
+
 def test_malformed_record_is_skipped_loudly_and_once(
     redis_server: RedisServer, cluster: str, caplog: pytest.LogCaptureFixture
 ) -> None:
