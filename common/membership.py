@@ -211,6 +211,8 @@ class Directory:
         """By node id: its last renewal by Redis' clock."""
         self.degraded = False
         """Redis did not answer last time."""
+        self.unrenewed: list[str] = []
+        """Nodes whose records in Redis have ended, and who answer."""
 
     @property
     def records(self) -> list[NodeRecord]:
@@ -267,9 +269,12 @@ class Directory:
         self._parsed = {node_id: self._parsed[node_id] for node_id in answer}
         if now < self._grace_until:
             view = {**self._records, **view}
-        for node_id, record in self._records.items():
-            if node_id in renewals and node_id not in answer and self._answers(record.peer.incarnation):
-                view.setdefault(node_id, record)
+        ended = [node_id for node_id in self._records if node_id in renewals and node_id not in {**answer, **view}]
+        unrenewed = [node_id for node_id in ended if self._answers(self._records[node_id].peer.incarnation)]
+        view |= {node_id: self._records[node_id] for node_id in unrenewed}
+        if unrenewed and not self.unrenewed:
+            log.warning("the records of %s in Redis have ended, although they answer", ", ".join(unrenewed))
+        self.unrenewed = unrenewed
         if view != self._records:
             self._records = view
             self._on_change(self.records)

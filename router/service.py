@@ -109,6 +109,8 @@ class Router:
         follower = self.follower
         if (directory is not None and directory.degraded) or (follower is not None and follower.away):
             return "away: serving with the nodes known"
+        if directory is not None and directory.unrenewed:
+            return f"{len(directory.unrenewed)} nodes answer whose records have ended: it takes no writes"
         if follower is not None and follower.silent:
             return f"{len(follower.silent)} nodes' blocks never reached the prefix index"
         return ""

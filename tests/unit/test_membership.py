@@ -311,10 +311,12 @@ def test_redis_that_takes_no_writes_costs_no_node_that_answers(cluster: str) -> 
                     keys = Keys(cluster)
                     await view.until(lambda: client.exists(keys.node("d0"), keys.node("d1")) == 0)
                     await asyncio.sleep(0.2)
-                    assert view.ids == ["d0", "d1"]
+                    assert view.ids == view.directory.unrenewed == ["d0", "d1"]
                     answering.discard("d1")
                     await view.until(lambda: view.ids == ["d0"])
                     client.config_set("maxmemory", 0)
+                await view.until(lambda: view.ids == ["d0", "d1"])
+                assert view.directory.unrenewed == []
 
     asyncio.run(main())
 
