@@ -159,9 +159,12 @@ class NodeTable:
         listed = {record.peer.incarnation: record for record in records}
         names = {record.peer.node_id: record.peer.incarnation for record in records}
         replaced: list[Node] = []
+        relisted = False
         for node in list(self._nodes.values()):
+            was_usable = node.usable
             node.listed = node.incarnation in listed
             self._sync(node)
+            relisted |= node.usable and not was_usable
             if names.get(node.node_id, node.incarnation) != node.incarnation:
                 replaced.append(node)
                 self._close_link(node)
@@ -175,6 +178,8 @@ class NodeTable:
                 node = self._nodes[incarnation] = Node(record)
                 log.info("%s node %s is listed at %s", record.role, node.node_id, record.peer.control_address)
                 self._connect(node)
+        if relisted:  # its next pong finds it usable already
+            self._on_usable()
 
     def tick(self) -> None:
         """Ping every node, give up the silent ones, renew links that broke."""

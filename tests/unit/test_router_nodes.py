@@ -135,6 +135,22 @@ def test_node_that_is_no_longer_listed_finishes_its_work_but_gets_no_more() -> N
     play(scene)
 
 
+def test_node_that_is_listed_again_while_its_link_stood_is_told_as_usable() -> None:
+    """Its pongs came all the time: whoever waits for a node would else wait in vain."""
+
+    async def scene(view: View, node: StubNode) -> None:
+        view.table.update([])
+        view.changed.clear()
+        view.table.update([node.record])
+        assert len(view.table.usable("decode")) == 1
+        assert view.changed.is_set()
+        view.changed.clear()
+        view.table.update([node.record])
+        assert not view.changed.is_set(), "it was usable before"
+
+    play(scene)
+
+
 def test_silence_is_not_judged_when_the_router_itself_was_held_up() -> None:
     async def scene(view: View, node: StubNode) -> None:
         node.pings_answered = False
