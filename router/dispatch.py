@@ -308,7 +308,7 @@ class Dispatcher:
     def _let_in(self, request_id: str) -> None:
         live = self._live.get(request_id)
         if live is not None and live.wanted is not None:
-            live.admitted = True
+            live.admitted, live.parked_until_s = True, None  # nodes were found when it came to be held back
             self._place_again(live.generation, live.wanted)
 
     def _refuse(self, request_id: str, error: Overloaded) -> None:

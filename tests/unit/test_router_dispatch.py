@@ -124,6 +124,37 @@ def test_being_woken_in_vain_does_not_prolong_the_wait_for_a_node(monkeypatch: p
     play(scene)
 
 
+def test_one_that_was_parked_and_then_held_back_waits_its_whole_time_for_a_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The nodes came back, busy; when its turn has come they are gone once more: that is another wait."""
+    monkeypatch.setattr(NodeTable, "rejoining", True)
+    monkeypatch.setattr("router.parking.WAKE_AFTER_S", 0.0)
+    for module in ("admission", "holding"):
+        monkeypatch.setattr(f"router.{module}.crowded", lambda *_: "every node is busy")
+    clock = MockClock()
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        dispatcher._clock = clock
+        waiting = await submit(dispatcher, "a")
+        decide = dispatcher.placer.decide
+        placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
+        monkeypatch.setattr(dispatcher.placer, "decide", lambda _: placement)
+        dispatcher._on_usable()
+        async with asyncio.timeout(20):
+            while not len(dispatcher.held):
+                await asyncio.sleep(0.001)
+        clock.advance(20.0)
+        monkeypatch.setattr(dispatcher.placer, "decide", decide)
+        dispatcher.held._queue.remove("a")
+        dispatcher._let_in("a")
+        assert waiting.outcome is None
+        assert len(dispatcher._parking) == 1
+        waiting.cancel()
+
+    play(scene)
+
+
 def test_a_router_that_stops_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections stay open until their answers are through; what comes on them meanwhile would be cut off."""
     monkeypatch.setattr(NodeTable, "rejoining", True)
