@@ -174,7 +174,7 @@ class PrefillNode(RoleLogic[_Attempt]):
         if not attempt.offered:
             self._end(attempt)
         elif done.finish_reason is not None:
-            self.sender.abort(seq.key)  # nobody will decode: what is not yet sent need not be
+            self._end(attempt)  # nobody will decode: what is not yet sent need not be, and no failure matters any more
 
     def _received(self, attempt: _Attempt | None) -> None:
         """The decode node has every slice: whether the last acks still come does not matter any more."""

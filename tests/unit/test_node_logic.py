@@ -13,6 +13,7 @@ from fake_engine import generate
 from node_pair import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
 from common.engine.step import SampledToken, StepInput, StepOutput
+from common.errors import TransferAborted, TransferTimedOut
 from common.node.outbox import ClientLost, FromClient, FromPeer, PeerGone, ToClient, ToPeer
 from common.protocol import (
     AttemptFailed,
@@ -27,6 +28,7 @@ from common.protocol import (
     TransferReceived,
 )
 from decode_node.node import Phase
+from kvtransfer.base import SourceReleased
 
 
 def test_first_token_goes_to_the_router_though_no_grant_ever_came() -> None:
@@ -104,6 +106,35 @@ def test_request_that_ends_with_its_first_token_never_touches_the_decode_batch()
     assert pair.tokens() == generate(PROMPT, 1)
     assert pair.d_runner.steps == 0
     pair.assert_whole()
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        PeerGone(D_REF.incarnation, "connection broke"),
+        ClientLost(ROUTER),
+        FromPeer(D_REF.incarnation, TransferAbort(KEY, "transfer_timed_out", "nothing moved")),
+        SourceReleased(KEY, 0, TransferTimedOut("nothing moved")),
+    ],
+)
+def test_answer_that_ended_with_its_first_token_cannot_fail_any_more(
+    late: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy may be under way when it ends: its blocks come back later, and whatever happens until then."""
+    pair = Pair()
+    monkeypatch.setattr(pair.wire.sender, "abort", lambda key: None)  # as long as the copy takes
+    pair.request(max_tokens=1)
+    for _ in range(3):
+        pair.step_prefill()
+    assert pair.tokens() == generate(PROMPT, 1)
+    pair.p.handle(late)
+    if not isinstance(late, SourceReleased):
+        assert KEY in pair.p.attempts, "its blocks are still being read"
+        pair.p.handle(SourceReleased(KEY, 0, TransferAborted("aborted")))
+    pair.p.outbox.flush()
+    assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)], "it has had its end"
+    assert not pair.p.attempts
+    assert pair.p.scheduler.pool.num_used == 0
 
 
 def test_offer_that_outruns_the_routers_message_waits_for_it() -> None:
