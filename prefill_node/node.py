@@ -51,6 +51,8 @@ class _Attempt(Attempt):
     """The sender knows it: its blocks are free only after `SourceReleased`."""
     reported: bool = False
     """The router has had its first token."""
+    received: bool = False
+    """The decode node has every slice."""
     ended: bool = False
     """Nobody wants anything of it any more; it only waits for its blocks."""
 
@@ -171,20 +173,22 @@ class PrefillNode(RoleLogic[_Attempt]):
             self.outbox.tokens(attempt.identity, chunk)
             self.outbox.to_peer(attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason))
         attempt.reported = True
-        if not attempt.offered:
+        # With a finish nobody will decode: what is not yet sent need not be, and no failure matters any more.
+        if not attempt.offered or attempt.received or done.finish_reason is not None:
             self._end(attempt)
-        elif done.finish_reason is not None:
-            self._end(attempt)  # nobody will decode: what is not yet sent need not be, and no failure matters any more
 
     def _received(self, attempt: _Attempt | None) -> None:
         """The decode node has every slice: whether the last acks still come does not matter any more."""
-        if attempt is not None and attempt.reported:
+        if attempt is None:
+            return
+        attempt.received = True
+        if attempt.reported:
             self._end(attempt)
 
     def _released(self, attempt: _Attempt, bytes_sent: int, error: Exception | None) -> None:
         attempt.offered = False
         self._relayed_bytes += bytes_sent
-        if error is not None and not attempt.ended and not isinstance(error, TransferAborted):
+        if error is not None and not (attempt.ended or attempt.received or isinstance(error, TransferAborted)):
             self._transfers_failed += 1
             self._fail(
                 attempt, error if isinstance(error, KvRelayError) else EngineError(f"the transfer failed: {error}")

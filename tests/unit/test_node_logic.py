@@ -13,7 +13,7 @@ from fake_engine import generate
 from node_pair import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
 from common.engine.step import SampledToken, StepInput, StepOutput
-from common.errors import TransferAborted, TransferTimedOut
+from common.errors import PeerLost, TransferAborted, TransferTimedOut
 from common.node.outbox import ClientLost, FromClient, FromPeer, PeerGone, ToClient, ToPeer
 from common.protocol import (
     AttemptFailed,
@@ -97,6 +97,27 @@ def test_prefill_node_lets_go_of_what_the_decode_node_has_whole_whatever_became_
     assert not pair.p.attempts
     assert pair.p.scheduler.pool.num_used == 0
     assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
+
+
+@pytest.mark.parametrize("lost_after_the_token", [False, True])
+def test_last_slice_may_be_in_before_the_first_token_is_drawn(*, lost_after_the_token: bool) -> None:
+    """The last layer is relayed while the token is still being drawn: that it is in is said once, and holds then, too."""
+    pair = Pair()
+    pair.request()
+    for _ in range(2):
+        pair.step_prefill()
+    pair.p.handle(FromPeer(D_REF.incarnation, TransferReceived(KEY, 1)))
+    lost = SourceReleased(KEY, 1, PeerLost("no ack for 30 s"))
+    if not lost_after_the_token:
+        pair.p.handle(lost)
+    pair.step_prefill()
+    if lost_after_the_token:
+        assert KEY not in pair.p.attempts, "no ack can fail what is done"
+    pair.p.outbox.flush()
+    assert pair.tokens() == generate(PROMPT, 1)
+    assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
+    assert not pair.p.attempts
+    assert pair.p.scheduler.pool.num_used == 0
 
 
 def test_request_that_ends_with_its_first_token_never_touches_the_decode_batch() -> None:
