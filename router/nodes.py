@@ -332,6 +332,7 @@ class NodeTable:
                 node.node_id,
                 node.incarnation,
                 kv_kind=kv_kind(record.layout),
+                context=record.model.max_model_len,
                 capacity=record.max_num_seqs,
                 token_bytes=token_bytes(record.layout),
                 **node.columns(),

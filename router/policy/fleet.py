@@ -27,6 +27,8 @@ Number = TypeVar("Number", float, FloatArray)
 
 FEW = 64
 """Up to so many nodes are quicker looked at one by one: NumPy's calls cost more than its sums."""
+ANY_CONTEXT = 2**62
+"""Of a node that takes sequences of every length."""
 _RECENT = 200
 """`recent_work` remembers about so many requests per node."""
 _HEAVY = 1e100
@@ -129,6 +131,8 @@ class Fleet:
         self.node_ids: list[str] = []
         self.incarnations: list[str] = []
         self.kv_kinds: list[str] = []
+        self.contexts: list[int] = []
+        """Tokens that one sequence may have there."""
         self.nodes: list[Figures[float]] = []
         """Changed by this fleet's methods only."""
         self._weight = 1.0
@@ -149,6 +153,7 @@ class Fleet:
         self._hit_places: npt.NDArray[np.intp] = np.zeros(0, np.intp)
         self.one_kind = False
         """All of them are equal, and there is one."""
+        self.shortest_context = ANY_CONTEXT
 
     def __len__(self) -> int:
         return len(self.incarnations)
@@ -166,13 +171,16 @@ class Fleet:
 
     # -- who is here
 
-    def add(self, node_id: str, incarnation: str, *, kv_kind: str = "", **values: float) -> None:
+    def add(
+        self, node_id: str, incarnation: str, *, kv_kind: str = "", context: int = ANY_CONTEXT, **values: float
+    ) -> None:
         """A node becomes usable. `values`: its figures; the others get their defaults."""
         assert incarnation not in self._rows, incarnation
         at = bisect.bisect(list(zip(self.node_ids, self.incarnations, strict=True)), (node_id, incarnation))
         self.node_ids.insert(at, node_id)
         self.incarnations.insert(at, incarnation)
         self.kv_kinds.insert(at, kv_kind)
+        self.contexts.insert(at, context)
         self.nodes.insert(at, Figures(**_DEFAULTS))
         self._reindex()
         self.update(incarnation, **values)
@@ -182,7 +190,7 @@ class Fleet:
         at = self._rows.get(incarnation)
         if at is None:
             return
-        for entries in (self.node_ids, self.incarnations, self.kv_kinds, self.nodes):
+        for entries in (self.node_ids, self.incarnations, self.kv_kinds, self.contexts, self.nodes):
             del entries[at]
         self._reindex()
 
@@ -194,6 +202,8 @@ class Fleet:
         other.node_ids = [self.node_ids[row] for row in rows]
         other.incarnations = [self.incarnations[row] for row in rows]
         other.kv_kinds = [self.kv_kinds[row] for row in rows]
+        other.contexts = [self.contexts[row] for row in rows]
+        other.shortest_context = min(other.contexts, default=ANY_CONTEXT)
         other.nodes = [self.nodes[row] for row in rows]
         other.node_hash, other.kind_hash = self.node_hash[rows], self.kind_hash[rows]
         other._rows = {incarnation: row for row, incarnation in enumerate(other.incarnations)}
@@ -213,6 +223,7 @@ class Fleet:
         self.node_hash = np.array([stable_hash(name) for name in self.node_ids], np.uint64)
         self.kind_hash = np.array([stable_hash(kind) for kind in self.kv_kinds], np.uint64)
         self.one_kind = len(set(self.kv_kinds)) == 1
+        self.shortest_context = min(self.contexts, default=ANY_CONTEXT)
 
     # -- how they are
 

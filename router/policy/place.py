@@ -59,6 +59,13 @@ def with_kind(fleet: Fleet, kind: str) -> Fleet:
     return fleet.select(fleet.kind_hash == stable_hash(kind))
 
 
+def with_context(fleet: Fleet, num_tokens: int) -> Fleet:
+    """The nodes of `fleet` where a sequence may have so many tokens."""
+    if fleet.shortest_context >= num_tokens:
+        return fleet
+    return fleet.select(np.array([context >= num_tokens for context in fleet.contexts], np.bool_))
+
+
 def place(
     query: Query,
     prefill: Fleet,
@@ -74,15 +81,19 @@ def place(
     `local_prefill_tokens`: up to so many uncached tokens the decode node computes itself; None: the policy decides.
     `shown_count`: candidates that the decision names per leg; None: all.
 
-    Invariant: a relay is only ever planned between nodes whose KV means the same. Raises: Unavailable
-    when there is no decode node.
+    Invariants: a relay is only ever planned between nodes whose KV means the same, and from one whose context is longer
+    than what it is to compute; a decode node whose context is too short for the whole answer is the last resort.
+    Raises: Unavailable when there is no decode node.
     """
     if not decode.nodes:
         raise Unavailable("no decode node is available now; try again")
     memory.turn += 1
     how = POLICIES[policy]
-    preferred = without(decode, query.avoid)
-    targets = preferred if preferred.nodes else decode
+    whole = query.num_tokens + query.max_new_tokens
+    fitting = with_context(decode, whole)
+    able = fitting if fitting.nodes else decode
+    preferred = without(able, query.avoid)
+    targets = preferred if preferred.nodes else able
     row, held, scores = choose(how, targets, query, memory)
     node_id, incarnation, at = targets.node_ids[row], targets.incarnations[row], targets.nodes[row]
     target = Choice(Picked(node_id, incarnation, held), shown(targets, scores, shown_count))
@@ -105,6 +116,10 @@ def place(
     fitting = with_kind(prefill, targets.kv_kinds[row])
     if not fitting.nodes:
         return local(f"no prefill node has the KV of {node_id}")
+    # With its first token the answer may end; else that must not be the last one for which the node has room.
+    fitting = with_context(fitting, max(query.num_tokens + 1, min(query.num_tokens + 2, whole)))
+    if not fitting.nodes:
+        return local(f"no prefill node takes {query.num_tokens} tokens")
     sources = without(fitting, query.avoid)
     if not sources.nodes and query.last:
         return local("the prefill nodes failed this request before")

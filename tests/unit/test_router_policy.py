@@ -12,23 +12,25 @@ import pytest
 from common.errors import ConfigError, Unavailable
 from common.protocol import Role
 from router.policy import Decision, Fleet, Memory, Query, check_policy, place
+from router.policy.fleet import ANY_CONTEXT
 
 
 @dataclass
 class Node:
     name: str
     kv_kind: str
+    context: int
     values: dict[str, float]
 
 
-def node(name: str, kv_kind: str = "", **values: float) -> Node:
-    return Node(name, kv_kind, values)
+def node(name: str, kv_kind: str = "", context: int = ANY_CONTEXT, **values: float) -> Node:
+    return Node(name, kv_kind, context, values)
 
 
 def fleet(role: Role, nodes: list[Node]) -> Fleet:
     made = Fleet(role)
     for each in nodes:
-        made.add(each.name, f"inc-{each.name}", kv_kind=each.kv_kind, **each.values)
+        made.add(each.name, f"inc-{each.name}", kv_kind=each.kv_kind, context=each.context, **each.values)
     return made
 
 
@@ -54,6 +56,32 @@ def test_equal_load_is_decided_by_queued_tokens() -> None:
     decision = decide(nodes, [node("d")])
     assert decision.prefill is not None
     assert decision.prefill.picked.node_id == "b"
+
+
+def source(prefill: list[Node], decode: list[Node], **query: object) -> str | None:
+    decision = decide(prefill, decode, **query)
+    return None if decision.prefill is None else decision.prefill.picked.node_id
+
+
+def test_a_prefill_node_gets_only_what_its_context_takes() -> None:
+    """It would refuse the request, or end the answer with the first token that fills its context."""
+    short, long, decode = node("a", context=1001), node("b", context=4096, running=5), [node("d", context=4096)]
+    assert source([short, long], decode, max_new_tokens=1) == "a"
+    assert source([short, long], decode, max_new_tokens=9) == "b"
+    assert source([short, long], decode, num_tokens=1001, max_new_tokens=1) == "b"
+    assert source([short], decode, max_new_tokens=9) is None
+    assert source([short], decode, max_new_tokens=9, avoid=frozenset({"inc-a"})) is None
+    decision = decide([short], decode, max_new_tokens=9)
+    assert (decision.mode, decision.reason) == ("local", "no prefill node takes 1000 tokens")
+
+
+def test_a_decode_node_whose_context_takes_the_whole_answer_is_preferred_even_if_it_failed() -> None:
+    short, long = node("a", context=1500), node("b", context=2000, running=5)
+    assert decide([], [short, long], max_new_tokens=500).decode.picked.node_id == "a"
+    assert decide([], [short, long], max_new_tokens=501).decode.picked.node_id == "b"
+    again = decide([], [short, long], max_new_tokens=501, avoid=frozenset({"inc-b"}))
+    assert again.decode.picked.node_id == "b"
+    assert decide([], [short], max_new_tokens=501).decode.picked.node_id == "a", "there is no other"
 
 
 @pytest.mark.parametrize("policy", ["least_load", "round_robin", "random"])
