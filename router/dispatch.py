@@ -31,7 +31,7 @@ from router.generation import Generation, GenerationRequest
 from router.holding import Holding
 from router.index import PrefixIndex
 from router.metrics import Metrics
-from router.nodes import Node, NodeTable
+from router.nodes import Node, NodeTable, kv_kind
 from router.parking import Parking
 from router.placing import Chain, Order, Placement, Placer
 from router.policy import Decision
@@ -76,6 +76,8 @@ class _Live:
     """While no node was found since it was parked first: when its client gets the error."""
     placement: Placement | None = None
     """Of the latest attempt."""
+    kv_kind: str = ""
+    """Of the attempt that brought the first token, or may still bring it."""
     unproven: set[str] = field(default_factory=set[str])
     """Incarnations that were given its prompt and have not reported: what is expected of them may be wrong."""
 
@@ -284,6 +286,8 @@ class Dispatcher:
         decode = self.nodes.get(decision.decode.picked.incarnation)
         prefill = None if decision.prefill is None else self.nodes.get(decision.prefill.picked.incarnation)
         assert decode is not None
+        if not generation.flow.token_ids:
+            live.kv_kind = kv_kind(decode.record.layout)
         self._metrics.attempt(decision.mode, wanted.attempt)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s#%d goes to %s", generation.request_id, wanted.attempt, decision.explain())
@@ -325,6 +329,7 @@ class Dispatcher:
             wanted.avoid | self.breakers.not_admitted(),
             wanted.last,
             frozenset(live.unproven),
+            live.kv_kind if flow.token_ids else "",
         )
 
     def _park(self, generation: Generation, wanted: f.Place, error: Unavailable) -> None:

@@ -49,6 +49,8 @@ class Order(NamedTuple):
     last: bool = False
     unproven: frozenset[str] = frozenset()
     """Incarnations whose hits do not count: they are expected of an attempt of this request that may have failed."""
+    kv_kind: str = ""
+    """Of the nodes that generated what it has of its answer."""
 
 
 class Placement(NamedTuple):
@@ -146,6 +148,7 @@ class Placer:
             hits=hits,
             max_new_tokens=order.max_new_tokens,
             session=order.session or (hashes[0].hex() if hashes else ""),
+            kv_kind=order.kv_kind,
         )
         return query, keys
 

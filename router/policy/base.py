@@ -36,6 +36,8 @@ class Query(NamedTuple):
     """The answer may grow so long."""
     session: str = ""
     """Requests with the same key go to the same nodes under `session`."""
+    kv_kind: str = ""
+    """What the KV of its answer's first tokens meant, once there are some: others would go on with another answer."""
 
 
 @dataclass

@@ -92,6 +92,8 @@ def place(
     whole = query.num_tokens + query.max_new_tokens
     fitting = with_context(decode, whole)
     able = fitting if fitting.nodes else decode
+    if query.kv_kind and (alike := with_kind(able, query.kv_kind)).nodes:
+        able = alike
     preferred = without(able, query.avoid)
     targets = preferred if preferred.nodes else able
     row, held, scores = choose(how, targets, query, memory)

@@ -97,11 +97,43 @@ def test_stream_broken_at_any_token_is_what_an_undisturbed_one_is(
             assert again.token_ids[again.prompt_len :] == expected["ids"][: len(again.token_ids) - again.prompt_len]
             assert (again.sampling.seed, again.sampling.frequency_penalty, again.sampling.min_tokens) == (5, 0.5, 3)
 
-    async def _collected(bench: Bench) -> dict[str, Any]:
-        return await collect(await ask(bench))
-
     # Not kv_aware, whose learned costs of a scripted node say sooner or later that no relay is worth it.
     play(model_folder, scene, config={"policy": "least_load"}, script=script_of(ANSWER, tokenizer), cached_tokens=7)
+
+
+def test_stream_goes_on_where_its_tokens_mean_the_same(model_folder: Path, tokenizer: Tokenizer) -> None:
+    """Other weights under the same model's name, as while a fleet is being renewed, would go on with another answer."""
+
+    async def scene(bench: Bench) -> None:
+        bench.stack.router.dispatcher.breakers = Breakers(BreakerSettings(failures=1000))
+        others = [
+            StubNode("decode", f"d{n}", str(model_folder), script=bench.decode.script, fingerprint=fingerprint)
+            for n, fingerprint in ((1, "new"), (2, "stub"), (3, "new"))
+        ]
+        decodes = [bench.decode, *others]
+        bench.stack.list_nodes(bench.prefill, *decodes)
+        await bench.stack.usable(1, 4)
+        for node in decodes:
+            node.automatic = False
+        for _ in range(4):
+            reader = asyncio.ensure_future(_collected(bench))
+            first = await _whoever_runs(*decodes)
+            first.step()
+            await _first_token_is_out(bench)
+            first.fail(next(iter(first.running)), "engine_error")
+            second = await _whoever_runs(*decodes)
+            assert second is not first
+            assert second.fingerprint == first.fingerprint
+            while not reader.done():
+                second.step()
+                await asyncio.sleep(0)
+            assert reader.result()["text"] == "it goes on, and on, until the "
+
+    play(model_folder, scene, config={"policy": "round_robin"}, script=script_of(ANSWER, tokenizer))
+
+
+async def _collected(bench: Bench) -> dict[str, Any]:
+    return await collect(await ask(bench))
 
 
 async def _whoever_runs(*nodes: StubNode) -> StubNode:

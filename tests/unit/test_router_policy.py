@@ -84,6 +84,14 @@ def test_a_decode_node_whose_context_takes_the_whole_answer_is_preferred_even_if
     assert decide([], [short], max_new_tokens=501).decode.picked.node_id == "a", "there is no other"
 
 
+def test_an_answer_goes_on_where_the_kv_means_what_it_did() -> None:
+    decodes = [node("a", "new"), node("b", "old", running=9), node("c", "old", running=5)]
+    assert decide([], decodes).decode.picked.node_id == "a"
+    assert decide([], decodes, kv_kind="old").decode.picked.node_id == "c"
+    assert decide([], decodes, kv_kind="old", avoid=frozenset({"inc-c"})).decode.picked.node_id == "b"
+    assert decide([], decodes, kv_kind="gone").decode.picked.node_id == "a", "there is no other"
+
+
 @pytest.mark.parametrize("policy", ["least_load", "round_robin", "random"])
 def test_idle_nodes_share_requests_evenly(policy: str) -> None:
     memory = Memory(random.Random(1))
