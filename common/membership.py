@@ -269,8 +269,8 @@ class Directory:
         self._parsed = {node_id: self._parsed[node_id] for node_id in answer}
         if now < self._grace_until:
             view = {**self._records, **view}
-        ended = [node_id for node_id in self._records if node_id in renewals and node_id not in {**answer, **view}]
-        unrenewed = [node_id for node_id in ended if self._answers(self._records[node_id].peer.incarnation)]
+        gone = renewals.keys() & self._records.keys() - answer.keys() - view.keys()
+        unrenewed = sorted(node_id for node_id in gone if self._answers(self._records[node_id].peer.incarnation))
         view |= {node_id: self._records[node_id] for node_id in unrenewed}
         if unrenewed and not self.unrenewed:
             log.warning("the records of %s in Redis have ended, although they answer", ", ".join(unrenewed))
