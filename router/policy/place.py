@@ -90,12 +90,10 @@ def place(
     memory.turn += 1
     how = POLICIES[policy]
     whole = query.num_tokens + query.max_new_tokens
-    fitting = with_context(decode, whole)
-    able = fitting if fitting.nodes else decode
-    if query.kv_kind and (alike := with_kind(able, query.kv_kind)).nodes:
-        able = alike
-    preferred = without(able, query.avoid)
-    targets = preferred if preferred.nodes else able
+    able = with_context(decode, whole) or decode
+    if query.kv_kind:
+        able = with_kind(able, query.kv_kind) or able
+    targets = without(able, query.avoid) or able
     row, held, scores = choose(how, targets, query, memory)
     node_id, incarnation, at = targets.node_ids[row], targets.incarnations[row], targets.nodes[row]
     target = Choice(Picked(node_id, incarnation, held), shown(targets, scores, shown_count))
