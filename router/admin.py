@@ -51,7 +51,6 @@ class RouterAdmin:
         dispatcher, model = self._router.dispatcher, self._router.catalog.model
         placer = dispatcher.placer
         follower = self._router.follower
-        away = self._directory is not None and (self._directory.degraded or (follower is not None and follower.away))
         return {
             "role": "router",
             "pid": os.getpid(),
@@ -64,7 +63,7 @@ class RouterAdmin:
             "requests_held_back": len(dispatcher.held),
             "objectives": {"ttft_s": self._config.slo_ttft or None, "tpot_s": self._config.slo_tpot or None},
             "breakers_opened": dispatcher.breakers.times_opened,
-            "redis": "away: serving with the nodes known" if away else "ok",
+            "redis": self._router.degraded(self._directory) or "ok",
             "index": {
                 "blocks": len(placer.index),
                 "max_blocks": placer.index.max_blocks,
