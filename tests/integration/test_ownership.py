@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -188,6 +189,17 @@ def test_node_that_dies_while_redis_holds_part_of_its_set_leaves_nothing_for_goo
     play(scene())
 
 
+@asynccontextmanager
+async def a_hundred_known(server: RedisServer, cluster: str) -> AsyncIterator[tuple[ANode, ARouter, redis.Redis]]:
+    """A node whose hundred blocks a router knows, and a client of their Redis."""
+    node, router = ANode(server.url, cluster, make_record("n0")), ARouter(server.url, cluster)
+    node.stored(names(100))
+    with redis.Redis.from_url(server.url) as client:
+        async with running(node, router):
+            await until(lambda: router.holds(node.incarnation, names(100)))
+            yield node, router, client
+
+
 def test_entry_whose_answer_was_lost_does_not_hide_the_next_reset(
     redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,29 +207,24 @@ def test_entry_whose_answer_was_lost_does_not_hide_the_next_reset(
     not know of it, and what it removes meanwhile is told by no entry at all."""
 
     async def scene() -> None:
-        node, router = ANode(redis_server.url, cluster, make_record("n0")), ARouter(redis_server.url, cluster)
-        keys = Keys(cluster)
-        real_eval = node.publisher._client.eval
         away = False
+        async with a_hundred_known(redis_server, cluster) as (node, router, client):
+            keys, real_eval = Keys(cluster), node.publisher._client.eval
 
-        async def eval_and_lose_the_answer(*args: Any) -> Any:
-            nonlocal away
-            if not away:
-                await real_eval(*args)
-            away = True
-            raise redis.ConnectionError("Connection closed by server")
+            async def eval_and_lose_the_answer(*args: Any) -> Any:
+                nonlocal away
+                if not away:
+                    await real_eval(*args)
+                away = True
+                raise redis.ConnectionError("Connection closed by server")
 
-        node.stored(names(100))
-        with redis.Redis.from_url(redis_server.url) as client:
-            async with running(node, router):
-                await until(lambda: router.holds(node.incarnation, names(100)))
-                with monkeypatch.context() as patched:
-                    patched.setattr(node.publisher._client, "eval", eval_and_lose_the_answer)
-                    node.stored(names(10, 100))
-                    await until(lambda: router.holds(node.incarnation, names(110)))
-                    node.removed(names(30, 80))
-                    client.delete(keys.events(node.incarnation), keys.blocks(node.incarnation))
-                await until(lambda: router.holds(node.incarnation, names(80)))
+            with monkeypatch.context() as patched:
+                patched.setattr(node.publisher._client, "eval", eval_and_lose_the_answer)
+                node.stored(names(10, 100))
+                await until(lambda: router.holds(node.incarnation, names(110)))
+                node.removed(names(30, 80))
+                client.delete(keys.events(node.incarnation), keys.blocks(node.incarnation))
+            await until(lambda: router.holds(node.incarnation, names(80)))
 
     play(scene())
 
@@ -230,33 +237,28 @@ def test_resets_whose_answers_were_lost_do_not_hide_what_is_published_after_them
     twice, and commands given up may be executed late and in any order: Redis had more entries than the node had errors."""
 
     async def scene() -> None:
-        node, router = ANode(redis_server.url, cluster, make_record("n0")), ARouter(redis_server.url, cluster)
-        keys = Keys(cluster)
-        real_eval = node.publisher._client.eval
         given_up: list[tuple[Any, ...]] = []
 
         async def eval_late(*args: Any) -> Any:
             given_up.append(args)
             raise redis.TimeoutError("Timeout reading")
 
-        node.stored(names(100))
-        with redis.Redis.from_url(redis_server.url) as client:
-            async with running(node, router):
-                await until(lambda: router.holds(node.incarnation, names(100)))
-                with monkeypatch.context() as patched:
-                    patched.setattr(node.publisher._client, "eval", eval_late)
-                    node.stored(names(10, 100))
-                    await until(lambda: len(given_up) >= 5)
-                    for args in reversed(given_up):
-                        for _ in range(times):
-                            await real_eval(*args)
-                    newest = int(client.xrevrange(keys.events(node.incarnation), count=1)[0][0].partition(b"-")[0])
-                    await until(lambda: router.follower._followed[node.incarnation].last == newest)
-                    client.delete(keys.events(node.incarnation), keys.blocks(node.incarnation))
-                await until(lambda: router.holds(node.incarnation, names(110)))
-                for turn in range(5):
-                    node.stored(names(1, 110 + turn))
-                    await until(lambda count=111 + turn: router.holds(node.incarnation, names(count)))
+        async with a_hundred_known(redis_server, cluster) as (node, router, client):
+            keys, real_eval = Keys(cluster), node.publisher._client.eval
+            with monkeypatch.context() as patched:
+                patched.setattr(node.publisher._client, "eval", eval_late)
+                node.stored(names(10, 100))
+                await until(lambda: len(given_up) >= 5)
+                for args in reversed(given_up):
+                    for _ in range(times):
+                        await real_eval(*args)
+                newest = int(client.xrevrange(keys.events(node.incarnation), count=1)[0][0].partition(b"-")[0])
+                await until(lambda: router.follower._followed[node.incarnation].last == newest)
+                client.delete(keys.events(node.incarnation), keys.blocks(node.incarnation))
+            await until(lambda: router.holds(node.incarnation, names(110)))
+            for turn in range(5):
+                node.stored(names(1, 110 + turn))
+                await until(lambda count=111 + turn: router.holds(node.incarnation, names(count)))
 
     play(scene())
 
