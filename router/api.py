@@ -32,6 +32,7 @@ from common.errors import (
 )
 from router.abreast import abreast
 from router.answer import Answer, EventStream, JsonResponse, error_response
+from router.deadlines import Deadlines
 from router.dispatch import Dispatcher
 from router.generation import GenerationRequest
 from router.metrics import Metrics
@@ -64,7 +65,8 @@ class Services:
     degraded: Callable[[], str]
     """Whether Redis is away."""
     max_body_bytes: int
-    body_timeout_s: float
+    bodies: Deadlines[asyncio.Task[Any]]
+    """What `body_deadlines` makes."""
     api_keys: tuple[str, ...] = ()
 
 
@@ -110,7 +112,16 @@ class KeyGuard:
             await error_response(refusal, [(b"www-authenticate", b"Bearer")])(scope, receive, send)
 
 
-async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
+    """For `read_body`: of the tasks that wait for a body."""
+
+    def late(task: asyncio.Task[Any]) -> None:
+        task.cancel()
+
+    return Deadlines(timeout_s, late)
+
+
+async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]]) -> bytes:
     """The body of a request that claims to be JSON.
 
     Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
@@ -119,26 +130,33 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     refused: ClientError | None = _too_large(limit) if declared.isdigit() and int(declared) > limit else None
     if _header(request.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
         refused = UnsupportedMediaType("the body must be sent with Content-Type: application/json")
-    size, parts = 0, list[bytes]()
+    size = 0
+    parts: list[bytes] = []
+    task = asyncio.current_task()
+    assert task is not None
+    deadlines.add(task)
     try:
-        async with asyncio.timeout(timeout_s):
-            more = True
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                part, more = message.get("body", b""), message.get("more_body", False)
-                size += len(part)
-                if size > limit and refused is None:
-                    refused = _too_large(limit)
-                if refused is None:
-                    parts.append(part)
-                else:
-                    parts.clear()
-                    if size > _DRAIN_BYTES:
-                        break
-    except TimeoutError:
-        refused = refused or RequestTimeout(f"the body did not arrive within {timeout_s:g} s")
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size > limit and refused is None:
+                refused = _too_large(limit)
+            if refused is None:
+                parts.append(part)
+            else:
+                parts.clear()
+                if size > _DRAIN_BYTES:
+                    break
+    except asyncio.CancelledError:
+        if task in deadlines or task.uncancel():
+            raise  # by somebody else
+        refused = refused or RequestTimeout(f"the body did not arrive within {deadlines.timeout_s:g} s")
+    finally:
+        deadlines.remove(task)
     if refused is not None:
         raise refused
     return b"".join(parts)
@@ -197,7 +215,7 @@ def _name(request: Request, prefix: str) -> None:
 
 async def _parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
     """The body, and its size in bytes, which bounds all work on it."""
-    data = await read_body(request, services.max_body_bytes, services.body_timeout_s)
+    data = await read_body(request, services.max_body_bytes, services.bodies)
     body = await _maybe_on_thread(len(data), lambda: parse_body(data, kind))
     await abreast()
     return body, len(data)

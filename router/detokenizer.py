@@ -131,7 +131,7 @@ class Detokenizer:
 
     def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces
-        self._skip = pieces.special_ids if skip_special_tokens else frozenset[int]()
+        self._skip: frozenset[int] = pieces.special_ids if skip_special_tokens else frozenset()
         self._utf8 = _Utf8Decoder(errors="replace")
         self._run = bytearray()
         """Bytes of the character that a run of fallback bytes has begun and not yet completed."""

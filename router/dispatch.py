@@ -26,6 +26,7 @@ from common.protocol import (
 from router import flow_events as f
 from router.admission import Objectives
 from router.breaker import Breakers
+from router.deadlines import Deadlines
 from router.detokenizer import TokenPieces
 from router.generation import Generation, GenerationRequest
 from router.holding import Holding
@@ -63,7 +64,6 @@ class DispatchSettings:
 @dataclass
 class _Live:
     generation: Generation
-    deadline: asyncio.TimerHandle
     deadline_s: float
     chain: Chain
     waiting: bool = True
@@ -78,7 +78,7 @@ class _Live:
     """Of the latest attempt."""
     kv_kind: str = ""
     """Of the attempt that brought the first token, or may still bring it."""
-    unproven: set[str] = field(default_factory=set[str])
+    unproven: set[str] = field(default_factory=lambda: set())
     """Incarnations that were given its prompt and have not reported: what is expected of them may be wrong."""
 
 
@@ -101,6 +101,7 @@ class Dispatcher:
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._parking = Parking()
+        self._deadlines = Deadlines(settings.request_timeout_s, self._on_deadline)
         self.breakers = Breakers(clock=clock)
         self.stories = Stories()
         self._waiting = 0
@@ -175,10 +176,8 @@ class Dispatcher:
                     own_id, request, pieces, self, max_attempts=attempts, on_news=on_news, story=story
                 )
                 self.stories.enter(story)
-                late = f.GiveUp(DeadlineExceeded(f"the request took longer than the {timeout_s:g} s that it may"))
-                timer = asyncio.get_running_loop().call_later(timeout_s, generation.feed, late)
-                chain = Chain(request.cache_salt)
-                self._live[own_id] = _Live(generation, timer, self._clock() + timeout_s, chain)
+                self._deadlines.add(own_id)
+                self._live[own_id] = _Live(generation, self._clock() + timeout_s, Chain(request.cache_salt))
                 self._waiting += 1
                 generations.append(generation)
         except Exception:
@@ -250,6 +249,7 @@ class Dispatcher:
         for live in list(self._live.values()):
             live.generation.cancel()
         self._parking.close()
+        self._deadlines.close()
         self.nodes.close()
 
     # -- generation.Shell
@@ -277,11 +277,14 @@ class Dispatcher:
         decision = placement.decision
         if wanted.attempt == 1 and not live.admitted and not self._admit(live, wanted, decision):
             return
-        if wanted.backoff_s and wanted.avoid & _incarnations(decision):
+        incarnations = [leg.picked.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
+        if wanted.backoff_s and not wanted.avoid.isdisjoint(incarnations):
             self._pause(generation, wanted, "only nodes that just failed it are left")
             return
-        for incarnation in _incarnations(decision):
+        for incarnation in incarnations:
             self.breakers.chosen(incarnation)
+        live.unproven.update(incarnations)
+        self.placer.expect(placement, incarnations)
         generation.decision, live.placement, live.parked_until_s = decision, placement, None
         decode = self.nodes.get(decision.decode.picked.incarnation)
         prefill = None if decision.prefill is None else self.nodes.get(decision.prefill.picked.incarnation)
@@ -371,8 +374,6 @@ class Dispatcher:
             return
         tokens, blocks, work_s = live.placement.leg(incarnation)
         self.nodes.send(incarnation, message, tokens=tokens, blocks=blocks, work_s=work_s)
-        self.placer.expect(incarnation, live.placement)
-        live.unproven.add(incarnation)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """As `NodeTable.release`."""
@@ -400,8 +401,8 @@ class Dispatcher:
     def on_end(self, generation: Generation) -> None:
         """Forget a generation; its timers go with it."""
         self._no_longer_waiting(generation)
-        live = self._live.pop(generation.request_id)
-        live.deadline.cancel()
+        del self._live[generation.request_id]
+        self._deadlines.remove(generation.request_id)
         self._parking.forget(generation.request_id)
         self.held.remove(generation.request_id)
         if generation.outcome is not None and generation.outcome.finish_reason is not None:
@@ -416,6 +417,12 @@ class Dispatcher:
             self._waiting -= 1
 
     # -- from the nodes
+
+    def _on_deadline(self, request_id: str) -> None:
+        timeout_s = self._deadlines.timeout_s
+        self._feed(
+            request_id, f.GiveUp(DeadlineExceeded(f"the request took longer than the {timeout_s:g} s that it may"))
+        )
 
     def _on_message(self, incarnation: str, message: Message) -> None:
         match message:
@@ -445,8 +452,3 @@ class Dispatcher:
     def _on_usable(self) -> None:
         self._parking.wake_soon()
         self.held.look_soon()
-
-
-def _incarnations(decision: Decision) -> set[str]:
-    legs = (decision.prefill, decision.decode)
-    return {leg.picked.incarnation for leg in legs if leg is not None}

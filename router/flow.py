@@ -102,13 +102,13 @@ class Flow:
     jitter: Callable[[], float] = random.random
     state: State = State.PLACING
     attempt: int = 0
-    token_ids: list[int] = field(default_factory=list[int])
+    token_ids: list[int] = field(default_factory=lambda: [])
     """Generated so far, all attempts together; each of them was emitted."""
     _prefill: _Leg | None = None
     _decode: _Leg | None = None
-    _early: list[TokenChunk] = field(default_factory=list[TokenChunk])
+    _early: list[TokenChunk] = field(default_factory=lambda: [])
     """The decode node's chunks that wait for the prefill node's token, without gaps among them."""
-    _avoid: set[str] = field(default_factory=set[str])
+    _avoid: set[str] = field(default_factory=lambda: set())
     """Who failed since tokens last came."""
     _failures: int = 0
     """Attempts in a row that brought nothing."""

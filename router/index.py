@@ -166,7 +166,8 @@ class PrefixIndex:
             self._count_use()
         keys = block_keys(hashes)
         tables = [table for table in (self._table, self._fresh, self._fading) if table.live]
-        alive, found = self._living if tables else 0, list[tuple[int, int]]()
+        alive = self._living if tables else 0
+        found: list[tuple[int, int]] = []
         for slot in self._lower.values():
             alive &= ~(1 << slot)
         runs = self._few_runs if len(keys) <= self._few else self._runs
@@ -182,18 +183,20 @@ class PrefixIndex:
             found.append((alive, len(keys)))
         return Hits(self._slots, len(self._names), found)
 
-    def _few_runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
+    def _few_runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> list[tuple[int, int]]:
         """(first block, mask of its holders) wherever the holders change; ends where nobody's prefix goes on."""
         masks, last = self._masks, -1
+        runs: list[tuple[int, int]] = []
         for start, key in enumerate(listed(keys)):
             mask = 0
             for table in tables:
                 mask |= masks[table.look(key, use)]
             if mask != last:
                 last = mask
-                yield start, self._any_tier(mask) if self._lower else mask
+                runs.append((start, self._any_tier(mask) if self._lower else mask))
                 if not mask:
-                    return
+                    break
+        return runs
 
     def _runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
         """As `_few_runs`, all blocks at once."""

@@ -189,7 +189,7 @@ class NodeTable:
         last, self._last_tick_s = self._last_tick_s, now
         late = self._was_late = not self._was_late and now - last > self._lease_s / 2
         self._drop_expired(now, last)
-        silent = set[str]() if late else self._drop_silent(now)
+        silent: set[str] = set() if late else self._drop_silent(now)
         for node in list(self._nodes.values()):
             if node.incarnation in silent:
                 if not node.listed and node.link is not None:

@@ -142,7 +142,7 @@ class CompletionRequestBase(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = None
-    stop: list[str] = []
+    stop: list[str] = Field(default_factory=lambda: [])
     stop_token_ids: list[Annotated[int, Field(ge=0, le=_MAX_INT)]] | None = None
     ignore_eos: bool | None = False
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT)] | None = 0
@@ -215,7 +215,9 @@ class CompletionRequestBase(BaseModel):
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
             raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} to generate", param="min_tokens")
-        stop_ids = set(self.stop_token_ids or ()) | (frozenset[int]() if self.ignore_eos else eos_token_ids)
+        stop_ids = set(self.stop_token_ids or ())
+        if not self.ignore_eos:
+            stop_ids |= eos_token_ids
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**64
         return SamplingParams(
             seed=seed,

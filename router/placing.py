@@ -27,7 +27,7 @@ class Chain:
 
     cache_salt: str = ""
     _fingerprint: str = ""
-    _hashes: list[BlockHash] = field(default_factory=list[BlockHash])
+    _hashes: list[BlockHash] = field(default_factory=lambda: [])
 
     def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> list[BlockHash]:
         """Of the full blocks of `token_ids`, which begin with what was given before."""
@@ -152,9 +152,10 @@ class Placer:
         )
         return query, keys
 
-    def expect(self, incarnation: str, placement: Placement) -> None:
-        """This node will soon hold the blocks of what was placed there: the request's siblings may count on it."""
-        self.index.expect(incarnation, placement.keys)
+    def expect(self, placement: Placement, incarnations: list[str]) -> None:
+        """These nodes will soon hold the blocks of what was placed there: the request's siblings may count on it."""
+        first, *others = incarnations
+        self.index.expect(first, placement.keys, *others)
 
     def _fingerprint(self) -> str:
         for role in ("decode", "prefill"):

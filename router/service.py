@@ -22,7 +22,7 @@ from common.protocol import NodeRecord
 from router import collector
 from router.admin import RouterAdmin
 from router.admission import Objectives
-from router.api import Services, build
+from router.api import Services, body_deadlines, build
 from router.dispatch import Dispatcher, DispatchSettings
 from router.follower import Follower
 from router.front import Front
@@ -157,7 +157,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         metrics=router.metrics,
         degraded=lambda: router.degraded(directory),
         max_body_bytes=int(config.max_body_mb * 1e6),
-        body_timeout_s=BODY_TIMEOUT_S,
+        bodies=body_deadlines(BODY_TIMEOUT_S),
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
     )
     settings = uvicorn.Config(

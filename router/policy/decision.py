@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
     def to_json(self, candidates: int | None) -> str:
         """For `Decision.to_json`, with so many of the scores; None: all."""
-        scores = [f"{_quoted(name)}:{score!r}" for name, score in self.scores.items()][:candidates]
+        scores = [f"{_quoted(name)}:{score:.6g}" for name, score in self.scores.items()][:candidates]
         return (
             f'{{"node":{_quoted(self.picked.node_id)},"hit":{self.picked.hit_tokens},"scores":{{{",".join(scores)}}}}}'
         )
@@ -71,10 +71,12 @@ class Decision(NamedTuple):
         return f'{{"policy":{_quoted(self.policy)},"mode":"{self.mode}"}}'
 
     def _json(self, candidates: int | None) -> str:
-        """With so many candidates of each leg; None: all. Written by hand: it goes into every answer's headers."""
+        """With so many candidates of each leg; None: all. Seconds and scores with six digits. Written by hand: it goes into
+        every answer's headers.
+        """
         prefill = "" if self.prefill is None else f'"prefill":{self.prefill.to_json(candidates)},'
         return (
             f'{{"policy":{_quoted(self.policy)},"mode":"{self.mode}","reason":{_quoted(self.reason)},'
-            f'"ttft_s":{round(self.ttft_s, 4)},"tpot_s":{round(self.tpot_s, 4)},'
+            f'"ttft_s":{self.ttft_s:.6g},"tpot_s":{self.tpot_s:.6g},'
             f'{prefill}"decode":{self.decode.to_json(candidates)}}}'
         )

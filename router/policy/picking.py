@@ -51,4 +51,4 @@ def shown(fleet: Fleet, scores: Scores, count: int | None) -> dict[str, float]:
             rows = np.argpartition(scores, count)[:count]
         best = rows[np.argsort(scores[rows], kind="stable")].tolist()
     names = fleet.node_ids
-    return {names[row]: round(float(scores[row]), 6) for row in best if scores[row] < math.inf}
+    return {names[row]: float(scores[row]) for row in best if scores[row] < math.inf}

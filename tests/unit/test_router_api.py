@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
-from router.api import Services, _origin
+from router.api import Services, _origin, body_deadlines
 from router.openai_types import CompletionRequest
 from router.service import bind
 
@@ -18,7 +18,7 @@ SERVICES = Services(
     metrics=cast("Any", None),
     degraded=str,
     max_body_bytes=1,
-    body_timeout_s=1.0,
+    bodies=body_deadlines(1.0),
     api_keys=("key", "other"),
 )
 

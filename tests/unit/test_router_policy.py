@@ -274,14 +274,14 @@ def test_a_decision_as_json_is_what_an_encoder_would_write(policy: str) -> None:
         assert json.dumps(decision.explain(), separators=(",", ":")) == decision.to_json()
         for leg, choice in (("prefill", decision.prefill), ("decode", decision.decode)):
             if choice is not None:
-                picked = choice.picked
-                expected = {"node": picked.node_id, "hit": picked.hit_tokens, "scores": choice.scores}
+                picked, scores = choice.picked, {name: float(f"{score:.6g}") for name, score in choice.scores.items()}
+                expected = {"node": picked.node_id, "hit": picked.hit_tokens, "scores": scores}
                 assert decision.explain()[leg] == expected
         figures = {
             "policy": policy,
             "mode": decision.mode,
             "reason": decision.reason,
-            "ttft_s": 0.0,
-            "tpot_s": 12345.6789,
+            "ttft_s": 1e-7,
+            "tpot_s": 12345.7,
         }
         assert decision.explain() | figures == decision.explain()
