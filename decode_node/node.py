@@ -8,6 +8,7 @@ scheduler at once, its prompt computed in chunks between the others' decode rows
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -61,6 +62,7 @@ class Phase(Enum):
     RECEIVING = "granted, slices arrive"
     ARRIVED = "KV complete, first token not yet in"
     ACTIVE = "in the scheduler"
+    WITHDRAWN = "its prefill node took its blocks back, and will say why"
     DRAINING = "given up, slices may still be being written"
 
 
@@ -77,6 +79,8 @@ class _Attempt(Attempt):
     """A token of it went to the router."""
     received_bytes: int | None = None
     """Set once every slice is in."""
+    why_due_s: float = math.inf
+    """Until when its prefill node should have said why it took its blocks back."""
 
 
 @dataclass(eq=False)
@@ -158,6 +162,9 @@ class DecodeNode(RoleLogic[_Attempt]):
     def on_time(self, now_s: float) -> None:
         for key in [key for key, early in self.early.items() if now_s > early.expires_s]:
             self._refuse_early(key)
+        for attempt in [a for a in self.attempts.values() if now_s > a.why_due_s]:
+            self._transfers_failed += 1
+            self._fail(attempt, TransferAborted("the prefill node took its blocks back and did not say why"))
         super().on_time(now_s)
 
     def step(self) -> bool:
@@ -272,6 +279,12 @@ class DecodeNode(RoleLogic[_Attempt]):
         self.outbox.reply(attempt.prefill_identity, TransferReceived(attempt.seq.key, bytes_received))
 
     def _receive_failed(self, attempt: _Attempt, error: Exception) -> None:
+        if isinstance(error, TransferAborted) and attempt.phase is Phase.RECEIVING:
+            # Its attempt is over, perhaps with the whole answer. The control link, over which that comes, is slower.
+            attempt.phase = Phase.WITHDRAWN
+            attempt.why_due_s = self.clock() + self.early_s
+            self.receiver.abort(attempt.seq.key)
+            return
         self._transfers_failed += 1
         self._fail(attempt, error if isinstance(error, KvRelayError) else CorruptSlice(str(error)))
 
@@ -279,6 +292,9 @@ class DecodeNode(RoleLogic[_Attempt]):
         if attempt.phase is Phase.DRAINING:
             self.scheduler.abort(attempt.seq)
             del self.attempts[attempt.seq.key]
+            return
+        if attempt.phase is Phase.WITHDRAWN:
+            self.scheduler.abort(attempt.seq)
             return
         attempt.phase = Phase.ARRIVED
         if attempt.first_token is not None:
@@ -352,6 +368,9 @@ class DecodeNode(RoleLogic[_Attempt]):
         if attempt.phase is Phase.RECEIVING:
             attempt.phase = Phase.DRAINING
             self.receiver.abort(attempt.seq.key)
+            return
+        if attempt.phase is Phase.WITHDRAWN and attempt.seq.key in self.scheduler.reserved:
+            attempt.phase, attempt.why_due_s = Phase.DRAINING, math.inf
             return
         if attempt.phase is Phase.DEFERRED:
             self.deferred.remove(attempt)

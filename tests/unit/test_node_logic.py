@@ -28,7 +28,7 @@ from common.protocol import (
     TransferReceived,
 )
 from decode_node.node import Phase
-from kvtransfer.base import SourceReleased
+from kvtransfer.base import DestinationReleased, ReceiveFailed, SourceReleased
 
 
 def test_first_token_goes_to_the_router_though_no_grant_ever_came() -> None:
@@ -388,6 +388,44 @@ def test_a_sequence_without_a_token_ends_alone(node: str, monkeypatch: pytest.Mo
     assert failures == {(KEY, "no_finite_logits")}
     assert pair.tokens(other) == generate(PROMPT, 5)
     pair.assert_whole()
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("why", ["whole answer", "gave up", "lost", "never said"])
+def test_blocks_taken_back_are_no_failure_before_the_prefill_node_says_why(
+    why: str, monkeypatch: pytest.MonkeyPatch, *, released: bool
+) -> None:
+    """It takes lent blocks back as soon as the first token is the last; the news of that takes the slower way."""
+    pair = Pair()
+    pair.request(max_tokens=50)
+    pair.step_prefill()
+    pair.to_decode()
+    pair.step_decode()
+    assert pair.d.attempts[KEY].phase is Phase.RECEIVING
+    if not released:
+        monkeypatch.setattr(pair.wire.receiver, "abort", lambda key: None)
+    pair.d.handle(ReceiveFailed(KEY, TransferAborted("its sender took the blocks back")))
+    assert (pair.d.scheduler.pool.num_used == 0) == released
+    pair.d.outbox.flush()
+    assert not pair.heard(pair.d_out)
+    if why == "whole answer":
+        pair.d.handle(FromClient(P_LINK, PrefillDone(KEY, 1, "stop")))
+    elif why == "gave up":
+        pair.d.handle(FromClient(P_LINK, TransferAbort(KEY, "peer_lost", "")))
+    elif why == "lost":
+        pair.d.handle(ClientLost(P_LINK))
+    else:
+        pair.clock.advance(4.0)
+        pair.d.on_time(pair.clock())
+        pair.d.on_time(pair.clock())
+    pair.d.outbox.flush()
+    told = [m.code for m in pair.heard(pair.d_out) if isinstance(m, AttemptFailed)]
+    assert told == {"lost": ["peer_lost"], "never said": ["transfer_aborted"]}.get(why, [])
+    if not released:
+        assert pair.d.scheduler.pool.num_used == 3, "a copy may still be under way"
+        pair.d.handle(DestinationReleased(KEY))
+    assert not pair.d.attempts
+    assert pair.d.scheduler.pool.num_used == 0
 
 
 def test_later_attempt_continues_after_the_tokens_of_the_first() -> None:
