@@ -77,7 +77,7 @@ def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
     for name, value in about.items():
         out.append((_header(name), printable(value).encode() if isinstance(value, str) else b"%d" % value))
     if generation.decision is not None:
-        out.append((b"x-kvrelay-decision", generation.decision.to_json(_MAX_DECISION_CHARS).encode()))
+        out.append((b"x-kvrelay-decision", generation.decision.weighed(_MAX_DECISION_CHARS).encode()))
     return out
 
 

@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     scores: dict[str, float]
 
     def to_json(self, candidates: int | None) -> str:
-        """For `Decision.to_json`, with so many of the scores; None: all."""
+        """For `Decision.weighed`, with so many of the scores; None: all."""
         scores = [f"{_quoted(name)}:{score:.6g}" for name, score in self.scores.items()][:candidates]
         return (
             f'{{"node":{_quoted(self.picked.node_id)},"hit":{self.picked.hit_tokens},"scores":{{{",".join(scores)}}}}}'
@@ -55,28 +55,24 @@ class Decision(NamedTuple):
 
     def explain(self) -> dict[str, Any]:
         """The decision as plain data for logs and traces."""
-        return json.loads(self._json(None))
+        return {"policy": self.policy, "mode": self.mode, "reason": self.reason, **json.loads(self._weighed(None))}
 
-    def to_json(self, max_chars: int | None = None) -> str:
-        """The decision, compact, in ASCII. What makes it too long is left out: candidates, the worst first, then all else
-        that is long.
+    def weighed(self, max_chars: int | None = None) -> str:
+        """What was weighed: the estimates, and each leg's node, hit and candidates; as compact JSON, in ASCII. Where that is
+        too long, candidates are left out, the worst first, then all.
         """
-        text = self._json(None)
-        if max_chars is None or len(text) <= max_chars:
-            return text
-        for count in range(SHOWN_CANDIDATES - 1, -1, -1):
-            text = self._json(count)
-            if len(text) <= max_chars:
+        for candidates in (None, *range(SHOWN_CANDIDATES - 1, -1, -1)):
+            text = self._weighed(candidates)
+            if max_chars is None or len(text) <= max_chars:
                 return text
-        return f'{{"policy":{_quoted(self.policy)},"mode":"{self.mode}"}}'
+        return "{}"
 
-    def _json(self, candidates: int | None) -> str:
-        """With so many candidates of each leg; None: all. Seconds and scores with six digits. Written by hand: it goes into
-        every answer's headers.
+    def _weighed(self, candidates: int | None) -> str:
+        """With so many candidates of each leg; None: all. Figures have six digits. Written by hand: it goes into every
+        answer's headers.
         """
         prefill = "" if self.prefill is None else f'"prefill":{self.prefill.to_json(candidates)},'
         return (
-            f'{{"policy":{_quoted(self.policy)},"mode":"{self.mode}","reason":{_quoted(self.reason)},'
-            f'"ttft_s":{self.ttft_s:.6g},"tpot_s":{self.tpot_s:.6g},'
+            f'{{"ttft_s":{self.ttft_s:.6g},"tpot_s":{self.tpot_s:.6g},'
             f'{prefill}"decode":{self.decode.to_json(candidates)}}}'
         )

@@ -122,7 +122,7 @@ def test_relay_only_where_it_pays_and_can_work(
     decision = decide(prefill, [node("d")], num_tokens=num_tokens, avoid=frozenset(avoid), hits={"inc-d": hit // 16})
     assert decision.mode == mode
     assert decision.reason
-    assert json.loads(decision.to_json())["mode"] == mode
+    assert decision.explain()["mode"] == mode
     if avoid and decision.prefill is not None:
         assert decision.prefill.picked.node_id == prefill[-1].name
 
@@ -256,14 +256,14 @@ def test_sessions_stay_when_nodes_come_and_go_and_spill_when_theirs_is_full() ->
 def test_a_decision_that_is_too_long_loses_its_worst_candidates_and_stays_json() -> None:
     nodes = [node(f"node-{'x' * 50}-{number}", running=number) for number in range(8)]
     decision = decide(nodes, nodes)
-    whole = decision.to_json()
-    assert decision.to_json(len(whole)) == whole
-    cut = decision.to_json(len(whole) - 1)
+    whole = decision.weighed()
+    assert decision.weighed(len(whole)) == whole
+    cut = decision.weighed(len(whole) - 1)
     assert len(cut) < len(whole)
     kept = list(json.loads(cut)["decode"]["scores"])
     assert kept == list(decision.decode.scores)[:7]
-    assert json.loads(decision.to_json(400))["decode"]["scores"] == {}
-    assert json.loads(decision.to_json(60)) == {"policy": "least_load", "mode": "relayed"}
+    assert json.loads(decision.weighed(300))["decode"]["scores"] == {}
+    assert decision.weighed(60) == "{}"
 
 
 @pytest.mark.parametrize("policy", ["kv_aware", "least_load"])
@@ -271,7 +271,10 @@ def test_a_decision_as_json_is_what_an_encoder_would_write(policy: str) -> None:
     nodes = [node('odd "name" \\ \u00e9\n', running=3), node("n", waiting=1, slowness=1e-9)]
     for prefill in ([], nodes):
         decision = decide(prefill, nodes, policy=policy)._replace(ttft_s=1e-7, tpot_s=12345.67891)
-        assert json.dumps(decision.explain(), separators=(",", ":")) == decision.to_json()
+        told = decision.explain()
+        assert list(told)[:3] == ["policy", "mode", "reason"]
+        weighed = {name: told[name] for name in list(told)[3:]}
+        assert json.dumps(weighed, separators=(",", ":")) == decision.weighed()
         for leg, choice in (("prefill", decision.prefill), ("decode", decision.decode)):
             if choice is not None:
                 picked, scores = choice.picked, {name: float(f"{score:.6g}") for name, score in choice.scores.items()}
