@@ -436,7 +436,8 @@ class Dispatcher:
                 log.warning("dropped a %s, which a router has no use for", type(message).__name__)
 
     def _on_lost(self, incarnation: str, reason: str) -> None:
-        self.breakers.failed(incarnation, Unavailable(reason))
+        if not self.nodes.rejoining:  # else it was this router that was away
+            self.breakers.failed(incarnation, Unavailable(reason))
         for request_id in list(self._live):
             self._feed(request_id, f.NodeLost(incarnation, reason))
 

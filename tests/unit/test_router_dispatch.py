@@ -257,3 +257,15 @@ def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytes
             generation.cancel()
 
     play(scene, max_waiting=6)
+
+
+@pytest.mark.parametrize("held_up", [False, True])
+def test_nodes_have_not_failed_when_the_router_was_held_up(monkeypatch: pytest.MonkeyPatch, *, held_up: bool) -> None:
+    """Held up a few times, it would else think that every node is broken."""
+    monkeypatch.setattr(NodeTable, "rejoining", held_up)
+
+    async def scene(dispatcher: Dispatcher) -> None:
+        dispatcher._on_lost("d0-1", "no sign of life")
+        assert dispatcher.breakers.view("d0-1").failures == (0 if held_up else 1)
+
+    play(scene)
