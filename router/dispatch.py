@@ -268,7 +268,7 @@ class Dispatcher:
         except Unavailable as error:
             drained = Unavailable("every decode node that is left is draining; try again later")
             # Without its traceback: that holds this very frame, and the request with it.
-            why = drained if self.nodes.draining("decode") else error.with_traceback(None)
+            why = drained if self.nodes.finishing.nodes else error.with_traceback(None)
             if wanted.attempt == 1 and not live.admitted and not self.nodes.rejoining:
                 generation.feed(f.Unplaceable(why))
             else:
@@ -333,6 +333,7 @@ class Dispatcher:
             wanted.last,
             frozenset(live.unproven),
             live.kv_kind if flow.token_ids else "",
+            wanted.attempt > 1,
         )
 
     def _park(self, generation: Generation, wanted: f.Place, error: Unavailable) -> None:

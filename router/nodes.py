@@ -92,10 +92,14 @@ class Node:
         return self.record.peer.incarnation
 
     @property
+    def works(self) -> bool:
+        """Listed, connected, and has answered that its engine turns."""
+        return self.listed and self.link is not None and self.last_pong_s is not None and not self.stuck
+
+    @property
     def usable(self) -> bool:
-        """Listed, connected, has answered that it works, and is not draining."""
-        answers = self.listed and self.link is not None and self.last_pong_s is not None
-        return answers and not self.stuck and not self.load.draining
+        """It works and is not draining."""
+        return self.works and not self.load.draining
 
     @property
     def unreported(self) -> list[Leg]:
@@ -151,6 +155,8 @@ class NodeTable:
         self._nodes: dict[str, Node] = {}
         self.fleets: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
         """The usable nodes as the policies see them."""
+        self.finishing = Fleet("decode")
+        """The decode nodes that drain and work: where a stream whose node is lost goes on if there is no other."""
 
     # -- membership
 
@@ -260,11 +266,6 @@ class NodeTable:
         """Nodes of this role that may get new work. Silence is judged by `tick` alone."""
         return [node for node in self._nodes.values() if node.record.role == role and node.usable]
 
-    def draining(self, role: str) -> int:
-        """Nodes of this role that would be usable if they did not drain."""
-        nodes = [node for node in self._nodes.values() if node.record.role == role and node.load.draining]
-        return sum(node.listed and node.last_pong_s is not None for node in nodes)
-
     def known(self) -> Iterable[Node]:
         """Every node, usable or not."""
         return self._nodes.values()
@@ -317,12 +318,16 @@ class NodeTable:
     # -- columns
 
     def _fleet(self, node: Node) -> Fleet:
-        return self.fleets[node.record.role]
+        return self.finishing if node.incarnation in self.finishing else self.fleets[node.record.role]
 
     def _sync(self, node: Node) -> None:
-        """Bring the node's row up to date: it has one exactly while it is usable."""
-        fleet = self._fleet(node)
-        if not node.usable:
+        """Bring the node's row up to date: it has one exactly while it is usable, or finishes what it has."""
+        finishes = node.works and node.load.draining and node.record.role == "decode"
+        fleet, other = self.fleets[node.record.role], self.finishing
+        if finishes:
+            fleet, other = other, fleet
+        other.drop(node.incarnation)
+        if not node.usable and not finishes:
             fleet.drop(node.incarnation)
         elif node.incarnation in fleet:
             fleet.update(node.incarnation, **node.columns())
@@ -396,7 +401,7 @@ class NodeTable:
         if pong.incarnation != incarnation:
             self._drop_link(node, f"{node.record.peer.control_address} now belongs to another incarnation")
             return
-        was_usable = node.usable
+        was_usable, did_work = node.usable, node.works
         node.last_pong_s = self._clock()
         node.load = pong.load
         # The link keeps order: the pong's figures include what was sent before its ping, and nothing later.
@@ -411,6 +416,7 @@ class NodeTable:
         if node.usable and not was_usable:
             log.info("%s node %s is usable", node.record.role, node.node_id)
             self._tell_strangers(node)
+        if (node.usable and not was_usable) or (node.works and not did_work):
             self._on_usable()
 
     def _tell_strangers(self, node: Node) -> None:

@@ -51,6 +51,8 @@ class Order(NamedTuple):
     """Incarnations whose hits do not count: they are expected of an attempt of this request that may have failed."""
     kv_kind: str = ""
     """Of the nodes that generated what it has of its answer."""
+    begun: bool = False
+    """It was given to nodes before: one that drains takes it where no other is left."""
 
 
 class Placement(NamedTuple):
@@ -98,6 +100,7 @@ class Placer:
         self._loads: dict[str, NodeLoad] = {}
         for role, model in self.models.items():
             nodes.fleets[role].costs = model.costs
+        nodes.finishing.costs = nodes.fleets["decode"].costs
 
     def decide(self, order: Order, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
         """Pick nodes. `shown_count`: candidates that the decision names per leg; None: all.
@@ -105,17 +108,20 @@ class Placer:
         Raises: Unavailable when there is no decode node.
         """
         fleets = self._nodes.fleets
+        decode = fleets["decode"]
+        if order.begun and not decode.nodes:
+            decode = self._nodes.finishing
         query, keys = self._query(order)
         decision = place(
             query,
             fleets["prefill"],
-            fleets["decode"],
+            decode,
             policy=self.policy,
             local_prefill_tokens=self._local_prefill_tokens,
             memory=self._memory,
             shown_count=shown_count,
         )
-        usual = int(fleets["decode"].costs.output_tokens)
+        usual = int(decode.costs.output_tokens)
         return Placement(decision, keys, query.num_tokens, min(order.max_new_tokens, usual))
 
     def explain(self, order: Order, objectives: Objectives, held: int) -> dict[str, Any]:

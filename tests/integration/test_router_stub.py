@@ -222,11 +222,15 @@ def test_client_that_leaves_a_running_stream_aborts_it(model_folder: Path) -> No
     play(model_folder, scene, step_s=0.005)
 
 
-def test_stream_goes_on_token_exact_when_the_decode_node_dies(model_folder: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("draining", [False, True])
+def test_stream_goes_on_token_exact_when_the_decode_node_dies(
+    model_folder: Path, tokenizer: Tokenizer, *, draining: bool
+) -> None:
+    """Also where the only other node drains: it gets nothing new, but this is nothing new."""
     answer = "the stream goes on as if nothing had happened at all"
 
     async def scene(bench: Bench) -> None:
-        other = StubNode("decode", "d1", str(model_folder), script=script_of(answer, tokenizer))
+        other = StubNode("decode", "d1", str(model_folder), script=script_of(answer, tokenizer), draining=draining)
         bench.decode.automatic = False
         bench.decode.gate.clear()
         stream = await bench.client.completions.create(
@@ -237,7 +241,9 @@ def test_stream_goes_on_token_exact_when_the_decode_node_dies(model_folder: Path
         for _ in range(5):
             bench.decode.step()
         bench.stack.list_nodes(bench.prefill, bench.decode, other)
-        await bench.stack.usable(1, 2)
+        await bench.stack.usable(1, 1 if draining else 2)
+        while draining and not bench.stack.router.dispatcher.nodes.finishing.nodes:
+            await asyncio.sleep(0.002)
         await bench.decode.close()
         text, usage = await reader
         assert text == answer
@@ -260,7 +266,8 @@ async def _text_of(stream: Any) -> tuple[str, Any]:
     return text, usage
 
 
-def test_stream_waits_for_the_only_decode_node_to_come_back(model_folder: Path) -> None:
+@pytest.mark.parametrize("draining", [False, True])
+def test_stream_waits_for_the_only_decode_node_to_come_back(model_folder: Path, *, draining: bool) -> None:
     async def scene(bench: Bench) -> None:
         bench.decode.gate.clear()
         stream = await bench.client.completions.create(model="stub-model", prompt=LONG, max_tokens=4, stream=True)
@@ -269,7 +276,7 @@ def test_stream_waits_for_the_only_decode_node_to_come_back(model_folder: Path) 
         await bench.decode.close()
         bench.decode.running.clear()
         await bench.stack.usable(1, 0)
-        reborn = StubNode("decode", "d0", str(model_folder))
+        reborn = StubNode("decode", "d0", str(model_folder), draining=draining)
         bench.stack.list_nodes(bench.prefill, reborn)
         text, _ = await reader
         assert len(text) == 4
