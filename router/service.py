@@ -23,6 +23,7 @@ from router import collector
 from router.admin import RouterAdmin
 from router.admission import Objectives
 from router.api import Services, body_deadlines, build
+from router.connection import Connection
 from router.dispatch import Dispatcher, DispatchSettings
 from router.follower import Follower
 from router.front import Front
@@ -163,7 +164,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
     settings = uvicorn.Config(
         Front(build(services), services.api_keys),
         proxy_headers=False,
-        http="httptools",
+        http=Connection,
         loop="none",
         lifespan="off",
         log_config=None,

@@ -1,0 +1,47 @@
+"""A client's connection: uvicorn's HTTP/1.1, which serves those, too, that offer to go over to another protocol.
+
+Router process, event loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+
+class Connection(HttpToolsProtocol):
+    """What uvicorn makes for each connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+
+    def _should_upgrade(self) -> bool:
+        return any(name == b"upgrade" for name, _ in self.headers)  # then `_Parser` comes with the request once more
+
+    def head(self) -> bytes:
+        """Of the present request, without its offer to go over to another protocol."""
+        lines = [b"%s %s HTTP/%s" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Parses a request with an `Upgrade` header once more, without it: as such it has no body here. An offer may be ignored
+    (RFC 9110, 7.8), and clients that speak HTTP/2 where they can (Java's) make one with every request.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        while True:
+            try:
+                return super().feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = memoryview(data)[offer.args[0] :]
+                super().feed_data(self._connection.head())

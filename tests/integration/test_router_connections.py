@@ -1,0 +1,58 @@
+"""Clients' connections to the router, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from router_bench import Bench, play
+
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+"""What Java's HttpClient and `curl --http2` send along."""
+
+
+def request(prompt: str, headers: bytes = b"", *, max_tokens: int = 2) -> bytes:
+    body = json.dumps({"model": "stub-model", "prompt": prompt, "max_tokens": max_tokens}).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"%bcontent-length: %d\r\n\r\n%b" % (headers, len(body), body)
+    )
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        return int(head.split()[1]), await reader.readexactly(length)
+
+
+@pytest.mark.parametrize("cut_at", [0, -5, -60, 25])
+def test_an_offer_of_http2_is_ignored_and_the_request_served(model_folder: Path, cut_at: int) -> None:
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        offering = request("hi", UPGRADE)
+        for data in (offering, request("hi"), offering):
+            for part in (data[:cut_at], data[cut_at:]):
+                writer.write(part)
+                await asyncio.sleep(0.01)
+            status, body = await answer(reader)
+            assert status == 200, body
+        writer.write(offering * 2)
+        assert [(await answer(reader))[0] for _ in range(2)] == [200, 200]
+        writer.close()
+        assert len(bench.decode.requests()) == 5
+
+    play(model_folder, scene)
+
+
+def test_connect_is_refused_whatever_else_it_offers(model_folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        for headers in (b"", UPGRADE):
+            reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+            writer.write(b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
+            assert (await answer(reader))[0] == 400
+            writer.close()
+
+    play(model_folder, scene)
