@@ -1,10 +1,8 @@
-"""A client's connection: uvicorn's HTTP/1.1, which serves those, too, that offer to go over to another protocol.
-
-Router process, event loop.
-"""
+"""A client's connection: uvicorn's HTTP/1.1, and what that lacks. Router process, event loop."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httptools
@@ -12,12 +10,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class Connection(HttpToolsProtocol):
-    """What uvicorn makes for each connection."""
+    """What uvicorn makes for each connection. Invariant: while no request is being answered, a timer runs that ends it; its
+    first bytes, half a request and the rest of a body that was refused do not stop it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        timer = self.timeout_keep_alive_task
+        super().data_received(data)
+        if timer is not None and (not self.cycle or self.cycle.response_complete):
+            self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
 
     def _should_upgrade(self) -> bool:
         return any(name == b"upgrade" for name, _ in self.headers)  # then `_Parser` comes with the request once more

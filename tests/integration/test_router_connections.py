@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from router_bench import Bench, play
 
+import router.service
+
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
 """What Java's HttpClient and `curl --http2` send along."""
 
@@ -54,5 +56,48 @@ def test_connect_is_refused_whatever_else_it_offers(model_folder: Path) -> None:
             writer.write(b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
             assert (await answer(reader))[0] == 400
             writer.close()
+
+    play(model_folder, scene)
+
+
+UNFINISHED = {
+    "nothing": [b""],
+    "half a head": [b"POST /v1/comp"],
+    "half a head after an answer": [request("hi"), b"POST /v1/comp"],
+    "a body after its refusal": [b"GET /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n", b"abc"],
+}
+
+
+@pytest.mark.parametrize("parts", UNFINISHED.values(), ids=list(UNFINISHED))
+def test_a_connection_without_a_request_is_closed(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]
+) -> None:
+    monkeypatch.setattr(router.service, "_IDLE_S", 0.3)
+
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        for part in parts:
+            writer.write(part)
+            if part.endswith((b"}", b"\r\n")):
+                await answer(reader)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+    play(model_folder, scene)
+
+
+def test_a_connection_is_kept_while_its_request_is_answered(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router.service, "_IDLE_S", 0.2)
+
+    async def scene(bench: Bench) -> None:
+        bench.decode.gate.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        writer.write(request("hi"))
+        await asyncio.sleep(0.5)
+        bench.decode.gate.set()
+        assert (await answer(reader))[0] == 200
+        writer.close()
 
     play(model_folder, scene)
