@@ -269,6 +269,7 @@ def _options(request: Request, body: CompletionRequestBase, model: ServedModel) 
         model=model.name,
         with_logprobs=body.num_logprobs is not None,
         with_token_ids=bool(body.return_token_ids),
+        skip_special_tokens=body.skip_special_tokens is not False,
         usage_in_stream=body.usage_in_stream,
         continuous_usage=body.continuous_usage,
     )

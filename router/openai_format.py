@@ -15,6 +15,7 @@ import pydantic_core
 
 from common.errors import ClientError, KvRelayError, Overloaded
 from common.protocol import TokenLogprobs
+from router.detokenizer import Detokenizer
 from router.generation import Delta, Generation, Outcome
 from router.tokenizer import Tokenizer
 
@@ -90,12 +91,16 @@ def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
     return {"token": piece.decode(errors="replace"), "logprob": max(logprob, _LOWEST), "bytes": list(piece)}
 
 
-@dataclass
 class TextLogprobs:
-    """The log-probabilities of `/v1/completions`, whose offsets run on from chunk to chunk."""
+    """The log-probabilities of `/v1/completions`, whose offsets run on from chunk to chunk.
 
-    tokenizer: Tokenizer
-    offset: int = 0
+    A token's offset is that of the first character of the choice's text that it brings, or is a part of.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer.pieces, skip_special_tokens=skip_special_tokens)
+        self._offset = 0
 
     def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
         """The `logprobs` object of these tokens."""
@@ -103,12 +108,12 @@ class TextLogprobs:
         offsets: list[int] = []
         tops: list[dict[str, float]] = []
         for token_id, found in zip(token_ids, logprobs, strict=False):
-            text = self.tokenizer.text_of(token_id)
+            text = self._tokenizer.text_of(token_id)
             tokens.append(text)
-            offsets.append(self.offset)
-            self.offset += len(text)
+            offsets.append(self._offset)
+            self._offset += len(self._text.push(token_id))
             pairs = zip(found.top_ids, found.top_logprobs, strict=True)
-            top = {self.tokenizer.text_of(other): max(logprob, _LOWEST) for other, logprob in pairs}
+            top = {self._tokenizer.text_of(other): max(logprob, _LOWEST) for other, logprob in pairs}
             top.setdefault(text, max(found.logprob, _LOWEST))
             tops.append(top)
         values = [max(found.logprob, _LOWEST) for found in logprobs]
@@ -123,6 +128,7 @@ class FormatOptions:
     model: str
     with_logprobs: bool = False
     with_token_ids: bool = False
+    skip_special_tokens: bool = True
     usage_in_stream: bool = False
     continuous_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -264,7 +270,9 @@ class TextFormat(_Envelope):
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, num_choices: int) -> None:
         super().__init__(options, tokenizer, "text_completion")
-        self._logprobs = [TextLogprobs(tokenizer) for _ in range(num_choices)]
+        skip = options.skip_special_tokens
+        count = num_choices if options.with_logprobs else 0
+        self._logprobs = [TextLogprobs(tokenizer, skip_special_tokens=skip) for _ in range(count)]
         self._single = num_choices == 1
 
     def opening(self, generation: Generation, index: int) -> list[Json]:

@@ -182,6 +182,26 @@ def test_logprobs_of_both_calls_have_openais_shape(model_folder: Path) -> None:
     play(model_folder, scene)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_text_offsets_are_places_in_the_text(model_folder: Path, tokenizer: Tokenizer, skip: bool) -> None:
+    """Characters of several tokens and special tokens, which have no text, do not move what follows."""
+    ids = [*tokenizer.encode("é🎉x</s>y").ids, tokenizer.token_to_id("</s>")]
+
+    async def scene(bench: Bench) -> None:
+        body: Any = {"model": "stub-model", "prompt": "hi", "max_tokens": len(ids), "logprobs": 0}
+        extra = {"ignore_eos": True, "skip_special_tokens": skip}
+        whole = (await bench.client.completions.create(**body, extra_body=extra)).choices[0]
+        assert whole.text == ("é🎉xy" if skip else "é🎉x</s>y</s>")
+        assert whole.logprobs is not None
+        assert whole.logprobs.text_offset == [0, 0, 1, 1, 1, 1, 2, *([3, 3, 4] if skip else [3, 7, 8])]
+        streamed: list[int] = []
+        async for chunk in await bench.client.completions.create(**body, extra_body=extra, stream=True):
+            streamed += (chunk.choices[0].logprobs and chunk.choices[0].logprobs.text_offset) or []
+        assert streamed == whole.logprobs.text_offset
+
+    play(model_folder, scene, script=lambda index: ids[index])
+
+
 def test_continuous_usage_counts_up(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
