@@ -148,7 +148,14 @@ class CpuAttention:
         """q: [B, q_heads, head_dim]. Returns the same shape, float32."""
         keys, values = self._gather(cache, group.pages, q.size(0))
         rows = q.float().view(q.size(0), self._shape.num_kv_heads, -1, self._shape.head_dim)
-        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias).reshape(q.shape)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias)
+        if not out.sum().isfinite():
+            # What a reused page holds past the end may be anything, and anything times zero may be NaN. To clear it
+            # every time would cost as much as attention itself where lengths differ.
+            past = group.bias.isneginf().transpose(2, 3)
+            keys, values = keys.masked_fill_(past, 0.0), values.masked_fill_(past, 0.0)
+            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias)
+        return out.reshape(q.shape)
 
     def _prefill(self, seq: _Prefill, cache: Tensor, q: Tensor, out: Tensor) -> None:
         """q, out: [C, q_heads, head_dim], the last C positions of the context.

@@ -81,6 +81,18 @@ def test_a_sequence_with_broken_values_leaves_its_neighbours_alone(backend: str)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("left", [math.nan, math.inf])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
+def test_broken_values_that_a_sequence_left_in_its_blocks_do_not_touch_the_next_one_there(
+    backend: str, left: float, lens: list[tuple[int, int]]
+) -> None:
+    case = make_case(backend, (4, 2, 16), lens, "float32")
+    case.storage.data.fill_(left)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_result_has_the_dtype_of_the_queries(backend: str) -> None:
     case = make_case(backend, (4, 2, 16), [(1, 20), (8, 24)], "bfloat16", query_dtype=torch.bfloat16)
     assert {out.dtype for out in case.run(layer=0)} == {torch.bfloat16}
