@@ -231,10 +231,12 @@ class DecodeNode(RoleLogic[_Attempt]):
 
     def _grant_deferred(self) -> None:
         """Grant by priority, then in the order of offers, as far as there is room."""
+        self.scheduler.due = None
         while self.deferred:
             attempt = self.deferred[0]
             held = self.scheduler.reserve(attempt.seq)
             if held is None:
+                self.scheduler.due = attempt.seq
                 return
             self.deferred.popleft()
             self._grant(attempt, held)

@@ -83,6 +83,8 @@ class Scheduler:
         self.running: dict[AttemptKey, Sequence] = {}
         """In order of age; the last is preempted first."""
         self.reserved: dict[AttemptKey, Sequence] = {}
+        self.due: Sequence | None = None
+        """The next one to `reserve`, if it had to wait: those that wait behind it leave it their blocks and seats."""
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -130,7 +132,7 @@ class Scheduler:
         one waits whose turn is first.
         """
         busy = bool(self.running or self.reserved)
-        if self._free_seats() <= 0 or (busy and self._yields_to_waiting(seq)):
+        if self._free_seats() <= 0 or (self.waiting and _goes_first(self.waiting[0], seq)):
             return None
         if not self._take_blocks(seq, spare_tokens=0, watermark=len(self.running) + 1 if busy else 0):
             return None
@@ -309,18 +311,13 @@ class Scheduler:
         seq.likely_cached = 0
         self.waiting.appendleft(seq)
 
-    def _yields_to_waiting(self, seq: Sequence) -> bool:
-        """Whether one that waits goes first: it ran already, or is more important, or as important and came no later."""
-        if not self.waiting:
-            return False
-        head = self.waiting[0]
-        return head.preemptions > 0 or (head.priority, head.arrival_s) <= (seq.priority, seq.arrival_s)
-
     def _free_seats(self) -> int:
         return self.config.max_num_seqs - len(self.running) - len(self.reserved)
 
     def _admit(self, seq: Sequence, group: int) -> bool:
-        if self._free_seats() <= 0 or not self._take_blocks(seq, spare_tokens=1, watermark=len(self.running)):
+        if self._free_seats() <= 0 or (self.due is not None and not _goes_first(seq, self.due)):
+            return False
+        if not self._take_blocks(seq, spare_tokens=1, watermark=len(self.running)):
             return False
         self._run(seq, group)
         return True
@@ -380,6 +377,14 @@ class Scheduler:
         self._remove(seq)
         if not seq.relays or seq.given_up:
             self.free(seq)
+
+
+def _goes_first(waiting: Sequence, arriving: Sequence) -> bool:
+    """Whether one that waits goes before one whose KV comes from elsewhere: it ran already, or is more important, or as
+    important and came no later."""
+    if waiting.preemptions:
+        return True
+    return (waiting.priority, waiting.arrival_s) <= (arriving.priority, arriving.arrival_s)
 
 
 def insert_by_priority(queue: deque[T], item: T, priority: Callable[[T], int]) -> None:

@@ -203,6 +203,34 @@ def test_grant_waits_for_room_and_the_prefill_node_goes_on_meanwhile() -> None:
     pair.assert_whole()
 
 
+@pytest.mark.parametrize("long_is_local", [False, True])
+def test_a_long_prompt_gets_its_turn_however_many_short_ones_come_the_other_way(*, long_is_local: bool) -> None:
+    """Short ones that always leave too little room for it: those that came later wait behind it."""
+    pair = Pair(d_blocks=8, chunk=128)
+    pair.p.max_accepted = pair.d.max_accepted = 100
+    long = list(range(200, 300))  # 7 of the 8 blocks
+
+    def request(name: str, prompt: list[int], *, local: bool) -> None:
+        if not local:
+            pair.request(AttemptKey(name, 1), prompt, 10)
+            return
+        params = SamplingParams(seed=0, max_tokens=10, temperature=0.0)
+        asked = DecodeRequest(AttemptKey(name, 1), prompt, len(prompt), params, None, 600.0)
+        pair.d.handle(FromClient(ROUTER, asked))
+
+    for turn in range(100):
+        if turn == 20:
+            request("long", long, local=long_is_local)
+        if turn % 5 == 0:
+            request(f"short{turn}", list(range(turn, turn + 30)), local=not long_is_local)
+        pair.clock.advance(0.01)
+        pair.run(1)
+    assert pair.tokens(AttemptKey("long", 1)) == generate(long, 10)
+    pair.run(300)
+    assert pair.tokens(AttemptKey("short95", 1)) == generate(list(range(95, 125)), 10)
+    pair.assert_whole()
+
+
 def test_request_that_can_never_fit_is_refused_at_once_with_the_sizes() -> None:
     pair = Pair(d_blocks=4)
     pair.request(max_tokens=100)
