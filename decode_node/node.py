@@ -281,6 +281,8 @@ class DecodeNode(RoleLogic[_Attempt]):
         self.outbox.reply(attempt.prefill_identity, TransferReceived(attempt.seq.key, bytes_received))
 
     def _receive_failed(self, attempt: _Attempt, error: Exception) -> None:
+        if attempt.phase is Phase.DRAINING:
+            return  # given up before, and the receiver knew it only after this
         if isinstance(error, TransferAborted) and attempt.phase is Phase.RECEIVING:
             # Its attempt is over, perhaps with the whole answer. The control link, over which that comes, is slower.
             attempt.phase = Phase.WITHDRAWN

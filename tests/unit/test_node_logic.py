@@ -16,10 +16,12 @@ from common.engine.step import SampledToken, StepInput, StepOutput
 from common.errors import PeerLost, TransferAborted, TransferTimedOut
 from common.node.outbox import ClientLost, FromClient, FromPeer, PeerGone, ToClient, ToPeer
 from common.protocol import (
+    Abort,
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
     Grant,
+    Message,
     Offer,
     PrefillDone,
     PrefillRequest,
@@ -452,6 +454,24 @@ def test_blocks_taken_back_are_no_failure_before_the_prefill_node_says_why(
     if not released:
         assert pair.d.scheduler.pool.num_used == 3, "a copy may still be under way"
         pair.d.handle(DestinationReleased(KEY))
+    assert not pair.d.attempts
+    assert pair.d.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("end", [Abort(KEY), PrefillDone(KEY, 1, "stop"), TransferAbort(KEY, "peer_lost", "")])
+def test_a_transfer_that_was_given_up_does_not_fail_any_more(end: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ended the attempt ended it on both nodes: the receiver may miss blocks before it hears of the end."""
+    pair = Pair()
+    pair.request(max_tokens=50)
+    pair.step_prefill()
+    pair.to_decode()
+    pair.step_decode()
+    monkeypatch.setattr(pair.wire.receiver, "abort", lambda key: None)
+    pair.d.handle(FromClient(P_LINK, end))
+    pair.d.handle(ReceiveFailed(KEY, TransferAborted("its sender took the blocks back")))
+    pair.d.handle(DestinationReleased(KEY))
+    pair.d.on_time(pair.clock())
+    assert pair.d.load.transfers_failed == 0
     assert not pair.d.attempts
     assert pair.d.scheduler.pool.num_used == 0
 
