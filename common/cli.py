@@ -28,6 +28,7 @@ from common.config_sources import (
     BOOLEANS,
     CONFIG_FILE_VARIABLE,
     ENV_PREFIX,
+    UNSET,
     Resolved,
     field_type,
     resolve,
@@ -65,7 +66,7 @@ Exit codes: 0 stopped in order, 1 failed, 2 wrong usage, 78 wrong configuration.
 
 def _command_class(aliases: dict[str, str], switches: set[str]) -> type[typer.core.TyperCommand]:
     """A command that takes other servers' spellings: their `aliases` of ours, `_` for `-` in any flag, and of the
-    `switches`, flags whose value is true or false, `--x` for `--x true` and `--no-x` for `--x false`."""
+    `switches`, flags whose value is true or false (or none), `--x` for `--x true` and `--no-x` for `--x false`."""
 
     class Command(typer.core.TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -97,7 +98,7 @@ def _our_spelling(arg: str, aliases: dict[str, str]) -> str:
 
 
 def _switched(arg: str, after: str, switches: set[str]) -> str:
-    if arg in switches and after.lower() not in BOOLEANS:
+    if arg in switches and after.lower() not in (*BOOLEANS, UNSET):
         return arg + "=true"
     if arg.startswith("--no-") and "--" + arg[5:] in switches:
         return f"--{arg[5:]}=false"

@@ -30,6 +30,8 @@ ADMIN_URL_VARIABLE = "KVRELAY_ADMIN_URL"
 """Which router `kvrelay admin` asks."""
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 """How a flag or a variable says true and false."""
+UNSET = "none"
+"""How it says that an optional value is not given."""
 _RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE}
 
 Source = Literal["default", "file", "table", "environment", "flag"]
@@ -150,7 +152,7 @@ def _strip_optional(expected: Any) -> tuple[Any, bool]:
 def _parse(text: str, expected: Any, place: str) -> Any:
     """A value from a flag or an environment variable."""
     inner, optional = _strip_optional(expected)
-    if optional and text.lower() == "none":
+    if optional and text.lower() == UNSET:
         return None
     if inner in (int, float):
         try:

@@ -92,6 +92,8 @@ def test_names_of_other_servers_and_underscores_are_understood() -> None:
     [
         (["--enforce-eager", "--no-async-scheduling"], "cannot reach Redis"),
         (["--enforce_eager", "false", "--async-scheduling=true"], "cannot reach Redis"),
+        (["--async-scheduling", "none"], "cannot reach Redis"),
+        (["--async-scheduling", "None", "--enforce-eager"], "cannot reach Redis"),
         (["--enforce-eager=perhaps"], "--enforce-eager: 'perhaps' is neither true nor false"),
         (["--no-such-switch"], "No such option"),
     ],
