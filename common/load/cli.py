@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import os
 import time
@@ -203,7 +204,7 @@ def _ask_server(plan: LoadPlan) -> LoadPlan:
 
     Raises: AdminUnreachable (exit code 3) if nobody there lists models, ConfigError if it has not this one.
     """
-    cards = {card["id"]: card for card in _models(plan)}
+    cards = _models(plan)
     if plan.model and plan.model not in cards:
         raise ConfigError(f"{plan.url} has no model {plan.model!r}, it has {', '.join(cards)}")
     name = plan.model or next(iter(cards))
@@ -212,18 +213,19 @@ def _ask_server(plan: LoadPlan) -> LoadPlan:
     return dataclasses.replace(plan, model=name, vocab_size=vocab_size, max_len=int(card.get("max_model_len") or 0))
 
 
-def _models(plan: LoadPlan) -> list[dict[str, Any]]:
+def _models(plan: LoadPlan) -> dict[str, dict[str, Any]]:
+    """By id."""
     headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
     where = plan.url.rstrip("/") + "/v1/models"
     try:
         request = urllib.request.Request(where, headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            cards = json.loads(answer.read())["data"]
+            cards = {card["id"]: card for card in json.loads(answer.read())["data"]}
     except urllib.error.HTTPError as error:
         with error:
             raise AdminUnreachable(f"{where} answers {error.code}: is this a server of the OpenAI API?") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise AdminUnreachable(f"{where} does not list models: {getattr(error, 'reason', error)}") from None
     if not cards:
         raise AdminUnreachable(f"{where} lists no model: nothing is served there yet")
