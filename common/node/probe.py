@@ -8,6 +8,7 @@ well, 1 with one line on standard output if not. Loads neither torch nor a web f
 from __future__ import annotations
 
 import asyncio
+import http.client
 import math
 import sys
 import urllib.error
@@ -66,7 +67,7 @@ def http_complaint(url: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
     except urllib.error.HTTPError as error:
         with error:
             return f"{url} answers {error.code}: {error.read(500).decode('utf-8', 'replace')}"
-    except (OSError, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         return f"{url} does not answer: {error}"
 
 

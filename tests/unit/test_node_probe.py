@@ -84,7 +84,7 @@ def test_wrong_usage_is_told_from_ill_health(arguments: list[str], capsys: pytes
     assert capsys.readouterr().out.startswith("usage:")
 
 
-@pytest.mark.parametrize("address", ["tcp://nonsense", "http://127.0.0.1:1/health"])
+@pytest.mark.parametrize("address", ["tcp://nonsense", "http://127.0.0.1:1/health", "http://127.0.0.1:8x/health"])
 def test_an_address_where_nobody_is_gives_exit_code_1_and_one_line(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
