@@ -6,7 +6,7 @@ Runs on the router's event loop, one `Answer` per client request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,6 +16,11 @@ from router.abreast import abreast
 from router.generation import Delta, Generation
 from router.openai_format import DONE, Format, FormatOptions, error_body, sse, to_json, usage
 from router.served import RawHeaders, how_served
+
+_PORTION = 32
+"""Of so many deltas the chunks or log-probabilities are made before everything else on the loop has its turn: that takes
+milliseconds, and there can be thousands of each.
+"""
 
 
 class Answer:
@@ -83,6 +88,28 @@ class Answer:
         self._raise_failure()
         return [generation.take() for generation in self.generations]
 
+    async def whole(self, form: Format, deltas: Sequence[list[Delta]]) -> bytes:
+        """The body of the response that is not streamed."""
+        body = to_json(form.whole(self.generations, deltas))
+        if not form.options.with_logprobs:
+            return body
+        # One for each choice; no text can look like this, its quotes are escaped.
+        first, *others = body.split(b'"logprobs":null')
+        parts = [first]
+        for index, after in enumerate(others):
+            parts += [b'"logprobs":', await self._logprobs(form, deltas[index], index), after]
+        return b"".join(parts)
+
+    @staticmethod
+    async def _logprobs(form: Format, deltas: list[Delta], index: int) -> bytes:
+        """A choice's log-probabilities as JSON."""
+        fields: dict[str, list[bytes]] = {}
+        for start in range(0, max(1, len(deltas)), _PORTION):
+            for name, value in form.logprobs(deltas[start : start + _PORTION], index).items():
+                fields.setdefault(name, []).append(to_json(value))
+            await abreast()
+        return b"{%b}" % b",".join(to_json(name) + b":" + _joined(values) for name, values in fields.items())
+
     @property
     def abandoned(self) -> bool:
         """The client left."""
@@ -100,8 +127,8 @@ class Answer:
         return next(failed, self.generations[0] if self.generations else None)
 
     async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[tuple[bytes, bool]]:
-        """The stream's body, and whether more of it follows. What arrived together goes out together: one write, however
-        many events.
+        """The stream's body, and whether more of it follows. What arrived together goes out together: text in one write,
+        however many events.
         """
         opened: set[int] = set()
         text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
@@ -124,6 +151,10 @@ class Answer:
                         if options.continuous_usage:
                             chunk["usage"] = usage(self.generations)
                         parts.append(sse(chunk))
+                    if len(parts) >= _PORTION:
+                        yield b"".join(parts), True
+                        parts.clear()
+                        await abreast()
                 if outcome is None:
                     continue
                 if outcome.error is not None:
@@ -142,6 +173,13 @@ class Answer:
                 parts.append(DONE)
             if parts:
                 yield b"".join(parts), bool(open_choices)
+
+
+def _joined(lists: list[bytes]) -> bytes:
+    """One JSON list of several; what is no list is the same each time."""
+    if not lists[0].startswith(b"["):
+        return lists[0]
+    return b"[%b]" % b",".join(each[1:-1] for each in lists if each != b"[]")
 
 
 # Both responses write their headers themselves: the framework's way to them takes longer than all the rest.
@@ -172,12 +210,12 @@ class EventStream(Response):
 
 
 class JsonResponse(Response):
-    """A JSON body."""
+    """A JSON body; bytes are one already."""
 
     def __init__(self, content: object, status_code: int = 200, headers: RawHeaders | None = None) -> None:
         self.status_code = status_code
         self.background = None
-        self.body = to_json(content)
+        self.body = content if isinstance(content, bytes) else to_json(content)
         self.raw_headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(self.body)),

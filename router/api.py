@@ -356,7 +356,7 @@ async def _serve(
         if answer.abandoned:
             return Response(status_code=499)
         await abreast()
-        return JsonResponse(form.whole(answer.generations, deltas), headers=headers(ids, answer.generations[0]))
+        return JsonResponse(await answer.whole(form, deltas), headers=headers(ids, answer.generations[0]))
     except KvRelayError as error:
         # Here and not in the application's handler, so that a failure too says where it was tried.
         services.metrics.http_error(error.http_status)

@@ -138,6 +138,7 @@ class Format(Protocol):
     """One of the two calls' response shapes."""
 
     tokenizer: Tokenizer
+    options: FormatOptions
 
     def opening(self, generation: Generation, index: int) -> list[Json]:
         """The stream's first chunks for this choice, before its text."""
@@ -159,8 +160,12 @@ class Format(Protocol):
         """The stream's last chunk, when asked for."""
         ...
 
+    def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
+        """The log-probabilities of these tokens, which follow on those asked for before."""
+        ...
+
     def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
-        """The response that is not streamed."""
+        """The response that is not streamed, without log-probabilities: these can be millions (`router.answer`)."""
         ...
 
 
@@ -231,10 +236,14 @@ class ChatFormat(_Envelope):
             return None
         choice = self._choice(index, {"content": delta.text})
         if options.with_logprobs:
-            choice["logprobs"] = {"content": chat_logprobs(self.tokenizer, delta), "refusal": None}
+            choice["logprobs"] = self.logprobs([delta], index)
         if options.with_token_ids:
             choice["token_ids"] = delta.token_ids
         return self.chunk(choice)
+
+    def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
+        entries = [entry for delta in deltas for entry in chat_logprobs(self.tokenizer, delta)]
+        return {"content": entries, "refusal": None}
 
     def closing(self, outcome: Outcome, index: int) -> Json:
         return self.chunk({**self._choice(index, {}), **_reasons(outcome)})
@@ -249,9 +258,6 @@ class ChatFormat(_Envelope):
                 "logprobs": None,
                 **_reasons(generation.outcome),
             }
-            if self.options.with_logprobs:
-                entries = [entry for part in parts for entry in chat_logprobs(self.tokenizer, part)]
-                choice["logprobs"] = {"content": entries, "refusal": None}
             if self.options.with_token_ids:
                 choice["token_ids"] = _all_ids(parts)
             choices.append(choice)
@@ -290,10 +296,14 @@ class TextFormat(_Envelope):
             return None
         choice = self._choice(index, delta.text)
         if options.with_logprobs:
-            choice["logprobs"] = self._logprobs[index].render(delta.token_ids, delta.logprobs or [])
+            choice["logprobs"] = self.logprobs([delta], index)
         if options.with_token_ids:
             choice["token_ids"] = delta.token_ids
         return self.chunk(choice)
+
+    def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
+        logprobs = [found for delta in deltas for found in delta.logprobs or []]
+        return self._logprobs[index].render(_all_ids(deltas), logprobs)
 
     def closing(self, outcome: Outcome, index: int) -> Json:
         return self.chunk({**self._choice(index, ""), **_reasons(outcome)})
@@ -307,12 +317,8 @@ class TextFormat(_Envelope):
                 "logprobs": None,
                 **_reasons(generation.outcome),
             }
-            ids = _all_ids(parts)
-            if self.options.with_logprobs:
-                logprobs = [found for part in parts for found in part.logprobs or []]
-                choice["logprobs"] = self._logprobs[index].render(ids, logprobs)
             if self.options.with_token_ids:
-                choice |= {"prompt_token_ids": generation.request.prompt_ids, "token_ids": ids}
+                choice |= {"prompt_token_ids": generation.request.prompt_ids, "token_ids": _all_ids(parts)}
             choices.append(choice)
         body: Json = {**self._head, "choices": choices, "usage": usage(generations)}
         if self.options.with_token_ids and self._single:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from starlette.types import Message
 from tokenizers import Tokenizer, models
 
 from common.errors import Unavailable
-from common.protocol import PeerRef, SamplingParams, TokenChunk
+from common.protocol import PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router import flow_events as f
 from router.answer import Answer
 from router.detokenizer import TokenPieces
 from router.dispatch import Dispatcher, DispatchSettings
-from router.generation import Generation, GenerationRequest
+from router.generation import Delta, Generation, GenerationRequest, Outcome
 from router.metrics import Metrics
 from router.nodes import NodeTable
+from router.openai_format import ChatFormat, FormatOptions, TextFormat
 
 PIECES = TokenPieces(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
 PEER = PeerRef("d0", "inc-d0", "tcp://127.0.0.1:9", [])
@@ -90,5 +94,48 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
         assert dispatcher.running == 0
         assert [each() for each in left] == [None] * 6
         dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("call", ["chat", "completions"])
+def test_others_have_their_turns_while_many_logprobs_are_written(call: str, streamed: bool) -> None:
+    """With twenty for each token, those of thousands take seconds; all streams and the nodes' leases would wait."""
+    tokenizer, tokens = cast("Any", SimpleNamespace(pieces=PIECES, text_of=lambda token_id: "ab"[token_id])), 333
+    options = FormatOptions("r", "m", with_logprobs=True)
+    form = ChatFormat(options, tokenizer) if call == "chat" else TextFormat(options, tokenizer, 2)
+    names = ["content"] if call == "chat" else ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        answer, logprobs = Answer(), [TokenLogprobs(-0.5, [0, 1], [-0.5, -1.0])]
+        for _ in range(2):
+            request = GenerationRequest([0], SamplingParams(seed=0, max_tokens=tokens))
+            generation = Generation("r", request, PIECES, cast("Any", None), max_attempts=1, on_news=answer.on_news)
+            generation._deltas = [Delta("a", [at % 2], logprobs) for at in range(tokens)]
+            generation.outcome = Outcome("length")
+            answer.generations.append(generation)
+        answer.on_news()
+        counting = asyncio.create_task(count_turns())
+        if streamed:
+            events = b"".join([data async for data, _ in answer.events(form, options)]).decode()
+            bodies = [json.loads(event) for event in events.split("data: ")[1:-1]]
+        else:
+            bodies = [json.loads(await answer.whole(form, await answer.finished()))]
+        counting.cancel()
+        assert turns > 2 * tokens // 50
+        choices = [choice for body in bodies for choice in body["choices"] if choice["logprobs"] is not None]
+        for name in names:
+            found = [value for choice in choices if choice["index"] == 1 for value in choice["logprobs"][name]]
+            assert len(found) == tokens, name
+            if name == "text_offset":
+                assert found == sorted(set(found))
 
     asyncio.run(asyncio.wait_for(main(), 20))
