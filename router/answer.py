@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from common.errors import KvRelayError
 from router.abreast import abreast
 from router.generation import Delta, Generation
-from router.openai_format import DONE, Format, FormatOptions, error_body, sse, to_json, usage
+from router.openai_format import DONE, Format, FormatOptions, Json, error_body, sse, to_json, usage
 from router.served import RawHeaders, how_served
 
 _PORTION = 32
@@ -133,6 +133,14 @@ class Answer:
         opened: set[int] = set()
         text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
         open_choices = dict(enumerate(self.generations))
+        sent = 0
+        """Tokens that the chunks so far brought."""
+
+        def event(chunk: Json) -> bytes:
+            if options.continuous_usage:
+                chunk["usage"] = usage(self.generations, sent)
+            return sse(chunk)
+
         while open_choices:
             await self._news.wait()
             self._news.clear()
@@ -141,16 +149,15 @@ class Answer:
                 deltas, outcome = generation.take(), generation.outcome
                 if (deltas or outcome is not None) and index not in opened:
                     opened.add(index)
-                    parts += [sse(chunk) for chunk in form.opening(generation, index)]
+                    parts += [event(chunk) for chunk in form.opening(generation, index)]
                 if text_only:
                     parts += [form.text_event(delta.text, index) for delta in deltas if delta.text]
                     deltas = ()
                 for delta in deltas:
+                    sent += len(delta.token_ids)
                     chunk = form.delta(delta, index)
                     if chunk is not None:
-                        if options.continuous_usage:
-                            chunk["usage"] = usage(self.generations)
-                        parts.append(sse(chunk))
+                        parts.append(event(chunk))
                     if len(parts) >= _PORTION:
                         yield b"".join(parts), True
                         parts.clear()
@@ -166,7 +173,7 @@ class Answer:
                     return
                 del open_choices[index]
                 # The headers went out with the first token; by now all is known.
-                parts.append(sse({**form.closing(outcome, index), "kvrelay": how_served(generation)}))
+                parts.append(event({**form.closing(outcome, index), "kvrelay": how_served(generation)}))
             if not open_choices:
                 if options.usage_in_stream:
                     parts.append(sse(form.usage_chunk(self.generations)))

@@ -61,10 +61,11 @@ def error_body(error: KvRelayError) -> Json:
     }
 
 
-def usage(generations: Sequence[Generation]) -> Json:
-    """Token counts, all choices together."""
+def usage(generations: Sequence[Generation], completion: int | None = None) -> Json:
+    """Token counts, all choices together; `completion`: of the tokens that were told so far, where that is not all."""
     prompt = sum(len(generation.request.prompt_ids) for generation in generations)
-    completion = sum(generation.completion_tokens for generation in generations)
+    if completion is None:
+        completion = sum(generation.completion_tokens for generation in generations)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -203,16 +203,37 @@ def test_text_offsets_are_places_in_the_text(model_folder: Path, tokenizer: Toke
 
 
 def test_continuous_usage_counts_up(model_folder: Path) -> None:
+    """In every chunk, the tokens up to that one, also where many were taken together."""
+
     async def scene(bench: Bench) -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
-        stream = await bench.client.completions.create(
-            model="stub-model", prompt="hi", max_tokens=5, stream=True, stream_options=options
+        bench.decode.automatic = False
+        bench.decode.gate.clear()
+        call = bench.client.chat.completions.create(
+            model="stub-model",
+            messages=[{"role": "user", "content": LONG}],
+            max_tokens=5,
+            stream=True,
+            stream_options=options,
+            extra_body={"return_token_ids": True},
         )
-        counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
-        assert counts[-1] == 5
-        assert counts == sorted(counts)
+        reader = asyncio.ensure_future(_chunks(call))
+        await bench.decode.until(lambda: bool(bench.decode.running))
+        for _ in range(4):
+            bench.decode.step()
+        told, counts = 0, list[int]()
+        for chunk in await reader:
+            told += sum(len(getattr(choice, "token_ids", None) or []) for choice in chunk.choices)
+            assert chunk.usage is not None
+            assert chunk.usage.completion_tokens == told
+            counts.append(told)
+        assert counts == [0, 1, 2, 3, 4, 5, 5, 5]
 
     play(model_folder, scene)
+
+
+async def _chunks(call: Any) -> list[Any]:
+    return [chunk async for chunk in await call]
 
 
 @pytest.mark.parametrize("streamed", [True, False])
