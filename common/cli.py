@@ -34,7 +34,7 @@ from common.config_sources import (
     resolve,
     type_label,
 )
-from common.errors import KvRelayError
+from common.errors import ConfigError, KvRelayError
 from common.process import die_with_parent, end_process
 
 ENTRY_POINT_GROUP = "kvrelay.commands"
@@ -183,6 +183,14 @@ def run_checked(action: Callable[[], None]) -> None:
         raise typer.Exit(getattr(error, "exit_code", 1)) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def check_writable(path: Path) -> None:
+    """Find out before the work whether its results can be written to this file. Raises: ConfigError."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: {path.parent} is not a folder")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'not ours to write'}")
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -16,7 +16,7 @@ import typer
 
 from common.admin.client import AdminUnreachable, AdminUsage
 from common.admin.found import running_clusters, runtime_folder
-from common.cli import flowing, run_checked
+from common.cli import check_writable, flowing, run_checked
 from common.config_sources import ENV_PREFIX
 from common.errors import ConfigError
 from common.load.plan import LoadPlan, Workload
@@ -177,20 +177,25 @@ def _run(
     from common.load import show
 
     workload = Workload(plan)
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"cannot write {json_file}: {json_file.parent} is not a folder")
+    if json_file is not None:
+        check_writable(json_file)
     began = time.time()
     with show.progress() as progress:
         task = progress.add_task(plan.model, total=workload.total)
         outcomes = run_load(plan, workload, lambda outcome: progress.advance(task))
     summary = summarise(outcomes, *slo)
-    if json_file is not None:
-        config = {key: value for key, value in dataclasses.asdict(plan).items() if key != "api_key"}
-        whole: dict[str, Any] = {"began": began, "config": config, "left_out": workload.left_out, "summary": summary}
-        if details:
-            whole["requests"] = [outcome.as_json() for outcome in outcomes]
-        json_file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
-    console().print(show.report(summary, workload.left_out))
+    try:
+        if json_file is not None:
+            config = {key: value for key, value in dataclasses.asdict(plan).items() if key != "api_key"}
+            whole: dict[str, Any] = {"began": began, "config": config, "left_out": workload.left_out}
+            whole["summary"] = summary
+            if details:
+                whole["requests"] = [outcome.as_json() for outcome in outcomes]
+            json_file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise LoadFailed(f"cannot write {json_file}: {error.strerror}") from None
+    finally:  # a run may have taken hours
+        console().print(show.report(summary, workload.left_out))
     return summary
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from common.cli import run_checked
+from common.cli import check_writable, run_checked
 from common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def simulate_command(
         for name, value in (("rate-scale", rate_scale), ("rate", rate), ("slo-ttft", slo_ttft), ("slo-tpot", slo_tpot)):
             if not value > 0:
                 raise ConfigError(f"--{name} must be above 0, not {value:g}")
+        if json_file is not None and json_file != Path("-"):
+            check_writable(json_file)
         shape = Shape(
             prefill=prefill,
             decode=decode,
@@ -142,7 +144,10 @@ def _show(simulations: list[Simulation], goodput: float | None, json_file: Path 
     if json_file == Path("-"):
         print(json.dumps(figures))
     elif json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+        try:
+            json_file.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {json_file}: {error.strerror}") from None
     if plot_file is not None and outcomes:
         from router.simulator.plot import plot
 

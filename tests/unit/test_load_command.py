@@ -1,4 +1,4 @@
-"""`kvrelay load run` before anything is sent: servers that are none."""
+"""`kvrelay load run` around the run itself: servers that are none, results that cannot be written."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from common.load import cli
 from common.load.cli import app
+from common.load.outcome import Outcome
 
 
 @contextmanager
@@ -31,7 +34,9 @@ def answering(raw: bytes) -> Iterator[str]:
 
 
 def load(url: str, *args: str) -> tuple[int, str]:
-    shown = CliRunner().invoke(app, ["run", "--url", url, "--concurrency", "1", "--requests", "1", *args])
+    shown = CliRunner().invoke(
+        app, ["run", "--url", url, "--concurrency", "1", "--requests", "1", "--timeout", "1", *args]
+    )
     assert shown.exception is None or isinstance(shown.exception, SystemExit), shown.exception
     return shown.exit_code, shown.output
 
@@ -56,3 +61,32 @@ def test_who_does_not_speak_the_api_lists_no_models(raw: bytes) -> None:
 
 def test_address_that_is_none_lists_no_models_either() -> None:
     assert load("http://127.0.0.1:8x")[0] == 3
+
+
+_MODELS = b'HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{"data": [{"id": "m" }]}'
+
+
+@pytest.mark.parametrize("name", ["", "nowhere/run.json"])
+def test_results_that_cannot_be_written_are_told_before_anything_is_sent(tmp_path: Path, name: str) -> None:
+    with answering(_MODELS) as url:
+        code, output = load(url, "--json", str(tmp_path / name))
+    assert code == 2, output
+    assert "cannot write" in output
+
+
+def test_report_is_shown_where_the_results_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+
+    def run(*_: object) -> list[Outcome]:
+        folder.rmdir()
+        return [Outcome(0, 0.0, ended_s=1.0)]
+
+    monkeypatch.setattr(cli, "run_load", run)
+    with answering(_MODELS) as url:
+        code, output = load(url, "--json", str(folder / "run.json"))
+    assert code == 1, output
+    assert "1 of 1 succeeded" in output
+    assert "cannot write" in output

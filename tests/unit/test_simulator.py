@@ -286,7 +286,15 @@ def test_the_command_prints_a_column_for_each_policy_and_writes_json_and_a_plot(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--policy", "no_such"], ["--hardware", "speed=3"], ["--hardware", "layers=x"], ["--rate", "0"]]
+    "arguments",
+    [
+        ["--policy", "no_such"],
+        ["--hardware", "speed=3"],
+        ["--hardware", "layers=x"],
+        ["--rate", "0"],
+        ["--json", "/nowhere/run.json"],
+        ["--json", "/tmp"],
+    ],
 )
 def test_the_command_says_what_is_wrong_in_one_sentence(arguments: list[str]) -> None:
     shown = CliRunner().invoke(cli.app, ["--requests", "5", *arguments])
