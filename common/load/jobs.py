@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,8 +121,10 @@ def _entry(line: str, place: str) -> TraceEntry:
         entry = TraceEntry(
             raw["timestamp"] / 1000, int(raw["input_length"]), int(raw["output_length"]), tuple(raw["hash_ids"])
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+    if not math.isfinite(entry.at_s):
+        raise ConfigError(f"{place}: the timestamp {entry.at_s} is no time")
     if len(entry.hash_ids) * TRACE_BLOCK < entry.input_tokens or entry.input_tokens < 1:
         raise ConfigError(f"{place}: {len(entry.hash_ids)} blocks do not hold {entry.input_tokens} tokens")
     return entry

@@ -116,7 +116,7 @@ def _hardware(text: str) -> Hardware:
             raise ConfigError(f"--hardware knows no {name!r}; there are {', '.join(defaults)}")
         try:
             given[name] = type(defaults[name])(float(value))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ConfigError(f"--hardware {name} must be a number, not {value!r}") from None
     return Hardware(**given)
 

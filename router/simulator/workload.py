@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def read_trace(path: Path, block_tokens: int) -> list[TraceLine]:
         if line.strip():
             try:
                 lines.append(_trace_line(json.loads(line), block_tokens))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise ConfigError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
     if not lines:
         raise ConfigError(f"the trace {path} has no requests")
@@ -59,7 +60,7 @@ def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
         output_tokens=max(1, int(data["output_length"])),
         hash_ids=[int(hash_id) for hash_id in data["hash_ids"]],
     )
-    if line.input_tokens < 1 or line.arrival_s < 0:
+    if line.input_tokens < 1 or not 0 <= line.arrival_s < math.inf:
         raise ValueError("a prompt has tokens and does not come before the beginning")
     if len(line.hash_ids) != -(-line.input_tokens // block_tokens):
         raise ValueError(

@@ -73,6 +73,8 @@ def test_trace_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
         ("", "empty"),
         ("{}\n", "line 1"),
         ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}\n', "do not hold 513"),
+        ('{"timestamp": NaN, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n', "line 1"),
+        ('{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids": [1]}\n', "line 1"),
         ("[1]\n", "line 1"),
         ("nonsense\n", "line 1"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections import OrderedDict
@@ -202,7 +203,9 @@ _GOOD = {"timestamp": 1000, "input_length": 600, "output_length": 3, "hash_ids":
 def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     [line] = read_trace(_write(tmp_path / "good", [_GOOD]), 512)
     assert line == TraceLine(1.0, 600, 3, [1, 2])
-    for bad in ({"hash_ids": [1]}, {"input_length": "x"}, {"input_length": 0, "hash_ids": []}, {"timestamp": -1}):
+    endless: list[dict[str, object]] = [{"timestamp": math.nan}, {"timestamp": math.inf}, {"output_length": math.inf}]
+    wrong = [{"hash_ids": [1]}, {"input_length": "x"}, {"input_length": 0, "hash_ids": []}, {"timestamp": -1}]
+    for bad in [*wrong, *endless]:
         with pytest.raises(ConfigError, match="line 2"):
             read_trace(_write(tmp_path / "bad", [_GOOD, {**_GOOD, **bad}]), 512)
     with pytest.raises(ConfigError, match="no requests"):
@@ -291,6 +294,7 @@ def test_the_command_prints_a_column_for_each_policy_and_writes_json_and_a_plot(
         ["--policy", "no_such"],
         ["--hardware", "speed=3"],
         ["--hardware", "layers=x"],
+        ["--hardware", "layers=inf"],
         ["--rate", "0"],
         ["--json", "/nowhere/run.json"],
         ["--json", "/tmp"],
