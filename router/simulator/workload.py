@@ -77,14 +77,14 @@ def block_name(copy: int, hash_id: int) -> BlockHash:
 def from_trace(
     lines: Sequence[TraceLine], *, requests: int | None = None, rate_scale: float = 1.0, seed: int = 0
 ) -> Iterator[SimRequest]:
-    """`requests` of them (default: the trace as it is), arriving `rate_scale` times as fast.
+    """`requests` of them (default: the trace as it is), arriving `rate_scale` times as fast, the first at 0.
 
     For more requests than the trace has, copies with names of their own are laid over it, each begun at another
     moment of the trace: the rate grows with their number, the reuse within each stays.
     """
     wanted = len(lines) if requests is None else requests
     copies = -(-wanted // len(lines))
-    span_s = lines[-1].arrival_s + 1.0
+    span_s = lines[-1].arrival_s - lines[0].arrival_s + 1.0
     rng = random.Random(seed)
     starts = [0] + [rng.randrange(len(lines)) for _ in range(copies - 1)]
     streams = [_one_copy(lines, copy, start, span_s) for copy, start in enumerate(starts)]
@@ -101,7 +101,7 @@ def _one_copy(
     """(arrival, copy, line) of the whole trace, begun at its line `start` and wrapped around."""
     begin_s = lines[start].arrival_s
     for line in lines[start:]:
-        yield (line.arrival_s - begin_s if start else line.arrival_s), copy, line
+        yield line.arrival_s - begin_s, copy, line
     for line in lines[:start]:
         yield line.arrival_s + span_s - begin_s, copy, line
 

@@ -192,6 +192,16 @@ def test_more_requests_than_a_trace_has_keep_its_reuse_and_its_order() -> None:
     assert laid_over.hit_blocks == pytest.approx(3 * alone.hit_blocks, rel=0.15)
 
 
+def test_a_trace_whose_times_do_not_begin_at_0_runs_as_one_that_does() -> None:
+    """Part of a trace, or one whose times are those of a calendar."""
+    lines = random_trace(60, 0.25)
+    later = [replace(line, arrival_s=line.arrival_s + 2.0**20) for line in lines]
+    for requests in (60, 180):
+        alike = [simulate(Simulation(trace=trace, requests=requests)).figures for trace in (lines, later)]
+        assert alike[0]["request_rate"] == pytest.approx(alike[1]["request_rate"])
+        assert alike[0]["ttft_s"]["p99"] == pytest.approx(alike[1]["ttft_s"]["p99"])
+
+
 def _write(path: Path, lines: list[dict[str, object]]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
