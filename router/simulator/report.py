@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ class Ledger:
     """In the order in which requests ended, as `tpot_s` and `arrival_s`."""
     tpot_s: array[float] = field(default_factory=_doubles)
     arrival_s: array[float] = field(default_factory=_doubles)
+    arrived_s: float = 0.0
+    """When the last one came."""
     ended_s: float = 0.0
     """When the last one that was served ended."""
     prefill_busy_s: dict[str, float] = field(default_factory=dict[str, float])
@@ -52,6 +55,7 @@ class Ledger:
     def arrived(self, request: SimRequest) -> None:
         """A request came."""
         self.arrived_count += 1
+        self.arrived_s = request.arrival_s
 
     def refuse(self, request: SimRequest, reason: str) -> None:
         """It was turned away."""
@@ -83,7 +87,7 @@ def summary(ledger: Ledger, *, slo_ttft_s: float, slo_tpot_s: float) -> dict[str
     """The figures of a run as plain data; times in seconds, shares from 0 to 1."""
     ttft, tpot = np.asarray(ledger.ttft_s), np.asarray(ledger.tpot_s)
     good = int(np.count_nonzero((ttft <= slo_ttft_s) & (tpot <= slo_tpot_s)))
-    span_s = max(ledger.ended_s, 1e-9)
+    span_s = max(ledger.ended_s, ledger.arrived_s) or math.inf
     return {
         "requests": ledger.arrived_count,
         "finished": len(ttft),

@@ -79,6 +79,14 @@ def test_a_request_that_no_cache_can_hold_is_refused() -> None:
     assert len(ledger.ttft_s) == 1
 
 
+def test_rates_of_a_run_in_which_nothing_was_served_are_those_of_its_arrivals() -> None:
+    lines = [TraceLine(float(number), 1000, 1, [1, 2]) for number in range(11)]
+    shape = Shape(1, 1, cache_blocks=1, decode_blocks=1)
+    figures = simulate(Simulation(trace=lines, shape=shape)).figures
+    assert sum(figures["refused"].values()) == 11
+    assert (figures["request_rate"], figures["good_rate"]) == (pytest.approx(1.1), 0.0)
+
+
 def test_without_prefill_nodes_decode_nodes_compute_the_prompts() -> None:
     ledger, _ = run(Shape(0, 2), [request(i, 0.1 * i, [i, i + 1000]) for i in range(50)])
     assert ledger.local == len(ledger.ttft_s) == 50
