@@ -64,12 +64,14 @@ class Stream:
         self._buffer += body
         if self.status != 200:
             return
+        if b"\r" in self._buffer:  # as some other servers end lines; JSON has none of its own
+            self._buffer = self._buffer.replace(b"\r\n", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
         for event in events:
-            data = event.removeprefix(b"data: ")
+            data = event.removeprefix(b"data:").removeprefix(b" ")
             if data == b"[DONE]":
                 self.done = True
-            else:
+            elif not data.startswith(b":"):  # a comment, which keeps a connection alive
                 self.events.append((arrived_s, data))
         if self.events:
             self.first.set()

@@ -82,6 +82,18 @@ def test_a_stream_that_breaks_off_or_carries_an_error_is_an_error() -> None:
     assert read_outcome(0, refused, 0.0).error == "HTTP 429"
 
 
+@pytest.mark.parametrize(("data", "end"), [(b"data: ", b"\n\n"), (b"data:", b"\r\n\r\n")])
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_every_server_s_way_of_writing_events_is_understood(data: bytes, end: bytes, size: int) -> None:
+    body = b"".join(data + event + end for event in (text_event("a"), text_event("b"), b"[DONE]"))
+    body = b": ping - 12:00:00" + end + body
+    stream = stream_of(done=False)
+    for at in range(0, len(body), size):
+        stream.feed(body[at : at + size], 10.0 + at)
+    outcome = read_outcome(0, stream, 0.0)
+    assert (outcome.error, len(outcome.itl_s)) == ("", 1)
+
+
 def test_percentiles_lie_between_values() -> None:
     assert percentile([1.0], 99) == 1.0
     assert percentile([1.0, 2.0, 3.0, 4.0, 5.0], 50) == 3.0
