@@ -144,12 +144,19 @@ def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
             check_token(token)
         except ConfigError as error:
             raise AdminUsage(f"{TOKEN_VARIABLE}: {error.message}") from None
-    if url is not None and urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+    if url is not None and not _is_url(url):
         raise AdminUsage(f"{url!r} is no URL; it looks like http://10.0.0.5:8001")
     if url is not None and token is not None:
         return AdminClient(url, token)
     admin_url, found_token = _pick_router(running_clusters(runtime_folder(environ)), url)
     return AdminClient(admin_url, token or found_token)
+
+
+def _is_url(url: str) -> bool:
+    try:
+        return urllib.parse.urlsplit(url).scheme in ("http", "https")
+    except ValueError:  # an opening bracket without its end
+        return False
 
 
 def _pick_router(clusters: list[RunningCluster], url: str | None) -> tuple[str, str]:
