@@ -43,7 +43,7 @@ class RouterAdmin:
             AdminRoute("GET", "/status", self._status),
             AdminRoute("GET", "/nodes", self._nodes),
             AdminRoute("GET", "/requests", self._requests),
-            AdminRoute("GET", "/requests/{request_id}", self._request),
+            AdminRoute("GET", "/requests/{request_id:path}", self._request),
             AdminRoute("POST", "/route", self._route),
         ]
 

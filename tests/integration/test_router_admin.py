@@ -137,6 +137,8 @@ def test_requests_are_told_by_our_id_and_by_the_clients(model_folder: Path) -> N
         assert (story["outcome"], story["attempts"]) == ("finished", 1)
         assert story["events"][-1]["event"] == "finished"
         assert (await bench.admin.get("/requests/other")).status_code == 404
+        await bench.api.post("/v1/completions", json={"prompt": PROMPT}, headers={"x-request-id": "batch/7"})
+        assert (await bench.admin.get("/requests/batch%2F7")).json()["client_request_id"] == "batch/7"
 
         bench.nodes["d0"].gate.clear()
         bench.nodes["d1"].gate.clear()
