@@ -94,7 +94,7 @@ class RouterAdmin:
 
     def _requests(self, call: Call) -> Mapping[str, Any]:
         limit = call.query.get("limit", "20")
-        if not limit.isdigit() or not 1 <= int(limit) <= _MAX_LISTED:
+        if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_LISTED:
             raise BadRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
         return {"requests": self._router.dispatcher.stories.recent(int(limit))}
 
