@@ -53,9 +53,8 @@ def connect(redis_url: str) -> RedisClient:
             return _by_sentinel(redis_url, options)
         client: Any = redis.asyncio.Redis.from_url(redis_url, **options)  # pyright: ignore[reportUnknownMemberType]
         return client
-    except (ValueError, RedisError) as error:
-        shown, complaint = without_password(redis_url), _complaint(redis_url, error)
-        raise ConfigError(f"the Redis URL {shown} is malformed: {complaint}") from None
+    except (ValueError, TypeError, RedisError) as error:
+        raise _malformed(redis_url, error) from None
 
 
 def _by_sentinel(redis_url: str, options: dict[str, Any]) -> RedisClient:
@@ -97,12 +96,17 @@ def without_password(redis_url: str) -> str:
     return scheme + separator + ("***@" if login else "") + _PASSWORD_OPTION.sub(r"\1***", place)
 
 
+def _malformed(redis_url: str, error: Exception) -> ConfigError:
+    return ConfigError(f"the Redis URL {without_password(redis_url)} is malformed: {_complaint(redis_url, error)}")
+
+
 def _complaint(redis_url: str, error: Exception) -> str:
     """What the parser says, unless it may quote a password that it took for something else."""
     login, at, _ = redis_url.partition("://")[2].rpartition("@")
     if at and re.search(r"[][/?#@]", login):
         return "in user name and password these must be percent-encoded: / ? # @ [ ]"
-    return str(error)
+    # What Redis's client makes of an option after the question mark that it does not have.
+    return re.sub(r"^.*an unexpected keyword argument", "no such option here:", str(error))
 
 
 async def check_redis(redis_url: str) -> None:
@@ -119,6 +123,8 @@ async def check_redis(redis_url: str) -> None:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: no answer") from None
     except UNREACHABLE as error:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: {short(error)}") from error
+    except TypeError as error:  # the options of a URL are looked at when the first connection is made
+        raise _malformed(redis_url, error) from None
     finally:
         await client.aclose()
 

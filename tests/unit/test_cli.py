@@ -57,6 +57,12 @@ def test_help_loads_neither_torch_nor_a_web_framework() -> None:
             "cannot reach Redis at redis://***@127.0.0.1:1/0",
         ),
         (["router", "--redis-url", "http://127.0.0.1"], {}, "is malformed"),
+        (
+            ["router", "--redis-url", "redis://:secret@127.0.0.1:1/0?ssl_ca_certs=/ca.pem"],  # an option of rediss://
+            {},
+            "is malformed: no such option here: 'ssl_ca_certs'",
+        ),
+        (["router", "--redis-url", "redis+cluster://127.0.0.1:1?foo=1"], {}, "no such option here: 'foo'"),
         (["up", "--redis-url", "redis://127.0.0.1:1/0", "--port", "0"], {}, "cannot reach Redis"),
         (["up", "--pid-file", "/nowhere/pids.json", "--port", "0"], {}, "/nowhere is not a writable folder"),
     ],
