@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import KvRelayError
 from router.abreast import abreast
+from router.connection import Connection
 from router.generation import Delta, Generation
 from router.openai_format import DONE, Format, FormatOptions, Json, error_body, sse, to_json, usage
 from router.served import RawHeaders, how_served
@@ -34,21 +35,17 @@ class Answer:
         self._news = asyncio.Event()
         self._for_ends = False
         """Only the end of a generation is news."""
-        self._watcher: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
 
     def on_news(self) -> None:
         """To be called by the generations."""
         if not self._for_ends or any(generation.outcome is not None for generation in self.generations):
             self._news.set()
 
-    def watch(self, receive: Receive) -> None:
-        """Cancel everything as soon as the client disconnects. The request's body must have been read."""
-        self._watcher = asyncio.get_running_loop().create_task(self._watch(receive))
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._cancel()
+    def watch(self, connection: Connection) -> None:
+        """Cancel everything as soon as the client is gone."""
+        self._connection = connection
+        connection.watch(self._cancel)
 
     def _cancel(self) -> None:
         for generation in self.generations:
@@ -58,9 +55,9 @@ class Answer:
         """Stop what still runs, and let go of it: the two know each other, and what is left of a request must not wait for
         the garbage collector, which seldom looks at what is older than some seconds.
         """
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        if self._connection is not None:
+            self._connection.watch(None)
+            self._connection = None
         self._cancel()
         for generation in self.generations:
             if generation.outcome is not None and generation.outcome.error is not None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+CONNECTION = "kvrelay.connection"
+"""Where a request's scope has its `Connection`."""
 
 
 class Connection(HttpToolsProtocol):
@@ -18,6 +22,18 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._latest: dict[str, Any] = {}
+        """The scope of the latest request."""
+        self._gone = False
+        self._on_gone: Callable[[], None] | None = None
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Call this once the client is gone, at once if it is; None: nobody any more. Spares each request the task that would
+        wait for ASGI's word of it.
+        """
+        self._on_gone = on_gone
+        if self._gone and on_gone is not None:
+            on_gone()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -28,6 +44,18 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if timer is not None and (not self.cycle or self.cycle.response_complete):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+        self._latest.pop(CONNECTION, None)  # each has the other, and the collector seldom comes by
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._latest = cast("dict[str, Any]", self.scope)
+        self._latest[CONNECTION] = self
 
     def _should_upgrade(self) -> bool:
         return any(name == b"upgrade" for name, _ in self.headers)  # then `_Parser` comes with the request once more

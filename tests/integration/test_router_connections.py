@@ -10,6 +10,7 @@ import pytest
 from router_bench import Bench, play
 
 import router.service
+from router.connection import Connection
 
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
 """What Java's HttpClient and `curl --http2` send along."""
@@ -101,3 +102,11 @@ def test_a_connection_is_kept_while_its_request_is_answered(
         writer.close()
 
     play(model_folder, scene)
+
+
+def test_who_asks_too_late_whether_the_client_is_gone_is_told_at_once() -> None:
+    connection = Connection.__new__(Connection)
+    connection._gone = True
+    told: list[str] = []
+    connection.watch(lambda: told.append("gone"))
+    assert told == ["gone"]

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from starlette.types import Message
 from tokenizers import Tokenizer, models
 
 from common.errors import Unavailable
@@ -38,15 +37,20 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-async def _never() -> Message:
-    await asyncio.sleep(60)
-    return {"type": "http.disconnect"}
+class Watched:
+    """A connection that stays."""
+
+    def __init__(self) -> None:
+        self.on_gone: Callable[[], None] | None = None
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        self.on_gone = on_gone
 
 
-def _begin(dispatcher: Dispatcher, name: str) -> Answer:
+def _begin(dispatcher: Dispatcher, name: str, connection: Watched) -> Answer:
     answer, request = Answer(), GenerationRequest([0] * 100, SamplingParams(seed=0, max_tokens=2))
     answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
-    answer.watch(_never)
+    answer.watch(cast("Any", connection))
     return answer
 
 
@@ -75,11 +79,13 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     left = list[weakref.ref[Answer] | weakref.ref[Generation]]()
 
     async def play(dispatcher: Dispatcher, scene: Callable[[Answer], Awaitable[None]]) -> None:
-        answer = _begin(dispatcher, f"r{len(left)}")
-        await asyncio.sleep(0)  # it is placed, and the watcher waits
+        answer = _begin(dispatcher, f"r{len(left)}", connection)
+        await asyncio.sleep(0)  # it is placed
         left.extend([weakref.ref(answer), weakref.ref(answer.generations[0])])
         await scene(answer)
         answer.close()
+
+    connection = Watched()
 
     async def main() -> None:
         dispatcher = Dispatcher(DispatchSettings(), Metrics())
@@ -90,7 +96,7 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
         await play(dispatcher, refused)
         monkeypatch.setattr(NodeTable, "rejoining", True)
         await play(dispatcher, parked)
-        await asyncio.sleep(0.01)  # the watchers end
+        await asyncio.sleep(0.01)
         assert dispatcher.running == 0
         assert [each() for each in left] == [None] * 6
         dispatcher.close()
