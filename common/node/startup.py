@@ -159,8 +159,7 @@ def make_scheduler(config: NodeConfig, blueprint: Blueprint, num_blocks: int, *,
         SchedulerConfig(
             max_model_len=blueprint.model.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            # Streams must not take every row: a prompt that is being computed would stand still beside them.
-            max_num_batched_tokens=max(batched_tokens(config, blueprint), config.max_num_seqs),
+            max_num_batched_tokens=batched_tokens(config, blueprint),
             prefill_chunk=prefill_chunk,
             num_groups=blueprint.layout.pp_size,
             depth=steps_ahead(config, blueprint),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from node_pair import ROUTER, Pair
 
-from common.config import DecodeConfig
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import StepInput
@@ -13,7 +12,6 @@ from common.hashing import BLOCK_SIZE, root_hash
 from common.kv.pool import BlockPool
 from common.node.meter import StepMeter
 from common.node.outbox import FromClient, Outbox, Outgoing, ToClient
-from common.node.startup import make_scheduler, plan_node
 from common.protocol import AttemptFailed, AttemptKey, DecodeRequest, SamplingParams, TokenBatch, TokenChunk
 
 
@@ -59,25 +57,6 @@ def test_a_sequence_that_had_to_make_room_goes_before_kv_from_elsewhere() -> Non
     young.in_flight = 0
     made._preempt(young)  # pyright: ignore[reportPrivateUsage]
     assert made.reserve(sequence("earlier", arrival_s=1.0)) is None
-
-
-def test_a_prompt_goes_on_beside_more_streams_than_a_step_was_to_have_rows() -> None:
-    config = DecodeConfig(model="demo", max_num_seqs=6, max_num_batched_tokens=4)
-    made = make_scheduler(config, plan_node(config), 64, prefill_chunk=4)
-    prompt = sequence("prompt")
-    made.add(prompt)
-    plan = made.schedule()
-    assert plan is not None
-    made.update(plan, [])
-    for number in range(5):
-        stream = sequence(f"stream{number}", first=number + 2)
-        assert made.reserve(stream) is not None
-        made.join(stream, 1)
-    before = prompt.num_scheduled
-    plan = made.schedule()
-    assert plan is not None
-    assert len(plan.seqs) == 6
-    assert prompt.num_scheduled > before
 
 
 def test_a_waiting_prompt_is_known_to_be_cached() -> None:
