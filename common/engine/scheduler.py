@@ -185,8 +185,8 @@ class Scheduler:
         self._yielding = None
         rows: list[Row] = [(seq, 1) for seq in self._decoding(group)]
         budget = self.config.max_num_batched_tokens - len(rows)
-        if rows:
-            budget = min(budget, self.config.prefill_chunk)
+        if rows:  # which may be all that a step is to have, or more: a prompt must not stand still beside them
+            budget = max(1, min(budget, self.config.prefill_chunk))
         for seq in self.running.values():
             if budget > 0 and seq.num_unscheduled > 1 and self._can_run(seq, group):
                 rows.append((seq, min(seq.num_unscheduled, budget)))

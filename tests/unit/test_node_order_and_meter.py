@@ -59,6 +59,24 @@ def test_a_sequence_that_had_to_make_room_goes_before_kv_from_elsewhere() -> Non
     assert made.reserve(sequence("earlier", arrival_s=1.0)) is None
 
 
+def test_a_prompt_goes_on_beside_more_streams_than_a_step_was_to_have_rows() -> None:
+    made = Scheduler(SchedulerConfig(500, max_num_seqs=6, max_num_batched_tokens=4, prefill_chunk=4), BlockPool(64))
+    prompt = sequence("prompt")
+    made.add(prompt)
+    plan = made.schedule()
+    assert plan is not None
+    made.update(plan, [])
+    for number in range(5):
+        stream = sequence(f"stream{number}", first=number + 2)
+        assert made.reserve(stream) is not None
+        made.join(stream, 1)
+    before = prompt.num_scheduled
+    plan = made.schedule()
+    assert plan is not None
+    assert len(plan.seqs) == 6
+    assert prompt.num_scheduled > before
+
+
 def test_a_waiting_prompt_is_known_to_be_cached() -> None:
     made = scheduler()
     first = sequence("first")
