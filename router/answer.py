@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import KvRelayError
 from router.abreast import abreast
-from router.connection import Connection
+from router.connection import Client
 from router.generation import Delta, Generation
 from router.openai_format import DONE, Format, FormatOptions, Json, error_body, sse, to_json, usage
 from router.served import RawHeaders, how_served
@@ -35,17 +35,17 @@ class Answer:
         self._news = asyncio.Event()
         self._for_ends = False
         """Only the end of a generation is news."""
-        self._connection: Connection | None = None
+        self._client: Client | None = None
 
     def on_news(self) -> None:
         """To be called by the generations."""
         if not self._for_ends or any(generation.outcome is not None for generation in self.generations):
             self._news.set()
 
-    def watch(self, connection: Connection) -> None:
+    def watch(self, client: Client) -> None:
         """Cancel everything as soon as the client is gone."""
-        self._connection = connection
-        connection.watch(self._cancel)
+        self._client = client
+        client.watch(self._cancel)
 
     def _cancel(self) -> None:
         for generation in self.generations:
@@ -55,9 +55,9 @@ class Answer:
         """Stop what still runs, and let go of it: the two know each other, and what is left of a request must not wait for
         the garbage collector, which seldom looks at what is older than some seconds.
         """
-        if self._connection is not None:
-            self._connection.watch(None)
-            self._connection = None
+        if self._client is not None:
+            self._client.watch(None)
+            self._client = None
         self._cancel()
         for generation in self.generations:
             if generation.outcome is not None and generation.outcome.error is not None:

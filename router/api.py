@@ -32,7 +32,7 @@ from common.errors import (
 )
 from router.abreast import abreast
 from router.answer import Answer, EventStream, JsonResponse, error_response
-from router.connection import CONNECTION
+from router.connection import CLIENT
 from router.deadlines import Deadlines
 from router.dispatch import Dispatcher
 from router.generation import GenerationRequest
@@ -347,7 +347,7 @@ async def _serve(
         answer.generations = services.dispatcher.submit(
             ids.own, wanted, form.tokenizer.pieces, answer.on_news, ids.client
         )
-        answer.watch(request.scope[CONNECTION])
+        answer.watch(request.scope[CLIENT])
         if body.stream:
             await answer.begun()
             stream = EventStream(answer, answer.events(form, options), headers(ids, answer.generations[0]))

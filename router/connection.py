@@ -9,8 +9,31 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-CONNECTION = "kvrelay.connection"
-"""Where a request's scope has its `Connection`."""
+CLIENT = "kvrelay.client"
+"""Where a request's scope has its `Client`."""
+
+_MOST_HEAD_BYTES = 65_536
+"""Of a request's line and headers, or of trailers, about: the parser keeps them until they end."""
+
+
+class Client:
+    """Who is at the other end. Spares each request the task that would wait for ASGI's word that the client is gone."""
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._on_gone: Callable[[], None] | None = None
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Call this once the client is gone, at once if it is; None: nobody any more. A connection has one request at a time."""
+        self._on_gone = on_gone
+        if self._gone and on_gone is not None:
+            on_gone()
+
+    def leave(self) -> None:
+        """It is gone."""
+        self._gone = True
+        if self._on_gone is not None:
+            self._on_gone()
 
 
 class Connection(HttpToolsProtocol):
@@ -22,40 +45,45 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self._latest: dict[str, Any] = {}
-        """The scope of the latest request."""
-        self._gone = False
-        self._on_gone: Callable[[], None] | None = None
-
-    def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call this once the client is gone, at once if it is; None: nobody any more. Spares each request the task that would
-        wait for ASGI's word of it.
-        """
-        self._on_gone = on_gone
-        if self._gone and on_gone is not None:
-            on_gone()
+        self._client = Client()
+        self._endless_bytes = 0
+        """Received since a head or a piece of a body was complete."""
+        self._got_somewhere = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
-        timer = self.timeout_keep_alive_task
+        timer, self._got_somewhere = self.timeout_keep_alive_task, False
         super().data_received(data)
+        self._endless_bytes = 0 if self._got_somewhere else self._endless_bytes + len(data)
+        if self._endless_bytes > _MOST_HEAD_BYTES:
+            self._refuse_head()
         if timer is not None and (not self.cycle or self.cycle.response_complete):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
 
+    def on_headers_complete(self) -> None:
+        self._got_somewhere = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._got_somewhere = True
+        super().on_body(body)
+
+    def _refuse_head(self) -> None:
+        if not self.cycle or self.cycle.response_complete:
+            self.send_400_response("The request's head is too large.")
+        else:
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._gone = True
-        if self._on_gone is not None:
-            self._on_gone()
-        self._latest.pop(CONNECTION, None)  # each has the other, and the collector seldom comes by
+        self._client.leave()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._latest = cast("dict[str, Any]", self.scope)
-        self._latest[CONNECTION] = self
+        cast("dict[str, Any]", self.scope)[CLIENT] = self._client
 
     def _should_upgrade(self) -> bool:
         return any(name == b"upgrade" for name, _ in self.headers)  # then `_Parser` comes with the request once more

@@ -10,7 +10,7 @@ import pytest
 from router_bench import Bench, play
 
 import router.service
-from router.connection import Connection
+from router.connection import Client
 
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
 """What Java's HttpClient and `curl --http2` send along."""
@@ -105,8 +105,65 @@ def test_a_connection_is_kept_while_its_request_is_answered(
 
 
 def test_who_asks_too_late_whether_the_client_is_gone_is_told_at_once() -> None:
-    connection = Connection.__new__(Connection)
-    connection._gone = True
-    told: list[str] = []
-    connection.watch(lambda: told.append("gone"))
+    client, told = Client(), list[str]()
+    client.leave()
+    client.watch(lambda: told.append("gone"))
     assert told == ["gone"]
+
+
+def test_requests_sent_ahead_are_answered_in_order(model_folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        writer.write(b"".join(request("hi", max_tokens=count) for count in range(1, 21)))
+        for count in range(1, 21):
+            body = json.loads((await answer(reader))[1])
+            assert body["usage"]["completion_tokens"] == count
+        writer.close()
+
+    play(model_folder, scene)
+
+
+ENDLESS = {
+    "line": [b"GET /"],
+    "header": [b"GET / HTTP/1.1\r\nx: "],
+    "header after an answer": [request("hi"), b"GET / HTTP/1.1\r\nx: "],
+    "trailer": [
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: "
+    ],
+}
+
+
+@pytest.mark.parametrize("parts", ENDLESS.values(), ids=list(ENDLESS))
+def test_a_head_without_end_is_not_kept(model_folder: Path, parts: list[bytes]) -> None:
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        for part in parts:
+            writer.write(part)
+            if part.endswith(b"}"):
+                await answer(reader)
+        with pytest.raises(ConnectionError):
+            await _flood(writer)
+        writer.close()
+
+    play(model_folder, scene)
+
+
+async def _flood(writer: asyncio.StreamWriter) -> None:
+    for _ in range(100):
+        writer.write(b"a" * 65_536)
+        await writer.drain()
+        await asyncio.sleep(0.001)
+
+
+def test_a_large_head_is_refused_with_words(model_folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        writer.write(b"GET / HTTP/1.1\r\n")
+        for _ in range(66):
+            writer.write(b"x: %b\r\n" % (b"a" * 1000))
+            await asyncio.sleep(0.001)
+        assert (await answer(reader))[0] == 400
+        writer.close()
+
+    play(model_folder, scene)

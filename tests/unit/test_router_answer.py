@@ -18,6 +18,7 @@ from common.errors import Unavailable
 from common.protocol import PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router import flow_events as f
 from router.answer import Answer
+from router.connection import Client
 from router.detokenizer import TokenPieces
 from router.dispatch import Dispatcher, DispatchSettings
 from router.generation import Delta, Generation, GenerationRequest, Outcome
@@ -37,20 +38,10 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-class Watched:
-    """A connection that stays."""
-
-    def __init__(self) -> None:
-        self.on_gone: Callable[[], None] | None = None
-
-    def watch(self, on_gone: Callable[[], None] | None) -> None:
-        self.on_gone = on_gone
-
-
-def _begin(dispatcher: Dispatcher, name: str, connection: Watched) -> Answer:
+def _begin(dispatcher: Dispatcher, name: str, client: Client) -> Answer:
     answer, request = Answer(), GenerationRequest([0] * 100, SamplingParams(seed=0, max_tokens=2))
     answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
-    answer.watch(cast("Any", connection))
+    answer.watch(client)
     return answer
 
 
@@ -79,13 +70,13 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     left = list[weakref.ref[Answer] | weakref.ref[Generation]]()
 
     async def play(dispatcher: Dispatcher, scene: Callable[[Answer], Awaitable[None]]) -> None:
-        answer = _begin(dispatcher, f"r{len(left)}", connection)
+        answer = _begin(dispatcher, f"r{len(left)}", client)
         await asyncio.sleep(0)  # it is placed
         left.extend([weakref.ref(answer), weakref.ref(answer.generations[0])])
         await scene(answer)
         answer.close()
 
-    connection = Watched()
+    client = Client()
 
     async def main() -> None:
         dispatcher = Dispatcher(DispatchSettings(), Metrics())
