@@ -84,7 +84,8 @@ class System:
             health = self.health()
             roles = [entry["role"] for entry in self.processes()]
             wanted = (prefill, decode)
-            return (
+            serves = decode == 0 or health.get("status") != "unavailable"  # also the model is known
+            return serves and (
                 (health.get("prefill"), health.get("decode"))
                 == wanted
                 == tuple(map(roles.count, ("prefill", "decode")))
