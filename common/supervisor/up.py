@@ -52,7 +52,7 @@ class ChildFailed(KvRelayError):
 
 
 async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
-    """Run a cluster until SIGINT, SIGTERM or SIGHUP. No child is left, whatever happens.
+    """Run a cluster until SIGINT, SIGTERM or (but under `nohup`) SIGHUP. No child is left, whatever happens.
 
     Raises: ConfigError before anything was started; ChildFailed or DeadlineExceeded if the start failed.
     """
@@ -131,7 +131,10 @@ class Cluster:
         Raises: the failure.
         """
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        ends = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            ends.append(signal.SIGHUP)
+        for signum in ends:
             loop.add_signal_handler(signum, self._on_signal, signum)
         try:
             for watcher in (self._start(), self._watch_readiness(), self._show_progress()):

@@ -138,6 +138,26 @@ def test_ctrl_c_in_a_terminal_stops_in_order_too(start, free_port) -> None:
     assert [line.split()[0] for line in up.lines if line.endswith("| bye")] == ["router", "prefill-0", "decode-0"]
 
 
+def test_lost_terminal_stops_in_order_but_not_under_nohup(start, free_port) -> None:
+    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; the process below inherits it
+    try:
+        up = start("--port", str(free_port))
+    finally:
+        signal.signal(signal.SIGHUP, kept)
+    up.wait_line(READY)
+    up.process.send_signal(signal.SIGHUP)
+    os.kill(up.entries()["decode-0"]["pid"], signal.SIGKILL)
+    up.wait_line("decode-0 is ready again")
+    up.process.send_signal(signal.SIGTERM)
+    assert up.wait_end() == 0
+
+    up = start("--port", str(free_port))
+    up.wait_line(READY)
+    up.process.send_signal(signal.SIGHUP)
+    up.wait_line("SIGHUP: stopping")
+    assert up.wait_end() == 0
+
+
 def test_whatever_is_killed_comes_back_under_its_name_and_the_pid_file_says_so(start, free_port, eventually) -> None:
     up = start("--port", str(free_port))
     up.wait_line(READY)
