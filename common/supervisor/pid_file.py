@@ -29,6 +29,8 @@ class PidFile:
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
+        if self._path is not None and self._path.is_dir():
+            raise ConfigError(f"cannot write the pid file {path}: it is a folder")
         if self._path is not None and not (self._path.parent.is_dir() and os.access(self._path.parent, os.W_OK)):
             raise ConfigError(f"cannot write the pid file {path}: {self._path.parent} is not a writable folder")
 
