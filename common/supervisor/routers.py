@@ -58,10 +58,10 @@ def _find_ports(held: contextlib.ExitStack, names: list[str], host: str, first: 
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(address)
             holder.listen()  # two sockets that are only bound may share a port
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second: what no host can be called
             who = "" if len(names) == 1 else f"{name}: "
             raise ConfigError(
-                f"{who}cannot listen on {host}:{port}: {error.strerror or error}; choose another {option}"
+                f"{who}cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}; choose another {option}"
             ) from error
         ports.append(holder.getsockname()[1])
     return ports

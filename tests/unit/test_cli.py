@@ -66,6 +66,7 @@ def test_help_loads_neither_torch_nor_a_web_framework() -> None:
         (["up", "--redis-url", "redis://127.0.0.1:1/0", "--port", "0"], {}, "cannot reach Redis"),
         (["up", "--pid-file", "/nowhere/pids.json", "--port", "0"], {}, "/nowhere is not a writable folder"),
         (["up", "--pid-file", "/tmp", "--port", "0"], {}, "cannot write the pid file /tmp: it is a folder"),
+        (["up", "--host", "a..b", "--port", "0"], {}, "cannot listen on a..b:0"),
     ],
 )
 def test_configuration_mistake_is_one_sentence_and_exit_code_78(
