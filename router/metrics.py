@@ -52,7 +52,10 @@ _BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
 class _NodeCollector(Collector):
-    """Turns the last pongs into metrics; a node that is gone leaves no stale series."""
+    """Turns the last pongs into metrics; a node that is gone leaves no stale series.
+
+    Counters of a node only once it has told them: one that was forgotten and is listed again has not begun anew.
+    """
 
     def __init__(self, nodes: Callable[[], Iterable[Node]], breakers: Breakers) -> None:
         self._nodes = nodes
@@ -83,7 +86,8 @@ class _NodeCollector(Collector):
             for name, (text, read) in table.items():
                 family = family_type(name, text, labels=labels)
                 for node, values in zip(nodes, names, strict=True):
-                    family.add_metric(values, read(node.load))
+                    if table is _NODE_GAUGES or node.load.kv_blocks_total:
+                        family.add_metric(values, read(node.load))
                 families.append(family)
         return families
 
