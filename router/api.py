@@ -94,10 +94,11 @@ def _given_key(scope: Scope) -> str:
 
 
 class KeyGuard:
-    """ASGI middleware: with keys configured, everything but `/health` wants one."""
+    """ASGI middleware: with keys configured, everything but `/health` wants one. `count` hears the status of a refusal."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], count: Callable[[int], None]) -> None:
         self._app = app
+        self._count = count
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,6 +111,7 @@ class KeyGuard:
             await self._app(scope, receive, send)
         else:
             refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
+            self._count(refusal.http_status)
             await error_response(refusal, [(b"www-authenticate", b"Bearer")])(scope, receive, send)
 
 
@@ -175,7 +177,7 @@ def _schema(model: type[CompletionRequestBase]) -> dict[str, Any]:
 def build(services: Services) -> FastAPI:
     """The application."""
     app = FastAPI(title="kvrelay", version=version(), redoc_url=None)
-    app.add_middleware(KeyGuard, keys=services.api_keys)
+    app.add_middleware(KeyGuard, keys=services.api_keys, count=lambda status: services.metrics.http_error(status))
     _add_error_handlers(app, services)
     _add_operator_routes(app, services)
 

@@ -162,7 +162,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
     )
     settings = uvicorn.Config(
-        Front(build(services), services.api_keys),
+        Front(build(services), services.api_keys, services.metrics.http_error),
         proxy_headers=False,
         http=Connection,
         loop="none",

@@ -655,6 +655,10 @@ def test_with_keys_everything_but_health_wants_one(model_folder: Path) -> None:
             assert (await http.get("/health")).status_code == 200
         models = await bench.client.models.list()
         assert [model.id for model in models.data] == ["stub-model"]
+        async with httpx.AsyncClient(base_url=bench.stack.url) as http:
+            assert (await http.post("/v1/completions")).status_code == 401
+            text = (await http.get("/metrics", headers={"authorization": "Bearer key-one"})).text
+        assert 'kvrelay_http_errors_total{status="401"} 9.0' in text
 
     play(model_folder, scene, config={"api_key": "key-one, key-two"}, api_key="key-two")
 
