@@ -14,7 +14,7 @@ from router.simulator.report import Ledger, summary
 from router.simulator.request import SimRequest
 from router.simulator.workload import Synthetic, TraceLine, from_trace, synthetic
 
-_SEARCH_STEPS = 7
+_HALVINGS = 7
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ def highest_rate(simulation: Simulation, share: float) -> tuple[float, dict[str,
 
     while try_at(high) and low < simulation.rate_scale * 1000:
         high = low * 2
-    for _ in range(_SEARCH_STEPS):
-        if low and high / low < 1.04:
-            break
-        try_at((low * high) ** 0.5 if low else high / 2)
+    for _ in range(_HALVINGS):
+        if not low:
+            try_at(high / 2)
+    while low and high / low >= 1.04:
+        try_at((low * high) ** 0.5)
     return None if best is None else (low, best)

@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 from common.errors import ConfigError
 from router.admission import Objectives
 from router.simulator import cli
+from router.simulator import run as run_module
 from router.simulator.brain import Admission, Brain, BrainSettings
 from router.simulator.cluster import Cluster, Shape
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
 from router.simulator.report import Ledger
 from router.simulator.request import SimRequest
-from router.simulator.run import Simulation, highest_rate, simulate
+from router.simulator.run import Outcome, Simulation, highest_rate, simulate
 from router.simulator.workload import TraceLine, block_name, from_trace, read_trace
 
 
@@ -240,6 +241,19 @@ def test_the_highest_rate_keeps_the_share_and_a_little_more_does_not() -> None:
     assert figures["goodput"] >= 0.9
     assert simulate(replace(base, rate_scale=scale * 1.3)).figures["goodput"] < 0.9
     assert highest_rate(replace(base, slo_ttft_s=1e-6), 0.9) is None
+
+
+@pytest.mark.parametrize("limit", [0.011, 0.016, 0.3, 1.0, 47.0])
+def test_the_highest_rate_is_found_as_exactly_far_from_the_given_one(
+    monkeypatch: pytest.MonkeyPatch, limit: float
+) -> None:
+    def up_to_the_limit(simulation: Simulation) -> Outcome:
+        return Outcome(simulation, {"goodput": float(simulation.rate_scale <= limit)}, Ledger())
+
+    monkeypatch.setattr(run_module, "simulate", up_to_the_limit)
+    found = highest_rate(Simulation(), 0.9)
+    assert found is not None
+    assert found[0] <= limit < found[0] * 1.04
 
 
 def test_with_admission_an_overload_is_answered_429_and_more_requests_are_in_time() -> None:
