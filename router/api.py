@@ -106,7 +106,7 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         given = _given_key(scope)
-        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]
+        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]  # the bytes that came
         if any(matches):
             await self._app(scope, receive, send)
         else:
@@ -384,6 +384,8 @@ def _add_error_handlers(app: FastAPI, services: Services) -> None:
         services.metrics.http_error(known.http_status)
         ids: RequestIds | None = request.scope.get(_IDS)
         shown = [] if ids is None else headers(ids, None)
+        if isinstance(error, HTTPException):  # 405 names the methods that there are
+            shown += [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
         if isinstance(known, RequestTimeout):
             # What is left of a body that never came would be read as the connection's next request.
             shown.append((b"connection", b"close"))

@@ -60,6 +60,7 @@ class ChatTemplate:
         helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         environment.globals.update(helpers)
         self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -74,8 +75,12 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a conversation. `kwargs` are the client's extra template variables.
 
+        A `developer` is what OpenAI calls the `system` of its later models; most templates know only that name, and would
+        leave out, without a word, what the other one says.
         Raises: BadRequest when the template refuses the messages.
         """
+        if not self._knows_developer:
+            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         variables = {
             **(kwargs or {}),
             **self._special_tokens,

@@ -43,11 +43,11 @@ class Deadlines(Generic[_Key]):
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        now_s, self._timer = loop.time(), None
         while self._due_s:
             key, due_s = next(iter(self._due_s.items()))
-            if due_s > now_s:
+            if due_s > loop.time():
                 self._timer = loop.call_at(due_s, self._look)
                 return
             del self._due_s[key]
             self._late(key)
+        self._timer = None

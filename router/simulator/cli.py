@@ -78,6 +78,8 @@ def simulate_command(
                 raise ConfigError(f"--{name} must be above 0, not {value:g}")
         if json_file is not None and json_file != Path("-"):
             check_writable(json_file)
+        if goodput is not None and plot is not None:
+            raise ConfigError("--goodput looks for one rate: there is nothing to --plot")
         shape = Shape(
             prefill=prefill,
             decode=decode,

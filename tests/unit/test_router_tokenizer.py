@@ -111,6 +111,15 @@ def test_client_variables_cannot_replace_the_special_tokens(folder: Path) -> Non
     assert Tokenizer(folder).render_chat(CHAT, kwargs={"bos_token": "x", "messages": []}) == "<s>4"
 
 
+@pytest.mark.parametrize(("template", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_where_the_template_knows_none(folder: Path, template: str, role: str) -> None:
+    """Qwen's, among others, leaves out messages of roles that it does not know."""
+    set_config(folder, chat_template=template + "{% for message in messages %}{{ message.role }} {% endfor %}")
+    chat = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert Tokenizer(folder).render_chat(chat) == f"{role} user "
+    assert chat[0]["role"] == "developer"
+
+
 def test_missing_or_broken_files_are_one_clear_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json in"):
         Tokenizer(tmp_path)
