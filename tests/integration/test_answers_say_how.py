@@ -34,7 +34,8 @@ def test_whole_answer_carries_it_all_in_headers(model_folder: Path) -> None:
         answer = await post(bench, {"prompt": LONG, "max_tokens": 3})
         headers = {name[10:]: value for name, value in answer.headers.items() if name.startswith("x-kvrelay-")}
         assert headers.pop("request-id") == answer.json()["id"] == answer.headers["x-request-id"]
-        assert json.loads(headers.pop("decision"))["mode"] == "relayed"
+        weighed = json.loads(headers.pop("decision"))
+        assert (weighed["prefill"]["node"], weighed["decode"]["node"]) == ("p0", "d0")
         assert "tokens" in headers.pop("reason")
         assert headers == {
             "attempt": "1",
