@@ -25,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from common.errors import KvRelayError, ProtocolError
 from common.kv.layout import KVLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Of control messages, records and data headers alike; also raised when the order of a payload's bytes changes."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A control message above this is refused by the socket itself. A 1M-token prompt is 5 MB."""
@@ -83,7 +83,7 @@ class PeerRef:
     node_id: str
     incarnation: str
     control_address: str
-    """ZMQ endpoint of the leader's control socket."""
+    """Address of the leader's control socket, `tcp://HOST:PORT`."""
     data_addresses: list[str]
     """ZMQ endpoint of each rank's data socket, in rank order. Empty for nodes that only send."""
 
@@ -407,7 +407,7 @@ class Codec:
             raise ProtocolError(f"malformed {name}: {error}") from error
 
 
-def unpack(data: bytes | memoryview) -> object:
+def unpack(data: bytes | bytearray | memoryview) -> object:
     """The one MessagePack value in `data`. Raises: ProtocolError for anything else."""
     try:
         return _unpack(data)
@@ -465,7 +465,7 @@ def join(messages: list[bytes]) -> bytes:
     return head + b"".join(messages)
 
 
-def split(frame: bytes) -> list[object]:
+def split(frame: bytes | bytearray) -> list[object]:
     """The messages of a frame, each to be looked at with `check`. Raises: ProtocolError if it is no frame."""
     envelopes = unpack(frame)
     if not isinstance(envelopes, list):

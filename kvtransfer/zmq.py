@@ -17,7 +17,6 @@ from common.clock import Clock, monotonic
 from common.errors import ConfigError, PeerLost
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from common.rpc import CONNECT_TIMEOUT_MS
 from kvtransfer import wire
 from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.channel import Arrival, Buffer, EndContext, Peer, Ready, StagingPool, fit_message
@@ -28,6 +27,8 @@ from kvtransfer.sender import Sender
 log = logging.getLogger(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
+CONNECT_TIMEOUT_MS = 2000
+"""After so long ZMQ begins to connect anew: TCP's own attempts come further and further apart."""
 HEARTBEAT_S, SILENCE_S = 2.0, 10.0
 """A link on which nothing comes back for so long, not even ZMQ's own answers, has broken without a word. Long enough
 for a full window on a slow network."""

@@ -14,8 +14,6 @@ import sys
 import urllib.error
 import urllib.request
 
-import zmq
-
 from common.errors import KvRelayError
 from common.protocol import Message, Ping, Pong
 from common.rpc import Link
@@ -82,7 +80,7 @@ def main(arguments: list[str]) -> int:
     else:
         try:
             complaint = asyncio.run(node_complaint(address))
-        except (KvRelayError, zmq.ZMQError) as error:
+        except KvRelayError as error:
             complaint = f"{address}: {error}"
     if complaint is not None:
         print(complaint)

@@ -20,6 +20,7 @@ from common.clock import monotonic
 from common.config import NodeConfig
 from common.engine.loop import EngineLoop, NodeLogic
 from common.errors import EngineError, RankLost, Unavailable
+from common.frames import SILENCE_S
 from common.kv.journal import BlockJournal
 from common.membership import Registrar
 from common.node.address import advertised
@@ -29,7 +30,7 @@ from common.node.outbox import ClientLost, FromClient, FromPeer, Outbox, Outgoin
 from common.ownership import Publisher
 from common.protocol import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
 from common.redis_client import check_redis
-from common.rpc import SILENCE_S, Identity, Link, Server
+from common.rpc import Identity, Link, Server
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +236,7 @@ class NodeShell:
                     on_lost=lambda reason: self._link_lost(peer, reason),
                     connect_timeout_s=SILENCE_S,
                 )
-            except (Unavailable, OSError) as error:  # OSError: no descriptor left
+            except Unavailable as error:
                 self.post(PeerGone(peer.incarnation, str(error)))
                 return
             self._links[peer.incarnation] = link

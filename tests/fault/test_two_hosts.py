@@ -26,9 +26,9 @@ from network_hosts import Host, Network, why_not
 from oracle import TINY, first_difference, greedy, make_tiny
 from system import START_TIMEOUT_S, System, wait_until
 
+from common.frames import SILENCE_S
 from common.model.config import load_model_config
 from common.redis_server import find_redis_binary
-from common.rpc import SILENCE_S
 
 MODEL = "llama"
 NEW_TOKENS = 24

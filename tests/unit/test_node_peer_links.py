@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from common import rpc
 from common.config import DecodeConfig
@@ -20,16 +19,19 @@ from common.protocol import Abort, AttemptKey, PeerRef, TransferAbort
 PEER = PeerRef("d", "inc-d", "tcp://127.0.0.1:9", [])
 
 
-@pytest.mark.parametrize("error", [zmq.ZMQError(errno.EMFILE), OSError(errno.EMFILE, "too many open files")])
-def test_peer_that_no_descriptor_is_left_for_is_gone(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def none_left(kind: int) -> Any:
-        raise error
+def test_peer_that_no_descriptor_is_left_for_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "too many open files")
 
     async def events() -> list[Any]:
         shell, got = NodeShell(DecodeConfig(), "decode-x"), list[Any]()
         shell._engine = SimpleNamespace(post=got.append)  # type: ignore[assignment]
-        monkeypatch.setattr(rpc, "_open", none_left)
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", none_left)
+        monkeypatch.setattr("common.node.shell.SILENCE_S", 0.3)
         shell._deliver([ToPeer(PEER, Abort(AttemptKey("r", 1)))])
+        async with asyncio.timeout(10):
+            while not got:
+                await asyncio.sleep(0.002)
         assert not shell._links
         return got
 
@@ -43,13 +45,13 @@ def test_transfer_given_up_in_the_turn_that_filled_the_link_is_told_over_the_nex
 ) -> None:
     """The attempt has ended here: nobody else would tell the decode node before our lease there is over."""
     told = TransferAbort(AttemptKey("r", 1), "peer_lost", "why")
-    real_send, full = rpc._send, [True]
+    real_send, full = rpc.Link._send, [True]
 
-    def send(*args: Any) -> None:
+    def send(self: rpc.Link, messages: list[bytes]) -> None:
         if full:
             full.clear()
             raise Unavailable("full")
-        real_send(*args)
+        real_send(self, messages)
 
     async def scene() -> None:
         got, events = list[Any](), list[Any]()
@@ -57,7 +59,7 @@ def test_transfer_given_up_in_the_turn_that_filled_the_link_is_told_over_the_nex
         peer = PeerRef("d", "inc-d", server.address, [])
         shell = NodeShell(DecodeConfig(), "prefill-x")
         shell._engine = SimpleNamespace(post=events.append)  # type: ignore[assignment]
-        monkeypatch.setattr(rpc, "_send", send)
+        monkeypatch.setattr(rpc.Link, "_send", send)
         shell._deliver([ToPeer(peer, told)])
         async with asyncio.timeout(10):
             while told not in got:
