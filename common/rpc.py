@@ -55,9 +55,8 @@ class Server:
         self._on_message = on_message
         self._connections: dict[Identity, Connection] = {}
         self._names = itertools.count(1)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         address, port = listener.getsockname()[:2]
@@ -192,7 +191,7 @@ class Link:
         while self._connection is None:
             with contextlib.suppress(OSError, UnicodeError):  # TimeoutError is an OSError; UnicodeError: no host's name
                 async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    await self._loop.create_connection(self._new_connection, host, port)
+                    await self._loop.create_connection(self._new_connection, host, port, family=_family(host))
                     return
             await asyncio.sleep(_RETRY_S)
 
@@ -276,6 +275,11 @@ class Link:
         if not self.closed:
             self.close()
             self._on_lost(reason)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """Of an address; a name stands for its IPv4 address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _place(address: str) -> tuple[str, int]:

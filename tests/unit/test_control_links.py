@@ -193,7 +193,7 @@ def test_a_link_that_reached_itself_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
             loop = asyncio.get_running_loop()
             await loop.sock_connect(itself, itself.getsockname())
             create, lost = loop.create_connection, list[str]()
-            monkeypatch.setattr(loop, "create_connection", lambda factory, *_: create(factory, sock=itself))
+            monkeypatch.setattr(loop, "create_connection", lambda factory, *_, **__: create(factory, sock=itself))
             Link("tcp://127.0.0.1:9", lambda _: None, lost.append)
             await until(lambda: lost)
             assert "reached only itself" in lost[0]

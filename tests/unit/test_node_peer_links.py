@@ -20,7 +20,7 @@ PEER = PeerRef("d", "inc-d", "tcp://127.0.0.1:9", [])
 
 
 def test_peer_that_no_descriptor_is_left_for_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(*_: Any) -> Any:
+    def none_left(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EMFILE, "too many open files")
 
     async def events() -> list[Any]:
