@@ -43,8 +43,6 @@ class Connection(asyncio.Protocol):
         """Has arrived and was not taken yet."""
         self._paused = False
         self.closed = False
-        self.heard = False
-        """Something has arrived since its owner looked."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -52,7 +50,6 @@ class Connection(asyncio.Protocol):
         self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
         if self._rest:
             self._rest += data
         else:

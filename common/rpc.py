@@ -6,8 +6,8 @@ together. The server begins, with an empty array.
 
 Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it: when
 the connection breaks it is over for good, `on_lost` says so once, and its owner opens a new one
-if membership still lists the node. A connection that stands but carries nothing any more (a cut cable, a stopped
-machine) counts as broken after `SILENCE_S`; shorter leases are `Ping`'s and `Pong`'s.
+if membership still lists the node. A connection that stands but carries nothing any more (a cut cable, a machine
+without power) counts as broken after `frames.SILENCE_S`; leases, which also find processes that stand still, are `Ping`'s and `Pong`'s.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import socket
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from common.clock import monotonic
 from common.errors import ConfigError, ProtocolError, Unavailable
-from common.frames import QUEUE_BYTES, SILENCE_S, Connection
+from common.frames import QUEUE_BYTES, Connection
 from common.protocol import Message, check, decode, encode, join, split
 
 log = logging.getLogger(__name__)
@@ -142,8 +141,6 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
         self._stands = False
-        self._asked_s = self._flushed_s = monotonic()
-        """When something was sent first since something came; when anything was sent last."""
         self._deadline: asyncio.TimerHandle | None = None
         if connect_timeout_s is not None:
             self._wait(connect_timeout_s, f"{address} could not be reached within {connect_timeout_s:g} s")
@@ -245,8 +242,6 @@ class Link:
         except Unavailable as error:
             self._refused = unsent
             self._lose(f"connection to {self.address} takes no more: {error}")
-        else:
-            self._listen()
 
     def _send(self, messages: list[bytes]) -> None:
         frames = [join(messages)] if sum(map(len, messages)) <= _JOINED_BYTES else [join([each]) for each in messages]
@@ -258,18 +253,6 @@ class Link:
         assert self._connection is not None
         for frame in frames:
             self._connection.send(frame)
-
-    def _listen(self) -> None:
-        """Whether answers come. A time in which nothing was sent says nothing; nor does one that this process slept through."""
-        if self._connection is None or not self._stands:
-            return
-        now_s = monotonic()
-        if self._connection.heard or now_s - self._flushed_s > SILENCE_S / 2:
-            self._connection.heard = False
-            self._asked_s = now_s
-        elif now_s - self._asked_s > SILENCE_S:
-            self._lose(f"connection to {self.address} broke: nothing came over it for {SILENCE_S:g} s")
-        self._flushed_s = now_s
 
     def _lose(self, reason: str) -> None:
         if not self.closed:

@@ -156,33 +156,6 @@ def test_a_link_to_something_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     assert "said nothing" in asyncio.run(main(b""))
 
 
-def test_a_link_on_which_nothing_comes_back_is_lost_unless_this_process_slept(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        now_s = [100.0]
-        monkeypatch.setattr(rpc, "monotonic", lambda: now_s[0])
-        received, lost = list[Message](), list[str]()
-        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))  # answers nothing
-        link = Link(server.address, lambda _: None, lost.append)
-
-        async def ask_after(seconds: float) -> None:
-            now_s[0] += seconds
-            link.send(abort(len(received)))
-            await asyncio.sleep(0)
-
-        link.send(abort(0))
-        await until(lambda: received)
-        await ask_after(1)
-        await ask_after(rpc.SILENCE_S)  # asleep: what came meanwhile was not read yet
-        for _ in range(5):
-            assert not lost
-            await ask_after(1)
-        await ask_after(0.1)
-        assert lost == [f"connection to {server.address} broke: nothing came over it for 5 s"]
-        await server.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-
-
 def test_a_link_that_reached_itself_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP connects a socket with itself where nobody listens on the port that it was given by chance."""
 
