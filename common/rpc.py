@@ -136,7 +136,6 @@ class Link:
         self._on_message = on_message
         self._on_lost = on_lost
         place = _place(address)
-        place = _place(address)
         self.closed = False
         self._loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
@@ -146,9 +145,8 @@ class Link:
             self._wait(connect_timeout_s, f"{address} could not be reached within {connect_timeout_s:g} s")
         self._connecting = self._loop.create_task(self._connect(*place))
         self._unsent: list[bytes] = []
-        """What this turn of the loop has sent so far."""
-        self._early: list[bytes] = []
-        """Frames that wait for the connection to stand."""
+        """What this turn of the loop has sent so far, and all before the connection stands."""
+        self._due = False
         self._refused: list[bytes] = []
 
     def send(self, message: Message) -> None:
@@ -159,13 +157,14 @@ class Link:
         """
         if self.closed:
             raise Unavailable(f"link to {self.address} is closed")
-        if not self._unsent:
+        if not self._due:
+            self._due = True
             self._loop.call_soon(self._flush)
         self._unsent.append(encode(message))
 
     @property
     def refused(self) -> list[Message]:
-        """Once it is closed over a full queue: what its last turn sent in vain. Its owner may owe that to the next link."""
+        """Once it is closed over a full queue: what it did not get rid of. Its owner may owe that to the next link."""
         return [decode(data) for data in self._refused]
 
     def close(self) -> None:
@@ -174,7 +173,7 @@ class Link:
         self.closed = True
         unsent, self._unsent = self._unsent, []
         try:
-            if unsent:
+            if unsent and self._stands:
                 self._send(unsent)
         except Unavailable:
             self._refused = unsent
@@ -215,7 +214,10 @@ class Link:
             self._lose(f"{self.address} does not speak our protocol: {error}")
             return
         if not self._stands:
-            self._stand()
+            self._stands = True
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._flush()
         for message in messages:
             if self.closed:
                 return
@@ -224,19 +226,11 @@ class Link:
             except Exception:  # as above
                 log.exception("a control message was not taken")
 
-    def _stand(self) -> None:
-        self._stands = True
-        if self._deadline is not None:
-            self._deadline.cancel()
-        early, self._early = self._early, []
-        assert self._connection is not None
-        for frame in early:
-            self._connection.send(frame)
-
     def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        if not unsent:
+        self._due = False
+        if not self._unsent or not (self._stands or sum(map(len, self._unsent)) > QUEUE_BYTES):
             return
+        unsent, self._unsent = self._unsent, []
         try:
             self._send(unsent)
         except Unavailable as error:
@@ -244,14 +238,10 @@ class Link:
             self._lose(f"connection to {self.address} takes no more: {error}")
 
     def _send(self, messages: list[bytes]) -> None:
-        frames = [join(messages)] if sum(map(len, messages)) <= _JOINED_BYTES else [join([each]) for each in messages]
-        if not self._stands:
-            if sum(map(len, self._early)) >= QUEUE_BYTES:
-                raise Unavailable("too much waits for it")
-            self._early += frames
-            return
-        assert self._connection is not None
-        for frame in frames:
+        if self._connection is None or not self._stands:
+            raise Unavailable("too much waits for it")
+        together = sum(map(len, messages)) <= _JOINED_BYTES
+        for frame in [join(messages)] if together else [join([message]) for message in messages]:
             self._connection.send(frame)
 
     def _lose(self, reason: str) -> None:

@@ -11,17 +11,18 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import redis
-import zmq
 from fault_services import NODES, RANK_HOSTS, ROUTERS, Service, lay_out
 from network_hosts import Host, Network
 from system import ranks_of, wait_until
@@ -75,14 +76,18 @@ class FaultSystem:
         return None if pong is None else pong.load
 
     def _ask(self, node: str, timeout_s: float) -> Pong | None:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self.addresses[node])
-            socket.send(join([encode(Ping("fault-test", lease_s=0.0))]))
-            if not socket.poll(int(timeout_s * 1000)):
-                return None
-            message = check(split(socket.recv())[0])
-            return message if isinstance(message, Pong) else None
+        place = urlsplit(self.addresses[node])
+        frame = join([encode(Ping("fault-test", lease_s=0.0))])
+        try:
+            with socket.create_connection((place.hostname, place.port), timeout_s) as connection:
+                connection.sendall(len(frame).to_bytes(4, "big") + frame)
+                stream = connection.makefile("rb")
+                while True:
+                    for message in map(check, split(stream.read(int.from_bytes(stream.read(4), "big")))):
+                        if isinstance(message, Pong):
+                            return message
+        except (OSError, ProtocolError):  # the latter at its end, too: nothing is no frame
+            return None
 
     def incarnations_in_redis(self) -> set[str]:
         """Every incarnation that Redis still knows: in a key's name or in a node's record."""

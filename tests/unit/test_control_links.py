@@ -45,8 +45,8 @@ def test_what_one_turn_sends_arrives_in_order_and_junk_among_it_is_dropped() -> 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_what_a_full_queue_refused_can_be_told_from_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "QUEUE_BYTES", 1)
+def test_what_a_full_queue_did_not_get_rid_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "QUEUE_BYTES", len(encode(abort(1))))
 
     async def main() -> None:
         lost: list[str] = []
@@ -57,7 +57,7 @@ def test_what_a_full_queue_refused_can_be_told_from_what_it_took(monkeypatch: py
         link.send(abort(2))
         link.send(abort(3))
         await until(lambda: lost)
-        assert link.refused == [abort(2), abort(3)]
+        assert link.refused == [abort(1), abort(2), abort(3)]
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
