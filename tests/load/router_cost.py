@@ -64,7 +64,10 @@ async def _added_ttft(session: Session, result: Result, stack: _Stack, bare_url:
                 routed["text"].append(by_text)
     trips = await round_trip_s(bare_url, session.repeats(200, 20))
     result.add(
-        "time to first token, stub nodes directly", 1e3 * median(direct), "ms", note="over control links, as the router does"
+        "time to first token, stub nodes directly",
+        1e3 * median(direct),
+        "ms",
+        note="over control links, as the router does",
     )
     for kind, times in routed.items():
         added = [a - b for a, b in zip(times, direct, strict=True)]
