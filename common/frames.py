@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import socket
 from collections.abc import Callable
 from typing import cast
@@ -23,6 +22,11 @@ SILENCE_S = 5.0
 
 _FRAMES_PER_TURN = 32
 """So many frames are taken before everything else on the loop has its turn."""
+
+
+def on_the_wire(frame: bytes) -> bytes:
+    """The frame with its length before it."""
+    return len(frame).to_bytes(_LENGTH_BYTES, "big") + frame
 
 
 class Connection(asyncio.Protocol):
@@ -71,7 +75,7 @@ class Connection(asyncio.Protocol):
             raise Unavailable("cannot send: the connection is closed")
         if self._transport.get_write_buffer_size() >= QUEUE_BYTES:
             raise Unavailable("cannot send: its queue is full")
-        self._transport.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
+        self._transport.write(on_the_wire(frame))
 
     @property
     def reached_itself(self) -> bool:
@@ -104,22 +108,20 @@ class Connection(asyncio.Protocol):
         """Take the frames that are there, but not too many in a row; whether there may be more."""
         data, at = self._rest, 0
         self._rest = b""
-        more = False
-        for taken in itertools.count(1):
+        more = True
+        for _ in range(_FRAMES_PER_TURN):
             begin = at + _LENGTH_BYTES
             end = begin + int.from_bytes(data[at:begin], "big")
             if len(data) >= begin and end - begin > _MAX_FRAME_BYTES:
                 self._end(f"does not speak our protocol: a frame of {end - begin} bytes")
                 return False
             if len(data) < end:
+                more = False
                 break
             at = end
             self._on_frame(data[begin:end])
             if self.closed:
                 return False
-            if taken == _FRAMES_PER_TURN:
-                more = True
-                break
         if at < len(data):
             # A large frame comes in many pieces, and what is there of it must not be copied with each.
             self._rest = bytearray(memoryview(data)[at:]) if at or isinstance(data, bytes) else data

@@ -28,7 +28,7 @@ from common.kv.layout import KVLayout
 PROTOCOL_VERSION = 5
 """Of control messages, records and data headers alike; also raised when the order of a payload's bytes changes."""
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""A control message above this is refused by the socket itself. A 1M-token prompt is 5 MB."""
+"""A control message above this ends its connection before it is read. A 1M-token prompt is 5 MB."""
 
 _STRICT = ConfigDict(extra="forbid")
 

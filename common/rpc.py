@@ -56,8 +56,8 @@ class Server:
         self._names = itertools.count(1)
         try:
             listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # the second: what no host can be called
+            raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
         address, port = listener.getsockname()[:2]
         self.address: str = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
         loop = asyncio.get_running_loop()
@@ -198,6 +198,9 @@ class Link:
 
     def _open(self, connection: Connection) -> None:
         self._connection = connection
+        if self.closed:
+            connection.close()
+            return
         if connection.reached_itself:
             self._lose(f"connection to {self.address} reached only itself")
             return

@@ -28,6 +28,7 @@ from network_hosts import Host, Network
 from system import ranks_of, wait_until
 
 from common.errors import ProtocolError
+from common.frames import on_the_wire
 from common.protocol import NodeLoad, NodeRecord, Ping, Pong, check, decode, encode, join, split
 
 START_S = 90.0
@@ -80,7 +81,7 @@ class FaultSystem:
         frame = join([encode(Ping("fault-test", lease_s=0.0))])
         try:
             with socket.create_connection((place.hostname, place.port), timeout_s) as connection:
-                connection.sendall(len(frame).to_bytes(4, "big") + frame)
+                connection.sendall(on_the_wire(frame))
                 stream = connection.makefile("rb")
                 while True:
                     for message in map(check, split(stream.read(int.from_bytes(stream.read(4), "big")))):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import frames
-from common.frames import Connection
+from common.frames import Connection, on_the_wire
 
 
 class Transport:
@@ -36,7 +36,7 @@ class Transport:
 
 
 def stream_of(sent: list[bytes]) -> bytes:
-    return b"".join(len(frame).to_bytes(4, "big") + frame for frame in sent)
+    return b"".join(map(on_the_wire, sent))
 
 
 async def deliver(pieces: list[bytes], close_after: int) -> tuple[list[bytes], list[str], int]:

@@ -11,7 +11,7 @@ import pytest
 
 from common import frames, rpc
 from common.clock import monotonic
-from common.errors import Unavailable
+from common.errors import ConfigError, Unavailable
 from common.protocol import MAX_MESSAGE_BYTES, Abort, AttemptFailed, AttemptKey, Message, encode, join
 from common.rpc import Link, Server
 
@@ -72,8 +72,7 @@ def test_large_and_small_frames_in_pieces_of_any_size_arrive_whole_and_in_turns(
         server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
         sent: list[Message] = [abort(number) for number in range(1000)]
         sent[500] = AttemptFailed(AttemptKey("500", 1), "code", "x" * 300_000)
-        parts = [join([encode(message)]) for message in sent]
-        stream = b"".join(len(frame).to_bytes(4, "big") + frame for frame in parts)
+        stream = b"".join(frames.on_the_wire(join([encode(message)])) for message in sent)
         place = urlsplit(server.address)
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
         assert await reader.readexactly(5) == b"\0\0\0\1\x90"
@@ -133,6 +132,15 @@ def test_who_speaks_another_protocol_is_sent_away_and_costs_nobody_else_anything
 
     asyncio.run(asyncio.wait_for(main(), 20))
     assert "does not speak our protocol: a frame of 1195725856 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["a..b", "192.0.2.1", "no such host"])
+def test_a_host_that_is_not_ours_is_told_in_one_sentence(host: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=f"cannot listen on {host}:0: "):
+            Server(host, 0, lambda *_: None)
+
+    asyncio.run(main())
 
 
 def test_a_link_to_something_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
