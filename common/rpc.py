@@ -56,7 +56,7 @@ class Server:
         self._names = itertools.count(1)
         try:
             listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
-        except (OSError, UnicodeError) as error:  # the second: what no host can be called
+        except (OSError, TypeError) as error:  # the second: what no host can be called
             raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
         address, port = listener.getsockname()[:2]
         self.address: str = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
