@@ -22,9 +22,11 @@ import typer
 import typer.core
 import typer.main
 
-from common import logs
-from common.config import ServiceConfig, field_infos
-from common.config_sources import (
+from common.base import logs
+from common.base.errors import ConfigError, KvRelayError
+from common.base.process import die_with_parent, end_process
+from common.config.options import ServiceConfig, field_infos
+from common.config.sources import (
     BOOLEANS,
     CONFIG_FILE_VARIABLE,
     ENV_PREFIX,
@@ -34,8 +36,6 @@ from common.config_sources import (
     resolve,
     type_label,
 )
-from common.errors import ConfigError, KvRelayError
-from common.process import die_with_parent, end_process
 
 ENTRY_POINT_GROUP = "kvrelay.commands"
 _ORDER = ["up", "router", "prefill", "decode", "admin", "load", "simulate"]

@@ -14,21 +14,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from common.clock import Clock
-from common.engine.executor import Executor
-from common.engine.scheduler import Progress, Scheduler, insert_by_priority
-from common.errors import (
+from common.base.clock import Clock
+from common.base.errors import (
     CorruptSlice,
     HandshakeRefused,
     KvRelayError,
     PeerLost,
     TransferAborted,
 )
-from common.hashing import hash_blocks
-from common.kv.layout import KVLayout, check_compatible
-from common.node.logic import Attempt, RoleLogic
-from common.node.outbox import ClientLost, FromClient, Outbox
-from common.protocol import (
+from common.base.hashing import hash_blocks
+from common.control.links import Identity
+from common.control.messages import (
     Abort,
     AttemptFailed,
     AttemptKey,
@@ -43,9 +39,13 @@ from common.protocol import (
     TransferAbort,
     TransferReceived,
 )
-from common.rpc import Identity
+from common.engine.executor import Executor
+from common.engine.scheduler import Progress, Scheduler, insert_by_priority
+from common.kv.layout import KVLayout, check_compatible
+from common.node.core import Attempt, RoleLogic
+from common.node.events import ClientLost, FromClient, Outbox
 from kvtransfer.base import DestinationReleased, IncomingTransfer, Received, ReceiveFailed
-from kvtransfer.ranked import Opened, RankedReceiver
+from kvtransfer.node_transfers import Opened, RankedReceiver
 from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import json
 import sys
 from typing import Any
 
-from common.config import DecodeConfig
-from common.logs import configure
-from common.node.rank_arguments import rank_arguments
-from common.process import lasting_imports, name_process, prepare_compute
+from common.base.logs import configure
+from common.base.process import lasting_imports, name_process, prepare_compute
+from common.config.options import DecodeConfig
+from common.node.ranks.arguments import rank_arguments
 
 
 def run(fields: dict[str, Any], rank: int, leader: str) -> None:
@@ -23,7 +23,7 @@ def run(fields: dict[str, Any], rank: int, leader: str) -> None:
     configure(config.log_level)
     prepare_compute(config.threads, nice=0)  # the leader's niceness is inherited
     with lasting_imports():
-        from common.node.rank import RankProcess
+        from common.node.ranks.process import RankProcess
         from decode_node.rank_end import ReceivingRank
         from decode_node.service import CODEC, blueprint_of
 

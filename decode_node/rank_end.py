@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 
 from common.node.address import advertised
-from common.node.loaded import LoadedRank
-from common.node.rank import TransferEnd
+from common.node.ranks.process import TransferEnd
+from common.node.worker import LoadedRank
 from kvtransfer.base import ReceiverEvent
-from kvtransfer.ranked import Open, Opened, TransferOrder, obey, to_report
-from kvtransfer.transports import make_receiver
+from kvtransfer.node_transfers import Open, Opened, TransferOrder, obey, to_report
+from kvtransfer.transports.factory import make_receiver
 
 
 class ReceivingRank(TransferEnd):

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.clock import monotonic
+from common.base.clock import monotonic
 from common.node.address import advertised
-from common.node.leader import Leader, follow, share_cores
-from common.node.rank_messages import rank_codec
-from common.node.shell import NodeShell
-from common.node.startup import Blueprint, fit_memory, make_record, make_scheduler, node_id_for, plan_node
+from common.node.plan import Blueprint, fit_memory, make_record, make_scheduler, node_id_for, plan_node
+from common.node.ranks.launch import Leader, follow, share_cores
+from common.node.ranks.messages import rank_codec
+from common.node.server import NodeShell
 from decode_node.node import DecodeNode
-from kvtransfer.ranked import ORDER_TYPES, RankedReceiver, TransferReport
-from kvtransfer.transports import make_receiver
+from kvtransfer.node_transfers import ORDER_TYPES, RankedReceiver, TransferReport
+from kvtransfer.transports.factory import make_receiver
 
 if TYPE_CHECKING:
-    from common.config import DecodeConfig
-    from common.node.forks import ForkedRank
+    from common.config.options import DecodeConfig
+    from common.node.ranks.forked import ForkedRank
 
 log = logging.getLogger(__name__)
 

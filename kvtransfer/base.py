@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.control.messages import AttemptKey, Grant, PeerRef
 from common.kv.layout import KVLayout
-from common.protocol import AttemptKey, Grant, PeerRef
 from kvtransfer.traffic import Traffic
 
 
@@ -138,7 +138,7 @@ class KVReceiver(Protocol):
 
     @property
     def address(self) -> str:
-        """Where senders reach this rank, as `kvtransfer.choose` reads it; goes into `PeerRef.data_addresses`."""
+        """Where senders reach this rank, as `kvtransfer.transports.choose` reads it; goes into `PeerRef.data_addresses`."""
         ...
 
     def open(self, transfer: IncomingTransfer) -> None:

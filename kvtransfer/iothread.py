@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from common.errors import TransferError
-from common.protocol import AttemptKey
+from common.base.errors import TransferError
+from common.control.messages import AttemptKey
 from kvtransfer.base import DestinationReleased, ReceiverEvent, SenderEvent, SourceReleased
 from kvtransfer.mailbox import Command, Mailbox
 

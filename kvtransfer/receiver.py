@@ -1,6 +1,6 @@
 """The receiving end of every transport: one I/O thread per decode rank owns all that is here but the public calls.
 
-All transports feed the same state machines (`kvtransfer.ends`): the slices of one attempt may come from several
+All transports feed the same state machines (`kvtransfer.rank_transfers`): the slices of one attempt may come from several
 ranks over different ones, and still count as one.
 """
 
@@ -14,21 +14,21 @@ from functools import partial
 
 import zmq
 
-from common.clock import Clock, monotonic
-from common.errors import CorruptSlice, KvRelayError, ProtocolError, TransferAborted, TransferError
+from common.base.clock import Clock, monotonic
+from common.base.errors import CorruptSlice, KvRelayError, ProtocolError, TransferAborted, TransferError
+from common.control.messages import AttemptKey
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from common.protocol import AttemptKey
 from kvtransfer import wire
 from kvtransfer.base import DestinationReleased, IncomingTransfer, OnReceiverEvent, Received, ReceiverEvent
-from kvtransfer.channel import Arrival, EndContext, Listener, poll
-from kvtransfer.choose import format_offers
-from kvtransfer.copying import make_copier
-from kvtransfer.device import CLOSING_S, Mark, Pending, RelayDevice
-from kvtransfer.ends import ReceivingEnd
+from kvtransfer.copy.device import CLOSING_S, Mark, Pending, RelayDevice
+from kvtransfer.copy.host import make_copier
 from kvtransfer.iothread import IOThread
-from kvtransfer.state import Claim
+from kvtransfer.rank_transfers import ReceivingEnd
 from kvtransfer.traffic import Tally
+from kvtransfer.transfer_state import Claim
+from kvtransfer.transports.base import Arrival, EndContext, Listener, poll
+from kvtransfer.transports.choose import format_offers
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The sending end of every transport: one I/O thread per prefill rank owns all that is here but the public calls.
 
-It turns commands and acks into calls of the state machines (`kvtransfer.ends`), gathers what they give into a
-connection's buffer, and sends it. Which connection a destination gets is chosen at the grant (`kvtransfer.choose`).
+It turns commands and acks into calls of the state machines (`kvtransfer.rank_transfers`), gathers what they give into a
+connection's buffer, and sends it. Which connection a destination gets is chosen at the grant (`kvtransfer.transports.choose`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from functools import partial
 
 import zmq
 
-from common.clock import Clock, monotonic
-from common.errors import PeerLost, TransferAborted, TransferError, from_code
+from common.base.clock import Clock, monotonic
+from common.base.errors import PeerLost, TransferAborted, TransferError, from_code
+from common.control.messages import AttemptKey, Grant
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from common.protocol import AttemptKey, Grant
 from kvtransfer.base import OnSenderEvent, OutgoingTransfer, SenderEvent
-from kvtransfer.channel import Buffer, Connector, EndContext, Peer, Ready, poll
-from kvtransfer.choose import Choice, Failures, choose, parse_offers
-from kvtransfer.copying import make_copier
-from kvtransfer.device import CLOSING_S, Mark, Pending, RelayDevice
-from kvtransfer.ends import SendingEnd
+from kvtransfer.copy.device import CLOSING_S, Mark, Pending, RelayDevice
+from kvtransfer.copy.host import make_copier
 from kvtransfer.iothread import IOThread
-from kvtransfer.state import Batch
+from kvtransfer.rank_transfers import SendingEnd
 from kvtransfer.traffic import Tally
+from kvtransfer.transfer_state import Batch
+from kvtransfer.transports.base import Buffer, Connector, EndContext, Peer, Ready, poll
+from kvtransfer.transports.choose import Choice, Failures, choose, parse_offers
 from kvtransfer.wire import SliceHeader
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Sender:
     """`KVSender` over the given transports, one of them for each pair of ranks.
 
     `device` is where the KV is, if not in CPU memory; `open` and `blocks_final` then speak of what the calling thread
-    has started there. `wanted` narrows the choice down, as in `kvtransfer.choose`. `min_message_bytes` is what is worth a message of
+    has started there. `wanted` narrows the choice down, as in `kvtransfer.transports.choose`. `min_message_bytes` is what is worth a message of
     its own while more will follow, `idle_s` after how long without an ack a connection is given up.
 
     Takes the connectors over: it closes them, also when it raises.

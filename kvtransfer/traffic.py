@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.protocol import AttemptKey
+from common.control.messages import AttemptKey
 
 MAX_PAIRS = 4096
 

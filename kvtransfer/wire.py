@@ -14,10 +14,10 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from common.errors import ProtocolError
-from common.hashing import HASH_BYTES
+from common.base.errors import ProtocolError
+from common.base.hashing import HASH_BYTES
+from common.control.messages import AttemptKey, Codec
 from common.kv.layout import KVLayout
-from common.protocol import AttemptKey, Codec
 
 MAX_HEADER_BYTES = 2**21
 """Room for `MAX_BLOCKS` hashes, which a message at the seam of two layers may name all, and for its slices."""

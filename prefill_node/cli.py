@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from common.base.process import lasting_imports, prepare_compute, run_service
 from common.cli import service_app
-from common.config import PrefillConfig
-from common.config_sources import Resolved
-from common.process import lasting_imports, prepare_compute, run_service
+from common.config.options import PrefillConfig
+from common.config.sources import Resolved
 
 _HELP = """Start a prefill node: it computes prompts and relays their KV cache to decode nodes.
 
@@ -20,14 +20,14 @@ layer computes. It samples the first token of each answer.
 
 def _run(resolved: Resolved[PrefillConfig]) -> None:
     config = resolved.config
+    from common.cluster.redis_client import check_redis
     from common.model.config import load_model_config, resolve_model
-    from common.redis_client import check_redis
 
     asyncio.run(check_redis(config.redis_url))
     load_model_config(resolve_model(config.model))  # what is wrong is told before torch, which takes seconds
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
-        from common.node.leader import fork_ranks
+        from common.node.ranks.launch import fork_ranks
         from prefill_node.rank import run
         from prefill_node.service import blueprint_of, serve
 

@@ -10,21 +10,17 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from common.clock import Clock
-from common.engine.executor import Executor
-from common.engine.scheduler import Progress, Scheduler
-from common.errors import (
+from common.base.clock import Clock
+from common.base.errors import (
     EngineError,
     KvRelayError,
     PeerLost,
     TransferAborted,
     from_code,
 )
-from common.hashing import BLOCK_SIZE, hash_blocks
-from common.kv.layout import KVLayout, check_compatible
-from common.node.logic import Attempt, RoleLogic
-from common.node.outbox import FromClient, FromPeer, Outbox, PeerGone
-from common.protocol import (
+from common.base.hashing import BLOCK_SIZE, hash_blocks
+from common.control.links import Identity
+from common.control.messages import (
     Abort,
     AttemptFailed,
     AttemptStats,
@@ -37,7 +33,11 @@ from common.protocol import (
     TransferAbort,
     TransferReceived,
 )
-from common.rpc import Identity
+from common.engine.executor import Executor
+from common.engine.scheduler import Progress, Scheduler
+from common.kv.layout import KVLayout, check_compatible
+from common.node.core import Attempt, RoleLogic
+from common.node.events import FromClient, FromPeer, Outbox, PeerGone
 from kvtransfer.base import KVSender, OutgoingTransfer, SourceReleased
 from kvtransfer.traffic import count_bytes
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.node.loaded import LoadedRank
-from common.node.rank import TransferEnd
-from kvtransfer.ranked import TransferOrder, obey, to_report
-from kvtransfer.transports import make_sender
+from common.node.ranks.process import TransferEnd
+from common.node.worker import LoadedRank
+from kvtransfer.node_transfers import TransferOrder, obey, to_report
+from kvtransfer.transports.factory import make_sender
 
 
 class SendingRank(TransferEnd):

@@ -7,11 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from common.clock import monotonic
-from common.node.leader import Leader, follow, share_cores
-from common.node.rank_messages import rank_codec
-from common.node.shell import NodeShell
-from common.node.startup import (
+from common.base.clock import monotonic
+from common.node.plan import (
     Blueprint,
     batched_tokens,
     fit_memory,
@@ -20,13 +17,16 @@ from common.node.startup import (
     node_id_for,
     plan_node,
 )
-from kvtransfer.ranked import ORDER_TYPES, RankedSender, TransferReport
-from kvtransfer.transports import make_sender
+from common.node.ranks.launch import Leader, follow, share_cores
+from common.node.ranks.messages import rank_codec
+from common.node.server import NodeShell
+from kvtransfer.node_transfers import ORDER_TYPES, RankedSender, TransferReport
+from kvtransfer.transports.factory import make_sender
 from prefill_node.node import PrefillNode
 
 if TYPE_CHECKING:
-    from common.config import PrefillConfig
-    from common.node.forks import ForkedRank
+    from common.config.options import PrefillConfig
+    from common.node.ranks.forked import ForkedRank
 
 log = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from common.admin.server import AdminRoute, Call
-from common.clock import monotonic
-from common.config import RouterConfig
-from common.errors import BadRequest, NotFound
-from common.membership import Directory
-from router.admission import Objectives
-from router.follower import Follower
-from router.model import ServedModel
-from router.nodes import Node
-from router.placing import Chain, Order
+from common.base.clock import monotonic
+from common.base.errors import BadRequest, NotFound
+from common.cluster.membership import Directory
+from common.config.options import RouterConfig
+from common.control.admin_server import AdminRoute, Call
+from router.index.kv_event_subscriber import Follower
+from router.model_catalog import ServedModel
+from router.nodes.node_table import Node
 from router.policy import Fleet
+from router.requests.admission import Objectives
+from router.requests.placement import Chain, Order
 
 if TYPE_CHECKING:
     from router.service import Router
@@ -181,7 +181,7 @@ def node_state(node: Node) -> str:
 
 
 def describe_node(node: Node, now_s: float) -> dict[str, Any]:
-    """All that this router knows of a node, as plain data. `now_s` is of the clock of `common.clock`."""
+    """All that this router knows of a node, as plain data. `now_s` is of the clock of `common.base.clock`."""
     record = node.record
     return {
         "node_id": node.node_id,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from common.base.process import lasting_imports, run_service
 from common.cli import service_app
-from common.config import RouterConfig
-from common.config_sources import Resolved
-from common.process import lasting_imports, run_service
+from common.config.options import RouterConfig
+from common.config.sources import Resolved
 
 _HELP = """Start a router: the OpenAI-compatible HTTP address of a cluster.
 
@@ -20,7 +20,7 @@ state that matters: run as many as you like behind a load balancer. It needs no 
 
 
 def _run(resolved: Resolved[RouterConfig]) -> None:
-    from common.redis_client import check_redis
+    from common.cluster.redis_client import check_redis
 
     asyncio.run(check_redis(resolved.config.redis_url))
     with lasting_imports():

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.protocol import AttemptStats, NodeLoad
-from router.breaker import Breakers
-from router.generation import Generation
-from router.nodes import Node
-from router.tallies import Counter, Histogram
+from common.control.messages import AttemptStats, NodeLoad
+from router.fast.metrics import Counter, Histogram
+from router.nodes.breaker import Breakers
+from router.nodes.node_table import Node
+from router.requests.generation import Generation
 
 _LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)

@@ -13,24 +13,24 @@ from collections.abc import Generator
 
 import uvicorn
 
-from common.admin.server import AdminServer
-from common.config import RouterConfig
-from common.errors import ConfigError, Unavailable
-from common.membership import LEASE_IN_REDIS, Directory
-from common.process import allow_files
-from common.protocol import NodeRecord
-from router import collector
+from common.base.errors import ConfigError, Unavailable
+from common.base.process import allow_files
+from common.cluster.membership import LEASE_IN_REDIS, Directory
+from common.config.options import RouterConfig
+from common.control.admin_server import AdminServer
+from common.control.messages import NodeRecord
 from router.admin import RouterAdmin
-from router.admission import Objectives
-from router.api import Services, body_deadlines, build
-from router.connection import Connection
-from router.dispatch import Dispatcher, DispatchSettings
-from router.follower import Follower
-from router.front import Front
-from router.index import PrefixIndex
-from router.index_metrics import IndexCollector
+from router.fast import gc_policy
+from router.fast.endpoints import Front
+from router.fast.http_connection import Connection
+from router.http.api import Services, body_deadlines, build
+from router.index.kv_event_subscriber import Follower
+from router.index.metrics import IndexCollector
+from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
-from router.model import ModelCatalog
+from router.model_catalog import ModelCatalog
+from router.requests.admission import Objectives
+from router.requests.dispatch import Dispatcher, DispatchSettings
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ async def serve(config: RouterConfig) -> None:
         log.info("admin at %s", admin.url)
     http = asyncio.create_task(server.serve(sockets=[sock]))
     background = [asyncio.create_task(part.run()) for part in (directory, follower, router.dispatcher)]
-    background.append(asyncio.create_task(collector.run(lambda: router.dispatcher.running)))
+    background.append(asyncio.create_task(gc_policy.run(lambda: router.dispatcher.running)))
     try:
         # Background tasks run for ever: the first to end is the server, or a bug that must not go unseen.
         await asyncio.wait([http, *background], return_when=asyncio.FIRST_COMPLETED)

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from zmq.utils.garbage import GarbageCollectorThread
 
-from common import redis_server as embedded
-from common.redis_server import RedisServer
+from common.cluster import redis_server as embedded
+from common.cluster.redis_server import RedisServer
 
 # Before anything imports torch: test processes share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.kv.float8 import narrow, widen, words_of
+from common.kernels.float8 import narrow, widen, words_of
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.pages import host_int32, leading_decodes, page_lists
 from common.kernels.flashinfer_kernels import DTYPES, HEAD_DIMS
-from common.kv.float8 import E4M3, narrow
+from common.kernels.float8 import E4M3, narrow
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
 

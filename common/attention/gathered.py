@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.pages import host_int32, leading_decodes
-from common.kv.float8 import E4M3, narrow, widen, words_of
+from common.kernels.float8 import E4M3, narrow, widen, words_of
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
 

@@ -1,7 +1,7 @@
 """Between the leader's scheduler and the ranks that compute.
 
 With one rank the executor is in the leader's process and thread: no hop, a step's output comes back at once.
-With a pipeline (`common.node.ranks`), and where the next step is prepared while one runs (`AsyncExecutor`), a step is
+With a pipeline (`common.node.ranks.links`), and where the next step is prepared while one runs (`AsyncExecutor`), a step is
 started here, and its output comes later as a `StepDone` event.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common.control.messages import AttemptKey
 from common.engine.step import StepInput, StepOutput
-from common.protocol import AttemptKey
 
 OnBlocksFinal = Callable[[AttemptKey, int, int], None]
 """(attempt, layer of this rank, number of leading blocks whose KV in that layer is final)"""

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.clock import Clock, monotonic
+from common.base.clock import Clock, monotonic
 
 log = logging.getLogger(__name__)
 

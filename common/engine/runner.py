@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata
-from common.device import use_device
-from common.engine.draws import Draws, HostSampler, Sampler
-from common.engine.graphs import DecodeGraphs
-from common.engine.inputs import StepRows, rows_of, to_device
+from common.base.device import use_device
+from common.base.errors import EngineError, RankLost
+from common.engine.cuda_graphs import DecodeGraphs
+from common.engine.device_inputs import StepRows, rows_of, to_device
+from common.engine.sampling.base import Draws, HostSampler, Sampler
 from common.engine.step import StepInput, StepOutput
-from common.errors import EngineError, RankLost
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
 

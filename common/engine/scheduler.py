@@ -6,7 +6,7 @@ of all its known tokens when it is admitted, and one more at a time while it gen
 left the youngest running sequence is preempted: it gives its blocks back and is recomputed later.
 
 `schedule` and `update` are apart so that several steps can be in flight. Those of a pipeline's stages are each over
-another *group* of the running sequences (`common.engine.groups`). With depth 2 a group's next step is scheduled while
+another *group* of the running sequences (`common.engine.microbatches`). With depth 2 a group's next step is scheduled while
 its last one runs (asynchronous scheduling): a sequence takes part with the token that is just being drawn, unknown here
 and known to the ranks (`StepInput.carried`). One that turns out to have ended wastes that row. It keeps its blocks until
 the row is done, as does one that is aborted or has to make room; only tokens that are known name blocks for the cache.
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from common.engine.groups import group_weights, part_of_waiting, weight_of
-from common.engine.rows import Row, step_input
+from common.base.errors import BadRequest
+from common.base.hashing import BLOCK_SIZE
+from common.control.messages import AttemptKey, FinishReason
+from common.engine.build_step import Row, step_input
+from common.engine.microbatches import group_weights, part_of_waiting, weight_of
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken, StepInput
-from common.errors import BadRequest
-from common.hashing import BLOCK_SIZE
 from common.kv.layout import blocks_for
 from common.kv.pool import BlockPool
-from common.protocol import AttemptKey, FinishReason
 
 T = TypeVar("T")
 

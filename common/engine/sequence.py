@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.engine.penalties import SeenTokens, TokenCounter, counts_tokens
-from common.hashing import BLOCK_SIZE, BlockHash, hash_blocks
-from common.protocol import AttemptKey, FinishReason, SamplingParams
+from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks
+from common.control.messages import AttemptKey, FinishReason, SamplingParams
+from common.engine.sampling.penalties import SeenTokens, TokenCounter, counts_tokens
 
 
 @dataclass(eq=False)

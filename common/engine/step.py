@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.engine.penalties import SeenTokens
-from common.protocol import AttemptKey, SamplingParams, TokenLogprobs
+from common.control.messages import AttemptKey, SamplingParams, TokenLogprobs
+from common.engine.sampling.penalties import SeenTokens
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from common.hashing import BlockHash
+from common.base.hashing import BlockHash
 
 
 class BlockJournal:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.errors import ConfigError, HandshakeRefused
-from common.hashing import BLOCK_SIZE
+from common.base.errors import ConfigError, HandshakeRefused
+from common.base.hashing import BLOCK_SIZE
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from common.errors import KvRelayError
-from common.hashing import BlockHash
+from common.base.errors import KvRelayError
+from common.base.hashing import BlockHash
 from common.kv.journal import BlockJournal
 
 

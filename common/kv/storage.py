@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
-from common.free_memory import free_memory_bytes
+from common.base.errors import ConfigError
+from common.base.free_memory import free_memory_bytes
+from common.kernels.float8 import E4M3
 from common.kv.cuda_pages import allocate_shareable
-from common.kv.float8 import E4M3
 from common.kv.layout import DTYPE_BYTES, KVLayout, RankShard
 
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}

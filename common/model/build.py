@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.device import CPU
+from common.base.device import CPU
 from common.kernels.base import Kernels
 from common.kernels.torch_kernels import TORCH
 from common.model.config import ModelConfig
-from common.model.float8 import Fp8Linear, Fp8Weight, can_multiply, join
-from common.model.linear import Linear
+from common.model.formats.float8 import Fp8Linear, Fp8Weight, can_multiply, join
+from common.model.formats.linear import Linear
 from common.model.precision import Precision
+from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
 from common.model.weights import Part, WeightSource
 from common.parallel.mesh import SOLO, Mesh
-from common.parallel.split import HeadRange, even_range, head_range, vocab_range, vocab_rows
 
 AnyLinear = Linear | Fp8Linear
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from common import demo
-from common.errors import ConfigError
-from common.model.quantization import Quantization, parse_quantization
+from common.base.errors import ConfigError
+from common.model.formats.quantization import Quantization, parse_quantization
+
+DEMO_MODEL_PATH = Path(__file__).resolve().parent / "demo_model"
+"""The model that comes with kvrelay (`--model demo`), in Hugging Face format; trained by `common.tools.demo`."""
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -136,7 +138,7 @@ def resolve_model(name_or_path: str) -> Path:
     if path.is_dir():
         return path
     if name_or_path == "demo":
-        return demo.MODEL_PATH
+        return DEMO_MODEL_PATH
     if path.exists():
         raise ConfigError(f"model path {name_or_path} is not a directory")
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.model.config import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -16,8 +16,8 @@ from common.attention.base import AttentionBackend
 from common.kernels.base import Kernels, Rotation
 from common.model.build import Build, Share
 from common.model.config import RopeConfig
-from common.model.linear import Linear
-from common.parallel.split import HeadRange, vocab_range
+from common.model.formats.linear import Linear
+from common.model.sharding import HeadRange, vocab_range
 
 
 class RMSNorm:

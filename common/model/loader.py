@@ -13,17 +13,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from common.device import CPU
-from common.errors import ConfigError
+from common.base.device import CPU
+from common.base.errors import ConfigError
 from common.kernels.choose import choose_kernels
 from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
+from common.model.families.registry import MODELS
 from common.model.precision import Precision
-from common.model.registry import MODELS
+from common.model.sharding import check_parallel
 from common.model.weights import CheckpointWeights, DummyWeights
 from common.parallel.mesh import SOLO, Mesh
-from common.parallel.split import check_parallel
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.device import CPU
-from common.errors import ConfigError
+from common.base.device import CPU
+from common.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.device import CPU
-from common.errors import ConfigError
-from common.kv.float8 import E4M3
+from common.base.device import CPU
+from common.base.errors import ConfigError
+from common.kernels.float8 import E4M3
 from common.model.files import read_header, weight_files
-from common.model.float8 import Fp8Weight, dequantise
-from common.model.quantization import Quantization
+from common.model.formats.float8 import Fp8Weight, dequantise
+from common.model.formats.quantization import Quantization
 
 _DUMMY_STD = 0.02
 

@@ -10,9 +10,9 @@ import re
 import socket
 from urllib.parse import urlsplit
 
-from common.config import NodeConfig
-from common.errors import ConfigError
-from common.redis_client import without_password
+from common.base.errors import ConfigError
+from common.cluster.redis_client import without_password
+from common.config.options import NodeConfig
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from common.admin.server import AdminRoute, AdminServer, Call
-from common.config import NodeConfig
+from common.config.options import NodeConfig
+from common.control.admin_server import AdminRoute, AdminServer, Call
+from common.control.messages import NodeRecord
 from common.node.address import advertised
-from common.protocol import NodeRecord
 
 if TYPE_CHECKING:
-    from common.node.shell import NodeShell
+    from common.node.server import NodeShell
 
 _ENGINE_ANSWERS_S = 5.0
 """An engine in a longer step, or a stuck one, is reported without its attempts; the age of its round tells."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.clock import Clock, monotonic
-from common.rpc import Identity
+from common.base.clock import Clock, monotonic
+from common.control.links import Identity
 
 _PINGS_UNTIL_TOLD = 2
 """The pong to the first ping says it; whoever pings again has had that pong."""

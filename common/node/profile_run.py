@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 
 from common.attention.base import AttentionBackend
-from common.engine.penalties import SeenTokens
+from common.control.messages import SamplingParams
 from common.engine.runner import ModelRunner
+from common.engine.sampling.penalties import SeenTokens
 from common.engine.step import SampleSpec, StepInput
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
-from common.node.memory import GRAPH_BYTES, CardUse
-from common.protocol import SamplingParams
+from common.node.kv_budget import GRAPH_BYTES, CardUse
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.device import CPU
-from common.errors import RankLost
+from common.base.device import CPU
+from common.base.errors import RankLost
 from common.parallel import futex
 from common.parallel.gloo import GlooGroup, PipelineLink, make_group
 from common.parallel.mesh import SOLO, Mesh, RankPlace

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import GatherOptions, Store
 
-from common.device import CPU
-from common.errors import ConfigError, RankLost
+from common.base.device import CPU
+from common.base.errors import ConfigError, RankLost
 
 _T = TypeVar("_T")
 _Group = Any

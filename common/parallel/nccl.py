@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.parallel.gloo import GlooGroup
 
 _SIOCGIFADDR = 0x8915

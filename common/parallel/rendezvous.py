@@ -12,7 +12,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from common.errors import ConfigError, RankLost
+from common.base.errors import ConfigError, RankLost
 from common.parallel.mesh import RankPlace
 
 _RETRY_S = 0.05

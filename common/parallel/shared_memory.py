@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import RankLost
+from common.base.errors import RankLost
 from common.parallel import futex
 
 SLOT_BYTES = 2**20

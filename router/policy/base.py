@@ -12,7 +12,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from common.hashing import BLOCK_SIZE
+from common.base.hashing import BLOCK_SIZE
 from router.policy.fleet import Figures, Fleet, FloatArray
 
 Scores = FloatArray | list[float]

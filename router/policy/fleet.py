@@ -18,9 +18,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from common.protocol import Role
-from router.costs import Costs
-from router.hits import Hits
+from common.control.messages import Role
+from router.index.prefix_hits import Hits
+from router.policy.costs import Costs
 
 FloatArray = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, FloatArray)

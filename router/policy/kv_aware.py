@@ -1,4 +1,4 @@
-"""`kv_aware`: score = estimated seconds, with coefficients that are learned online (`router.costs`).
+"""`kv_aware`: score = estimated seconds, with coefficients that are learned online (`router.policy.costs`).
 
     prefill:  queue + prefill(uncached tokens) + 12 * prefill(uncached tokens) / slowness
               queue   = slowness * (queued_token_s * backlog + base * requests)
@@ -26,8 +26,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from router.costs import Costs
 from router.policy.base import Memory, Policy, Query, Scores
+from router.policy.costs import Costs
 from router.policy.fleet import FEW, Figures, Fleet, FloatArray, Number
 
 _OTHERS = 12.0

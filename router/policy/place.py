@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.errors import ConfigError, Unavailable
+from common.base.errors import ConfigError, Unavailable
 from router.policy import at_random, kv_aware, least_load, power_of_two, round_robin, session
 from router.policy.base import Memory, Policy, Query, Scores
 from router.policy.decision import SHOWN_CANDIDATES, Choice, Decision, Picked

@@ -1,7 +1,7 @@
 """The real router of a simulated cluster: its index, policies and admission, its knowledge of the nodes' load. Pure.
 
 It learns what a router learns, when a router would: blocks and loads arrive late, and what was sent since a node's last
-report is counted as `router.nodes` counts it.
+report is counted as `router.nodes.node_table` counts it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from common.errors import Overloaded, Unavailable
-from common.hashing import BlockHash
-from common.protocol import Role
-from router.admission import FairQueue, Held, Objectives, crowded, hold_back
-from router.block_table import Keys
-from router.costs import CostModel
-from router.index import PrefixIndex, block_keys
+from common.base.errors import Overloaded, Unavailable
+from common.base.hashing import BlockHash
+from common.control.messages import Role
+from router.index.block_table import Keys
+from router.index.prefix_index import PrefixIndex, block_keys
 from router.policy import Decision, Fleet, Memory, Query, check_policy, place
+from router.policy.costs import CostModel
+from router.requests.admission import FairQueue, Held, Objectives, crowded, hold_back
 from router.simulator.decode import DecodeNode
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from common.hashing import BlockHash
+from common.base.hashing import BlockHash
 
 
 class BlockCache:

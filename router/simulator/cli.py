@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from common.base.errors import ConfigError
 from common.cli import check_writable, run_checked
-from common.errors import ConfigError
 
 if TYPE_CHECKING:
     from router.simulator.hardware import Hardware
@@ -67,7 +67,7 @@ def simulate_command(
     plot: Annotated[Path | None, typer.Option(help="Draw into this .png, .svg or .pdf; needs matplotlib.")] = None,
 ) -> None:
     def run() -> None:
-        from router.admission import Objectives
+        from router.requests.admission import Objectives
         from router.simulator.brain import Admission
         from router.simulator.cluster import Shape
         from router.simulator.run import Simulation

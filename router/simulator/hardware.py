@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from router.simulator.run import Outcome
 
 

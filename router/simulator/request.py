@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.hashing import BlockHash
+from common.base.hashing import BlockHash
 
 
 @dataclass(slots=True, eq=False)

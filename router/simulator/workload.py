@@ -16,8 +16,8 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
-from common.hashing import HASH_BYTES, BlockHash
+from common.base.errors import ConfigError
+from common.base.hashing import HASH_BYTES, BlockHash
 from router.simulator.request import SimRequest
 
 _NAMES = 1 << (8 * HASH_BYTES)

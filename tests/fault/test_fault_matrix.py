@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
-from fault_cells import Cell, Fault, Moment, Target
-from fault_run import read_results, record, run_cell, run_streams
-from fault_services import HOSTS, RANK_HOSTS, ROUTERS
-from fault_streams import Answer, Body, add_stops, bodies, difference
-from fault_system import FaultSystem, fault_system
-from network_hosts import Network, why_not
-from oracle import TINY, make_tiny
+from support.fault_cells import Cell, Fault, Moment, Target
+from support.fault_run import read_results, record, run_cell, run_streams
+from support.fault_services import HOSTS, RANK_HOSTS, ROUTERS
+from support.fault_streams import Answer, Body, add_stops, bodies, difference
+from support.fault_system import FaultSystem, fault_system
+from support.network_hosts import Network, why_not
+from support.oracle import TINY, make_tiny
 
 MODEL = "qwen2"
 NO_NETWORK = why_not()

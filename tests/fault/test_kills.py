@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from oracle import greedy, make_tiny
-from steady import SteadyTime
-from system import System, running_system, wait_until
+from support.oracle import greedy, make_tiny
+from support.steady import SteadyTime
+from support.system import System, running_system, wait_until
 
 MODEL = "qwen2"
 STREAMS = 8

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from oracle import greedy, make_tiny
-from system import System, ranks_of, running_system, wait_until
+from support.oracle import greedy, make_tiny
+from support.system import System, ranks_of, running_system, wait_until
 
 MODEL = "qwen3"
 PROMPT = list(range(3, 90))

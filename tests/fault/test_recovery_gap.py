@@ -18,8 +18,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from oracle import save_word_tokenizer
-from system import System, running_system
+from support.oracle import save_word_tokenizer
+from support.system import System, running_system
 from transformers import LlamaConfig
 
 PROMPT_TOKENS = 2048

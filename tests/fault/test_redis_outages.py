@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import redis
-from redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
-from redis_servers import ask, redis_server_with
+from support.redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
+from support.redis_servers import ask, redis_server_with
 
-from common.redis_keys import Keys
-from common.redis_server import RedisServer
+from common.cluster.redis_keys import Keys
+from common.cluster.redis_server import RedisServer
 
 REBUILT_S = 10.0
 KEYS = Keys("c")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from oracle import make_tiny
-from system import System, running_system, wait_until
+from support.oracle import make_tiny
+from support.system import System, running_system, wait_until
 
-from common.redis_server import RedisServer, free_port
+from common.cluster.redis_server import RedisServer, free_port
 
 STREAMS = 6
 NEW_TOKENS = 200

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from oracle import first_difference, greedy, make_tiny
-from system import System, running_system, wait_until
+from support.oracle import first_difference, greedy, make_tiny
+from support.system import System, running_system, wait_until
 
 MODEL = "llama"
 NEW_TOKENS = 16

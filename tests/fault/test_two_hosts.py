@@ -22,13 +22,13 @@ from typing import Any
 
 import httpx
 import pytest
-from network_hosts import Host, Network, why_not
-from oracle import TINY, first_difference, greedy, make_tiny
-from system import START_TIMEOUT_S, System, wait_until
+from support.network_hosts import Host, Network, why_not
+from support.oracle import TINY, first_difference, greedy, make_tiny
+from support.system import START_TIMEOUT_S, System, wait_until
 
-from common.frames import SILENCE_S
+from common.cluster.redis_server import find_redis_binary
+from common.control.frames import SILENCE_S
 from common.model.config import load_model_config
-from common.redis_server import find_redis_binary
 
 MODEL = "llama"
 NEW_TOKENS = 24

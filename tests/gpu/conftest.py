@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 
 import pytest
 import torch
-from gpu_suite import IS_CARD
+from support.gpu_suite import IS_CARD
 
 
 def _missing_card() -> str | None:

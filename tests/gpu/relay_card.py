@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from common.config import DecodeConfig, PrefillConfig
+from common.config.options import DecodeConfig, PrefillConfig
+from common.control.messages import AttemptKey, Grant, PeerRef
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from common.protocol import AttemptKey, Grant, PeerRef
 from kvtransfer.base import DestinationReleased, IncomingTransfer, OutgoingTransfer, Received, SourceReleased
-from kvtransfer.transports import make_receiver, make_sender
+from kvtransfer.transports.factory import make_receiver, make_sender
 
 DEADLINE_S = 60.0
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from attention_cases import LENS, Case, MakeBackend
+from support.attention_cases import LENS, Case, MakeBackend
 from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from decode_steps import random_decode
-from load.shape import Shape, make_model_folder
+from bench.shape import Shape, make_model_folder
+from support.decode_steps import random_decode
 
-from common.config import DecodeConfig, PrefillConfig
-from common.engine.graphs import graph_sizes
-from common.errors import ConfigError
-from common.node.loaded import LoadedRank, load_rank
-from common.node.memory import CONTEXT_BYTES
-from common.node.startup import WARM_UP, plan_node
+from common.base.errors import ConfigError
+from common.config.options import DecodeConfig, PrefillConfig
+from common.engine.cuda_graphs import graph_sizes
+from common.node.kv_budget import CONTEXT_BYTES
+from common.node.plan import WARM_UP, plan_node
+from common.node.worker import LoadedRank, load_rank
 from common.parallel.mesh import SOLO
 
 SHAPE = Shape("graphs", hidden=512, layers=4, q_heads=8, kv_heads=2, intermediate=1024, vocab=4096)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_checkpoints import STYLES, blocks_style, quantise
-from gpu_suite import make_runner
-from oracle import TINY, agreed, greedy, make_tiny
-from runner_cases import Sequence, check, drive, prompt
 from safetensors.torch import load_file, save_file
+from support.fp8_checkpoints import STYLES, blocks_style, quantise
+from support.gpu_suite import make_runner
+from support.oracle import TINY, agreed, greedy, make_tiny
+from support.runner_cases import Sequence, check, drive, prompt
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from common import demo
-from common.demo.samples import SAMPLES, prompt_text
+from common.model.config import DEMO_MODEL_PATH
+from common.tools.demo.samples import SAMPLES, prompt_text
 
 BF16_TOLERANCE = 0.25
 """Of the log-probability of a drawn token, up to the first token that differs: bf16 keeps 8 bits of every activation."""
@@ -79,7 +79,7 @@ def test_bfloat16_log_probabilities_are_near_those_of_float32(name: str, tmp_pat
 
 
 def demo_prompts() -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(demo.MODEL_PATH / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
     return [tokenizer.encode(prompt_text(sample), add_special_tokens=False).ids for sample in SAMPLES]
 
 
@@ -88,7 +88,7 @@ def near(sequences: list[Sequence], prompts: list[list[int]], want: int, toleran
     tokens agree, their log-probabilities must as well."""
     whole = 0
     for tokens, sequence in zip(prompts, sequences, strict=True):
-        expected = greedy(demo.MODEL_PATH, tokens, want)
+        expected = greedy(DEMO_MODEL_PATH, tokens, want)
         same = agreed(expected, sequence.generated)
         whole += same == want
         errors = [abs(a - b) for a, b in zip(sequence.logprobs[:same], expected.logprobs[:same], strict=True)]
@@ -103,14 +103,14 @@ def drive_demo(model: Path, want: int, **options: object) -> tuple[list[Sequence
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_trained_model_in_16_bits_stays_near_float32(dtype: str) -> None:
-    sequences, prompts = drive_demo(demo.MODEL_PATH, 3, dtype=dtype)
+    sequences, prompts = drive_demo(DEMO_MODEL_PATH, 3, dtype=dtype)
     share = near(sequences, prompts, 3, BF16_TOLERANCE)
     print(f"{dtype}: {share:.0%} of the prompts continued alike")
     assert share >= 0.9
 
 
 def test_a_trained_model_over_fp8_kv_stays_near_float32() -> None:
-    sequences, prompts = drive_demo(demo.MODEL_PATH, 3, dtype="bfloat16", kv_cache_dtype="fp8")
+    sequences, prompts = drive_demo(DEMO_MODEL_PATH, 3, dtype="bfloat16", kv_cache_dtype="fp8")
     share = near(sequences, prompts, 3, FP8_TOLERANCE)
     print(f"FP8 KV: {share:.0%} of the prompts continued alike")
     assert share >= PROMISED
@@ -119,7 +119,7 @@ def test_a_trained_model_over_fp8_kv_stays_near_float32() -> None:
 @pytest.mark.parametrize("style", ["fp8 tensor", "compressed channel", "blocks of 128"])
 def test_a_trained_model_with_fp8_weights_stays_near_float32(style: str, tmp_path: Path) -> None:
     """On a card the weights stay e4m3 and activations become it, so this is not the widened weights' product."""
-    fp8, _ = quantise(demo.MODEL_PATH, STYLES.get(style) or blocks_style((128, 128)), tmp_path)
+    fp8, _ = quantise(DEMO_MODEL_PATH, STYLES.get(style) or blocks_style((128, 128)), tmp_path)
     sequences, prompts = drive_demo(fp8, 3, dtype="bfloat16", quantization="fp8")
     share = near(sequences, prompts, 3, FP8_TOLERANCE)
     print(f"{style}: {share:.0%} of the prompts continued alike")

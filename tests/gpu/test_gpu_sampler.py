@@ -6,10 +6,10 @@ import importlib
 
 import pytest
 import torch
-from sampling_cases import logits_of, random_specs
+from support.sampling_cases import logits_of, random_specs
 
-from common.engine.device_sampler import DeviceSampler
-from common.engine.sampler import sample
+from common.engine.sampling.device_sampler import DeviceSampler
+from common.engine.sampling.host_sampler import sample
 
 CARD = torch.device("cuda", 0)
 ROWS = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpu_suite import sanitized
+from support.gpu_suite import sanitized
 
 
 def test_appending_and_attending_is_clean() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from gpu_suite import DEVICE, IS_CARD
-from system import System, running_system
+from support.gpu_suite import DEVICE, IS_CARD
+from support.system import System, running_system
 
-from common.demo.samples import SAMPLES
+from common.tools.demo.samples import SAMPLES
 
 
 @pytest.fixture(scope="module", params=["auto", "fp8"])

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_suite import sanitized
 from relay_card import CardPair, copy_bytes_per_s, digest, random_storage, relay_bytes_per_s
+from support.gpu_suite import sanitized
 
-from common.errors import PeerLost
+from common.base.errors import PeerLost
+from common.control.messages import AttemptKey
 from common.kv.cuda_pages import pages_library
 from common.kv.layout import KVLayout
-from common.protocol import AttemptKey
-from kvtransfer.cuda import CudaDevice, copy_by_index
-from kvtransfer.device import Runs
-from kvtransfer.device_copying import DeviceCopier
+from kvtransfer.copy.cuda import CudaDevice, copy_by_index
+from kvtransfer.copy.device import Runs
+from kvtransfer.copy.device_copy import DeviceCopier
 from kvtransfer.wire import KVSlice
 
 KV = KVLayout("m", 4, 8, 128, "bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stub_node import make_model_folder
+from support.stub_node import make_model_folder
 from tokenizers import Tokenizer
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from router_bench import LONG, Bench, play
-from stub_node import StubNode, running_stack
+from support.router_bench import LONG, Bench, play
+from support.stub_node import StubNode, running_stack
 
-from common.config import RouterConfig
+from common.config.options import RouterConfig
 
 RELAY_LONG: dict[str, Any] = {"local_prefill_tokens": 32}
 """The lengths decide what is relayed, not what the policy learned of scripted nodes."""

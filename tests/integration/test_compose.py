@@ -13,11 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from docker_engine import BASE_IMAGE, IMAGE, Project, build_image, project, run, why_not
-from oracle import first_difference, greedy, make_tiny
-from system import wait_until
+from support.docker_engine import BASE_IMAGE, IMAGE, Project, build_image, project, run, why_not
+from support.oracle import first_difference, greedy, make_tiny
+from support.system import wait_until
 
-from common.redis_server import free_port
+from common.cluster.redis_server import free_port
 
 REASON = why_not()
 pytestmark = [

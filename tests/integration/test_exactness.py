@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from oracle import TINY, agreed, first_difference, greedy, make_tiny
-from system import System, running_system
+from support.oracle import TINY, agreed, first_difference, greedy, make_tiny
+from support.system import System, running_system
 
 from common.model.config import load_model_config
 

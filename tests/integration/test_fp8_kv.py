@@ -10,10 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from system import START_TIMEOUT_S, System, running_system, wait_until
+from support.system import START_TIMEOUT_S, System, running_system, wait_until
 
-from common import demo
-from common.model.config import load_model_config
+from common.model.config import DEMO_MODEL_PATH, load_model_config
 
 SLOTS = 16
 
@@ -46,7 +45,7 @@ def test_a_trained_model_answers_as_ever_over_relayed_fp8_kv(served: System, pro
 
 
 def test_a_relay_moves_one_byte_for_each_number_half_of_what_bf16_takes(served: System) -> None:
-    config = load_model_config(demo.MODEL_PATH)
+    config = load_model_config(DEMO_MODEL_PATH)
     response = ask(served, " one two three four five six seven eight" * 12, 2)
     blocks = -(-response.json()["usage"]["prompt_tokens"] // SLOTS)
     expected = blocks * config.num_layers * 2 * SLOTS * config.num_kv_heads * config.head_dim

@@ -23,7 +23,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_the_benchmark_runs_dry_and_writes_its_figures(tmp_path: Path) -> None:
     """Two lines of it; the whole dry run takes more than a minute."""
     file = tmp_path / "all.json"
-    bench = str(ROOT / "tests/load/gpu/bench.py")
+    bench = str(ROOT / "tests/bench/gpu/bench.py")
     done = run(sys.executable, bench, "--dry-run", "--only", "limits,prefill", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(file.read_text())

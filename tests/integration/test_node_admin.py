@@ -12,15 +12,15 @@ import httpx
 import pytest
 
 import common.node.admin
-from common.config import DecodeConfig
+from common.cluster.membership import Directory
+from common.cluster.redis_server import RedisServer
+from common.config.options import DecodeConfig
+from common.control.links import Link
+from common.control.messages import Message, ModelInfo, NodeLoad, NodeRecord, Ping, Pong
 from common.kv.journal import BlockJournal
 from common.kv.layout import KVLayout
-from common.membership import Directory
 from common.node.drain import Drain
-from common.node.shell import NodeShell
-from common.protocol import Message, ModelInfo, NodeLoad, NodeRecord, Ping, Pong
-from common.redis_server import RedisServer
-from common.rpc import Link
+from common.node.server import NodeShell
 
 
 class Logic:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import redis
-from redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
-from steady import SteadyTime
+from support.redis_cluster_of_nodes import LEASE_S, ANode, ARouter, make_record, names, running, until
+from support.steady import SteadyTime
 
-from common.membership import Registrar
-from common.ownership import STREAM_LENGTH
-from common.protocol import NodeLoad
-from common.redis_keys import Keys
-from common.redis_server import RedisServer
+from common.cluster.kv_event_publisher import STREAM_LENGTH
+from common.cluster.membership import Registrar
+from common.cluster.redis_keys import Keys
+from common.cluster.redis_server import RedisServer
+from common.control.messages import NodeLoad
 
 
 def play(scene: Coroutine[Any, Any, None]) -> None:
@@ -289,8 +289,8 @@ def test_load_is_beside_the_record_and_both_are_gone_after_an_orderly_end(
 def test_node_whose_blocks_never_come_is_told_aloud(
     redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("router.follower.SILENCE_S", 0.3)
-    monkeypatch.setattr("router.follower._JUDGE_S", 0.1)
+    monkeypatch.setattr("router.index.kv_event_subscriber.SILENCE_S", 0.3)
+    monkeypatch.setattr("router.index.kv_event_subscriber._JUDGE_S", 0.1)
 
     async def scene() -> None:
         node = ANode(redis_server.url, cluster, make_record("n0"))

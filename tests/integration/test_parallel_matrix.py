@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from oracle import TINY, first_difference, greedy, make_tiny
-from system import running_system
+from support.oracle import TINY, first_difference, greedy, make_tiny
+from support.system import running_system
 
 NEW_TOKENS = 40
 """Three blocks of growth: more than a node keeps free for those that run, so that some must give theirs back."""

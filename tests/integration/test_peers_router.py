@@ -1,6 +1,6 @@
 """Where users of other systems got hurt, by number: what a router makes of it, over HTTP and with scripted nodes.
 
-The other numbers: `tests/unit/test_peers_nodes.py` and `tests/unit/test_peers_processes.py`.
+The other numbers: `tests/unit/decode_node/test_peers_failures.py` and `tests/unit/common/test_peers_failures.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
+from support.stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
 
-from common.config import RouterConfig
-from common.membership import Directory, Registrar
-from common.protocol import NodeRecord
-from common.redis_server import RedisServer
+from common.cluster.membership import Directory, Registrar
+from common.cluster.redis_server import RedisServer
+from common.config.options import RouterConfig
+from common.control.messages import NodeRecord
 
 LONG = list(range(5, 90))
 """A prompt with more tokens than are prefilled locally."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from oracle import greedy, make_tiny
-from system import wait_until
+from support.oracle import greedy, make_tiny
+from support.system import wait_until
 
-from common.redis_server import RedisServer, free_port
+from common.cluster.redis_server import RedisServer, free_port
 
 
 @contextmanager

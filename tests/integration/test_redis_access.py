@@ -9,12 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from redis_cluster_of_nodes import ANode, ARouter, make_record, names, running, until
-from redis_servers import ask, binary_with_tls, redis_server_with
+from support.redis_cluster_of_nodes import ANode, ARouter, make_record, names, running, until
+from support.redis_servers import ask, binary_with_tls, redis_server_with
 
-from common.errors import ConfigError
-from common.redis_client import check_redis
-from common.redis_server import free_port
+from common.base.errors import ConfigError
+from common.cluster.redis_client import check_redis
+from common.cluster.redis_server import free_port
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 import redis
-from steady import SteadyTime
-from system import running_system, wait_until
+from support.steady import SteadyTime
+from support.system import running_system, wait_until
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
+from support.stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
 
-from common.admin.server import AdminServer
-from common.config import RouterConfig
+from common.config.options import RouterConfig
+from common.control.admin_server import AdminServer
 from router.admin import RouterAdmin
-from router.placing import Chain
+from router.requests.placement import Chain
 
 PROMPT = list(range(100, 200))
 

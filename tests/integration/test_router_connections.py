@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from router_bench import Bench, play
+from support.router_bench import Bench, play
 
 import router.service
-from router.connection import Client
+from router.fast.http_connection import Client
 
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
 """What Java's HttpClient and `curl --http2` send along."""

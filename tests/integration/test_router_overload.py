@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from stub_node import Stack, StubNode, make_model_folder, running_stack
+from support.stub_node import Stack, StubNode, make_model_folder, running_stack
 
-from common.config import RouterConfig
+from common.config.options import RouterConfig
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from router_bench import LONG, Bench, play, script_of
-from stub_node import MAX_LEN, StubNode, running_stack
+from support.router_bench import LONG, Bench, play, script_of
+from support.stub_node import MAX_LEN, StubNode, running_stack
 from tokenizers import Tokenizer
 
 import router.service
-from common.config import RouterConfig
-from common.rpc import Link
+from common.config.options import RouterConfig
+from common.control.links import Link
 
 
 def test_relayed_chat_answers_whole_and_streamed_alike(model_folder: Path, tokenizer: Tokenizer) -> None:

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import httpx
-from stub_node import StubNode, make_model_folder
+from support.stub_node import StubNode, make_model_folder
 from tokenizers import Tokenizer
 
-from common.config import RouterConfig
-from common.membership import Registrar
-from common.redis_server import RedisServer
+from common.cluster.membership import Registrar
+from common.cluster.redis_server import RedisServer
+from common.config.options import RouterConfig
 from router.service import serve
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from oracle import make_tiny
-from system import running_system
+from support.oracle import make_tiny
+from support.system import running_system
 
 
 def test_same_seed_same_tokens_alone_in_a_crowd_and_on_other_nodes(tmp_path: Path) -> None:

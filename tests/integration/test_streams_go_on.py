@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from router_bench import LONG, Bench, play, script_of
-from stub_node import StubNode
+from support.router_bench import LONG, Bench, play, script_of
+from support.stub_node import StubNode
 from tokenizers import Tokenizer
 
-import router.dispatch
-from common.protocol import DecodeRequest
-from router.breaker import Breakers, BreakerSettings
+import router.requests.dispatch
+from common.control.messages import DecodeRequest
+from router.nodes.breaker import Breakers, BreakerSettings
 
 ANSWER = "it goes on, and on, until the STOP that nobody sees"
 
@@ -242,7 +242,7 @@ def test_node_that_fails_every_request_gets_no_more_while_there_is_another(model
 def test_waiting_stream_ends_with_503_if_no_node_comes_back(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router.dispatch, "REPLACEMENT_WAIT_S", 0.3)
+    monkeypatch.setattr(router.requests.dispatch, "REPLACEMENT_WAIT_S", 0.3)
 
     async def scene(bench: Bench) -> None:
         bench.decode.gate.clear()

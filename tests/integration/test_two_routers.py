@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from stub_node import Stack, StubNode, make_model_folder, running_stack
+from support.stub_node import Stack, StubNode, make_model_folder, running_stack
 
-from common.config import RouterConfig
+from common.config.options import RouterConfig
 
 NODES = 4
 BURST = 200

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from oracle import make_tiny
+from support.oracle import make_tiny
 
-from common.redis_server import free_port
+from common.cluster.redis_server import free_port
 
 
 def failed_start(model: Path, *args: str) -> str:

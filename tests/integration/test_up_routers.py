@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from system import System, running_system, wait_until
+from support.system import System, running_system, wait_until
 
 PROMPT = list(range(300, 400))
 """More tokens than are prefilled locally."""

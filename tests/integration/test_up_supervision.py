@@ -1,4 +1,4 @@
-"""`kvrelay up` as a process, with a real Redis and stub services that start in no time (tests/stub_services)."""
+"""`kvrelay up` as a process, with a real Redis and stub services that start in no time (tests/support/stub_services)."""
 
 from __future__ import annotations
 

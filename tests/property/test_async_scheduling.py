@@ -7,13 +7,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from fake_engine import VOCAB, FakeRunner, generate
+from support.fake_engine import VOCAB, FakeRunner, generate
 
+from common.base.hashing import root_hash
+from common.control.messages import AttemptKey, SamplingParams
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
-from common.hashing import root_hash
 from common.kv.pool import BlockPool
-from common.protocol import AttemptKey, SamplingParams
 
 MAX_MODEL_LEN = 120
 

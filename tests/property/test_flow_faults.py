@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import EngineError, Overloaded, PeerLost, Unavailable
-from common.protocol import (
+from common.base.errors import EngineError, Overloaded, PeerLost, Unavailable
+from common.control.messages import (
     Abort,
     AttemptFailed,
     AttemptKey,
@@ -19,8 +19,8 @@ from common.protocol import (
     SamplingParams,
     TokenChunk,
 )
-from router.flow import Flow, FlowRequest, State
-from router.flow_events import (
+from router.requests.flow import Flow, FlowRequest, State
+from router.requests.flow_events import (
     Blame,
     Cancelled,
     Chunk,

@@ -9,8 +9,8 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import frames
-from common.frames import Connection, on_the_wire
+from common.control import frames
+from common.control.frames import Connection, on_the_wire
 
 
 class Transport:

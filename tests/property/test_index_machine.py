@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.clock import MockClock
-from router.index import EXPECTATION_S, PrefixIndex
+from common.base.clock import MockClock
+from router.index.prefix_index import EXPECTATION_S, PrefixIndex
 
 BLOCKS = [hashlib.sha256(bytes([i])).digest()[:16] for i in range(14)]
 OPTIONS = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import Unavailable
-from common.protocol import Role
-from router.hits import Hits
+from common.base.errors import Unavailable
+from common.control.messages import Role
+from router.index.prefix_hits import Hits
 from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picking, place
 from router.policy import fleet as fleet_module
 from router.policy.fleet import NAMES

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.kv.layout import KVLayout
 from kvtransfer.resharding import plan
 

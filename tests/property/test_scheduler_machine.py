@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 
-from fake_engine import VOCAB, FakeRunner, generate, prefix_identity
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.fake_engine import VOCAB, FakeRunner, generate, prefix_identity
 
+from common.base.errors import BadRequest
+from common.base.hashing import BLOCK_SIZE, root_hash
+from common.control.messages import AttemptKey, SamplingParams
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
-from common.errors import BadRequest
-from common.hashing import BLOCK_SIZE, root_hash
 from common.kv.pool import BlockPool
-from common.protocol import AttemptKey, SamplingParams
 
 PREFIXES = [list(range(n, n + 48)) for n in (0, 100, 200)]
 

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.errors import CorruptSlice, TransferError
-from common.hashing import HASH_BYTES
+from common.base.errors import CorruptSlice, TransferError
+from common.base.hashing import HASH_BYTES
+from common.control.messages import AttemptKey, Grant, PeerRef
 from common.kv.layout import KVLayout
-from common.protocol import AttemptKey, Grant, PeerRef
 from kvtransfer.base import (
     DestinationReleased,
     IncomingTransfer,
@@ -25,8 +25,8 @@ from kvtransfer.base import (
     ReceiveFailed,
     SourceReleased,
 )
-from kvtransfer.ends import ReceivingEnd, SendingEnd
-from kvtransfer.state import Batch, Claim
+from kvtransfer.rank_transfers import ReceivingEnd, SendingEnd
+from kvtransfer.transfer_state import Batch, Claim
 from kvtransfer.wire import SliceHeader
 
 NUM_BLOCKS = 64

@@ -10,19 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from fake_engine import VOCAB, FakeRunner, FakeWire, generate
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.fake_engine import VOCAB, FakeRunner, FakeWire, generate
 
-from common.clock import MockClock
-from common.engine.executor import LocalExecutor, OnBlocksFinal, StepDone, StepFailed
-from common.engine.scheduler import Scheduler, SchedulerConfig
-from common.engine.step import StepInput
-from common.kv.layout import KVLayout
-from common.kv.pool import BlockPool
-from common.node.outbox import FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
-from common.protocol import (
+from common.base.clock import MockClock
+from common.control.messages import (
     Abort,
     AttemptFailed,
     AttemptKey,
@@ -33,6 +27,12 @@ from common.protocol import (
     SamplingParams,
     TokenBatch,
 )
+from common.engine.executor import LocalExecutor, OnBlocksFinal, StepDone, StepFailed
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.step import StepInput
+from common.kv.layout import KVLayout
+from common.kv.pool import BlockPool
+from common.node.events import FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
 

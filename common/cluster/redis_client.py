@@ -1,0 +1,152 @@
+"""Connections to Redis: one server, TLS, a Redis Cluster, or whatever server a Sentinel names at the moment.
+
+    redis://[user:password@]host:port/db      rediss:// the same over TLS, e.g. with ?ssl_ca_certs=/path/ca.pem
+    unix:///path                              redis+cluster://host:port      rediss+cluster://host:port
+    redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]
+
+Used on the asyncio loop of every process. Every Redis error is one of `UNREACHABLE`: whoever gets one goes on with
+what it knows, calls `forget_connections` and tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import ssl
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import redis.asyncio
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import MovedError, RedisClusterException, RedisError
+
+from common.base.errors import ConfigError
+
+_SOCKET_TIMEOUT_S = 2.0
+_CHECK_TIMEOUT_S = 4.0
+_PASSWORD_OPTION = re.compile(r"((?:^|[?&])password=)[^&]*", re.IGNORECASE)
+UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
+"""The second is none of the first: no server of a Redis Cluster answers, or nobody has some of its slots."""
+
+RedisClient = Any
+"""A client of any of the kinds above. Their annotations cover every option of every command at once; ours would not."""
+
+
+def connect(redis_url: str) -> RedisClient:
+    """A client whose every operation fails within seconds when Redis is away, without retries of its own.
+
+    Raises: ConfigError for a malformed URL.
+    """
+    scheme = redis_url.partition("://")[0]
+    options: dict[str, Any] = {"socket_timeout": _SOCKET_TIMEOUT_S, "socket_connect_timeout": _SOCKET_TIMEOUT_S}
+    try:
+        if scheme in ("redis+cluster", "rediss+cluster"):
+            plain = redis_url.replace("+cluster", "", 1)
+            return RedisCluster.from_url(plain, retry=Retry(NoBackoff(), 1), **options)
+        options["retry"] = Retry(NoBackoff(), 0)
+        if scheme in ("redis+sentinel", "rediss+sentinel"):
+            return _by_sentinel(redis_url, options)
+        client: Any = redis.asyncio.Redis.from_url(redis_url, **options)  # pyright: ignore[reportUnknownMemberType]
+        return client
+    except (ValueError, TypeError, RedisError) as error:
+        raise _malformed(redis_url, error) from None
+
+
+def _by_sentinel(redis_url: str, options: dict[str, Any]) -> RedisClient:
+    parts = urlsplit(redis_url)
+    login, _, addresses = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("it names no service, as in redis+sentinel://host:26379/mymaster")
+    sentinels = [(host, int(port or 26379)) for host, _, port in (a.partition(":") for a in addresses.split(","))]
+    more: dict[str, Any] = dict(parse_qsl(parts.query))
+    tls: dict[str, Any] = {"ssl": True} if parts.scheme.startswith("rediss") else {}
+    tls |= {name: more.pop(name) for name in list(more) if name.startswith("ssl_")}  # the Sentinels have the same CA
+    if password:
+        more["password"] = unquote(password)
+    if user:
+        more["username"] = unquote(user)
+    watcher: Any = Sentinel(sentinels, sentinel_kwargs={**options, **tls}, **options)
+    return watcher.master_for(service, db=int(db or 0), **options, **tls, **more)
+
+
+async def forget_connections(client: RedisClient) -> None:
+    """Have the next operation connect anew: the address may mean another server by now.
+
+    After a failover the old server may still answer, but take no writes.
+    """
+    with contextlib.suppress(*UNREACHABLE):
+        pool = getattr(client, "connection_pool", None)
+        if pool is not None:
+            await pool.disconnect()
+
+
+def without_password(redis_url: str) -> str:
+    """The URL as it may be shown, also where it is so malformed that nobody could say what in it is the password."""
+    scheme, separator, rest = redis_url.partition("://")
+    if not separator:
+        scheme, rest = "", redis_url
+    login, _, place = rest.rpartition("@")
+    return scheme + separator + ("***@" if login else "") + _PASSWORD_OPTION.sub(r"\1***", place)
+
+
+def _malformed(redis_url: str, error: Exception) -> ConfigError:
+    return ConfigError(f"the Redis URL {without_password(redis_url)} is malformed: {_complaint(redis_url, error)}")
+
+
+def _complaint(redis_url: str, error: Exception) -> str:
+    """What the parser says, unless it may quote a password that it took for something else."""
+    login, at, _ = redis_url.partition("://")[2].rpartition("@")
+    if at and re.search(r"[][/?#@]", login):
+        return "in user name and password these must be percent-encoded: / ? # @ [ ]"
+    # What Redis's client makes of an option after the question mark that it does not have.
+    return re.sub(r"^.*an unexpected keyword argument", "no such option here:", str(error))
+
+
+async def check_redis(redis_url: str) -> None:
+    """Return if Redis answers.
+
+    Raises: ConfigError with one sentence, within about 5 s, if it does not.
+    """
+    client = connect(redis_url)
+    try:
+        async with asyncio.timeout(_CHECK_TIMEOUT_S):
+            # A write-free command with a key, so that a server which is part of a Redis Cluster shows itself.
+            await client.get("kvrelay:{check}")
+    except TimeoutError:
+        raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: no answer") from None
+    except UNREACHABLE as error:
+        raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: {short(error)}") from error
+    except TypeError as error:  # the options of a URL are looked at when the first connection is made
+        raise _malformed(redis_url, error) from None
+    finally:
+        await client.aclose()
+
+
+def honour_cancellation() -> None:
+    """End a loop whose cancellation was swallowed below.
+
+    The Redis client waits with `asyncio.wait_for`, which before Python 3.12 may lose a cancellation that comes
+    in the very moment in which the wait is over.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def short(error: BaseException) -> str:
+    """A Redis error in a few words."""
+    if isinstance(error, MovedError):
+        return "it is part of a Redis Cluster: write redis+cluster:// instead of redis://"
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, ssl.SSLError):
+        return str(cause)
+    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+        return os.strerror(cause.errno)
+    return str(error).rstrip(".") or type(error).__name__

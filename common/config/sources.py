@@ -1,0 +1,186 @@
+"""Where configuration comes from: defaults < TOML file < environment < flags. Every mistake is a `ConfigError`.
+
+Pure but for reading the one file that is named; runs once, in the main thread, before anything else.
+
+    # kvrelay.toml
+    cluster = "lab"            # top level: for every service that has the field
+    [decode]                   # tables [router] [prefill] [decode] [up]: for that service only
+    max_num_seqs = 32
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from common.base.errors import ConfigError
+from common.config.options import SERVICES, ServiceConfig, field_infos
+
+ENV_PREFIX = "KVRELAY_"
+CONFIG_FILE_VARIABLE = "KVRELAY_CONFIG"
+SUPERVISOR_VARIABLE = "KVRELAY_SUPERVISOR_PID"
+"""Set by a supervisor for its children: they die with that process."""
+ADMIN_URL_VARIABLE = "KVRELAY_ADMIN_URL"
+"""Which router `kvrelay admin` asks."""
+BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+"""How a flag or a variable says true and false."""
+UNSET = "none"
+"""How it says that an optional value is not given."""
+_RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE}
+
+Source = Literal["default", "file", "table", "environment", "flag"]
+"""Where a value came from; `file` is the file's top level, `table` the service's own table in it."""
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[ConfigT]):
+    """A configuration, and for each field where its value came from."""
+
+    config: ConfigT
+    sources: dict[str, Source]
+
+
+def field_type(cls: type[ServiceConfig], name: str) -> Any:
+    """The declared type of a field, resolved."""
+    return get_type_hints(cls)[name]
+
+
+def type_label(expected: Any) -> str:
+    """How `--help` and error messages name a type: `INTEGER`, `itl|balanced|ttft`."""
+    inner, _ = _strip_optional(expected)
+    if get_origin(inner) is Literal:
+        return "|".join(str(choice) for choice in get_args(inner))
+    return {int: "INTEGER", float: "NUMBER", bool: "BOOLEAN", str: "TEXT"}[inner]
+
+
+def resolve(
+    cls: type[ConfigT], *, flags: Mapping[str, str], environ: Mapping[str, str], file: str | None
+) -> Resolved[ConfigT]:
+    """The configuration of one service.
+
+    `flags` are the given ones only, by field name. `file` is the TOML file, which `KVRELAY_CONFIG` names
+    where `file` is None.
+
+    Raises: ConfigError naming the place, the key and what is wrong with it.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = dict.fromkeys(field_infos(cls), "default")
+
+    def take(name: str, value: Any, source: Source) -> None:
+        values[name], sources[name] = value, source
+
+    file = file or environ.get(CONFIG_FILE_VARIABLE) or None
+    if file is not None:
+        for name, value, source in _from_file(cls, file):
+            take(name, value, source)
+    for name, text in _from_environment(cls, environ).items():
+        take(name, _parse(text, field_type(cls, name), ENV_PREFIX + name.upper()), "environment")
+    for name, text in flags.items():
+        take(name, _parse(text, field_type(cls, name), "--" + name.replace("_", "-")), "flag")
+    return Resolved(cls(**values), sources)
+
+
+def _from_file(cls: type[ServiceConfig], file: str) -> list[tuple[str, Any, Source]]:
+    try:
+        document = tomllib.loads(Path(file).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    taken: list[tuple[str, Any, Source]] = []
+    tables = {service.section: service for service in SERVICES}
+    top = {key: value for key, value in document.items() if not isinstance(value, dict)}
+    shared = {name for service in SERVICES for name, info in field_infos(service).items() if not info.own}
+    for key, value in top.items():
+        if key not in shared:
+            raise ConfigError(f"{file}: {_unknown_top_level(key, shared)}")
+        if key in field_infos(cls):
+            taken.append((key, _typed(value, field_type(cls, key), f"{file}: {key}"), "file"))
+    for table, body in document.items():
+        if table in top:
+            continue
+        if table not in tables:
+            raise ConfigError(f"{file}: unknown table [{table}]{_suggestion(table, tables)}")
+        for key, value in body.items():
+            if key not in field_infos(tables[table]):
+                raise ConfigError(
+                    f"{file}: unknown key {key!r} in [{table}]{_suggestion(key, field_infos(tables[table]))}"
+                )
+            if tables[table] is cls:
+                taken.append((key, _typed(value, field_type(cls, key), f"{file}: [{table}] {key}"), "table"))
+    return taken
+
+
+def _unknown_top_level(key: str, shared: set[str]) -> str:
+    owners = [service.section for service in SERVICES if key in field_infos(service)]
+    if owners:
+        return f"{key!r} means something else for each service; put it into {' or '.join(f'[{o}]' for o in owners)}"
+    return f"unknown key {key!r}{_suggestion(key, shared)}"
+
+
+def _from_environment(cls: type[ServiceConfig], environ: Mapping[str, str]) -> dict[str, str]:
+    known = {ENV_PREFIX + name.upper() for service in SERVICES for name in field_infos(service)}
+    for variable in environ:
+        if variable.startswith(ENV_PREFIX) and variable not in known | _RESERVED_VARIABLES:
+            raise ConfigError(f"unknown environment variable {variable}{_suggestion(variable, known)}")
+    # Compose files set what they were not given to the empty string.
+    found = {name: environ.get(ENV_PREFIX + name.upper(), "") for name in field_infos(cls)}
+    return {name: text for name, text in found.items() if text}
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _strip_optional(expected: Any) -> tuple[Any, bool]:
+    """(`T`, True) for `T | None`, else (the type itself, False)."""
+    if get_origin(expected) in (types.UnionType, typing.Union):
+        inner = [arg for arg in get_args(expected) if arg is not type(None)]
+        return inner[0], True
+    return expected, False
+
+
+def _parse(text: str, expected: Any, place: str) -> Any:
+    """A value from a flag or an environment variable."""
+    inner, optional = _strip_optional(expected)
+    if optional and text.lower() == UNSET:
+        return None
+    if inner in (int, float):
+        try:
+            return inner(text)
+        except ValueError:
+            raise ConfigError(f"{place}: {text!r} is not {_article(inner)}") from None
+    if inner is bool:
+        if text.lower() not in BOOLEANS:
+            raise ConfigError(f"{place}: {text!r} is neither true nor false")
+        return BOOLEANS[text.lower()]
+    return _typed(text, expected, place)
+
+
+def _typed(value: Any, expected: Any, place: str) -> Any:
+    """`value` as it stands in a TOML file, if it is of the expected type."""
+    inner, _ = _strip_optional(expected)
+    if get_origin(inner) is Literal:
+        choices = get_args(inner)
+        if value not in choices:
+            near = _suggestion(str(value), choices)
+            raise ConfigError(f"{place}: {value!r} is not one of {', '.join(choices)}{near}")
+        return value
+    if inner is float and type(value) is int:
+        return float(value)
+    if type(value) is not inner:
+        raise ConfigError(f"{place}: {value!r} is not {_article(inner)}")
+    return value
+
+
+def _article(inner: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[inner]

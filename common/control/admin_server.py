@@ -1,0 +1,236 @@
+"""The admin port of one service: JSON over HTTP, behind a token. Runs on the service's asyncio loop.
+
+Default deny: without a configured token there is no admin port at all, with one every path wants it. It listens
+on an interface of its own (`--admin-host`, loopback unless given), never on the one of the clients' API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.base.errors import (
+    BadRequest,
+    ConfigError,
+    KvRelayError,
+    NotFound,
+    PayloadTooLarge,
+    RequestTimeout,
+    Unauthorized,
+)
+from common.control.admin_token import check_token
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 4 * 2**20
+_BODY_TIMEOUT_S = 10.0
+_MAX_CONNECTIONS = 64
+_GRACE_S = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """One admin request, as a handler sees it."""
+
+    path: Mapping[str, str]
+    """Values of the path's placeholders."""
+    query: Mapping[str, str]
+    body: Mapping[str, Any]
+    """The JSON object that was sent; empty for GET."""
+
+
+Handler = Callable[[Call], "Any | Awaitable[Any]"]
+"""Returns what goes out as JSON. Raises: KvRelayError, which goes out with its HTTP status."""
+
+
+@dataclass(frozen=True)
+class AdminRoute:
+    """One thing that can be asked of a service, as in `GET /requests/{id}`."""
+
+    method: str
+    path: str
+    handler: Handler
+
+
+class _TokenGuard:
+    """ASGI middleware: nothing is answered without the token, not even that a path does not exist."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Headers were decoded as Latin-1: back to the bytes that came, of which 0x85 and 0xA0 are spaces only to `str`.
+        # Compared whatever the scheme is, so that time tells nothing.
+        right = hmac.compare_digest(given.encode("latin-1").strip(b" \t"), self._token)
+        if right and scheme.lower() == "bearer":
+            await self._app(scope, receive, send)
+            return
+        await _error(Unauthorized("the admin token is missing or wrong"))(scope, receive, send)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the service ends it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class AdminServer:
+    """Listens from the start, answers between `start` and `close`.
+
+    Raises: ConfigError when `host`:`port` cannot be had, or `token` is empty or none that a header can carry.
+    """
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        if not token:
+            raise ConfigError("an admin port needs a token")
+        check_token(token)
+        self._token = token
+        self._socket = _listen(host, port)
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        bound, self.port = self._socket.getsockname()[:2]
+        self.url = f"http://[{bound}]:{self.port}" if ":" in bound else f"http://{bound}:{self.port}"
+
+    def start(self, routes: list[AdminRoute]) -> None:
+        """Answer `routes` from now on."""
+        config = uvicorn.Config(
+            build(routes, self._token),
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.get_running_loop().create_task(self._run(self._server))
+
+    async def _run(self, server: _Server) -> None:
+        try:
+            await server.serve(sockets=[self._socket])
+        except Exception:  # a broken admin port must not end the service
+            log.exception("the admin port broke")
+
+    async def close(self) -> None:
+        """Stop answering and give the port back."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+        self._socket.close()
+
+
+def build(routes: list[AdminRoute], token: str) -> Starlette:
+    """The ASGI application behind an admin port."""
+    return Starlette(
+        routes=[Route(route.path, _endpoint(route.handler), methods=[route.method]) for route in routes],
+        middleware=[Middleware(_TokenGuard, token=token)],
+        exception_handlers={HTTPException: _on_http_error, KvRelayError: _on_error, Exception: _on_bug},
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # the second: what no host can be called
+        raise ConfigError(
+            f"cannot listen on {host}:{port} for admin: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_MAX_CONNECTIONS)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port} for admin: {error.strerror or error}") from error
+    return sock
+
+
+def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        body = {} if request.method == "GET" else await _read_object(request)
+        answer = handler(Call(request.path_params, dict(request.query_params), body))
+        return _json(await answer if inspect.isawaitable(answer) else answer)
+
+    return endpoint
+
+
+async def _read_object(request: Request) -> dict[str, Any]:
+    """The JSON object of a POST; an empty body is an empty object.
+
+    Raises: PayloadTooLarge, RequestTimeout, BadRequest.
+    """
+    data = b""
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for part in request.stream():
+                data += part
+                if len(data) > MAX_BODY_BYTES:
+                    raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise BadRequest("the body is incomplete") from None
+    if not data:
+        return {}
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise BadRequest("the body is not a JSON object")
+    return value
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), default=str).encode(errors="replace")
+    return Response(data, status, media_type="application/json")
+
+
+def _error(error: KvRelayError) -> Response:
+    return _json({"error": {"code": error.code, "message": error.message}}, error.http_status)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvRelayError)
+    response = _error(error)
+    if isinstance(error, RequestTimeout | PayloadTooLarge):
+        response.headers["connection"] = "close"  # what is left of the body is nobody's next request
+    return response
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = NotFound(f"{error.detail}: {request.method} {request.url.path[:200]}")
+    known.http_status = error.status_code
+    return _error(known)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return _error(KvRelayError("internal error in the admin port; the service's log says more"))

@@ -1,0 +1,269 @@
+"""Control links: typed messages over TCP. A node's leader binds one `Server`; whoever wants something
+of that node (a router, a prefill leader) opens one `Link` to it. Both ends talk both ways.
+
+A frame is its length in four bytes and an array of messages: all that one turn of the loop sends to a node goes out
+together. The server begins, with an empty array.
+
+Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it: when
+the connection breaks it is over for good, `on_lost` says so once, and its owner opens a new one
+if membership still lists the node. A connection that stands but carries nothing any more (a cut cable, a machine
+without power) counts as broken after `frames.SILENCE_S`; leases, which also find processes that stand still, are `Ping`'s and `Pong`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from common.base.errors import ConfigError, ProtocolError, Unavailable
+from common.control.frames import QUEUE_BYTES, Connection
+from common.control.messages import Message, check, decode, encode, join, split
+
+log = logging.getLogger(__name__)
+
+Identity = bytes
+"""Names one connected `Link` at the `Server`; valid as long as that link lives."""
+
+_JOINED_BYTES = 2**20
+"""Messages that are larger together have a frame each, so that no frame gets too large for the other end."""
+
+_CONNECT_TIMEOUT_S, _RETRY_S = 2.0, 0.1
+"""After so long connecting begins anew. TCP's own attempts, of which this leaves room for two, come further and further
+apart: it would be late by as much again as the other end was away."""
+_GREETING_S = 30.0
+"""A connection on which the server does not begin by then is none."""
+
+_BACKLOG = 1024
+
+
+class Server:
+    """The control socket of a node's leader.
+
+    `on_message(identity, message)` runs on the loop for every well-formed message; what is malformed is
+    logged and dropped, the node goes on.
+
+    Raises: ConfigError when `host`:`port` cannot be bound. Port 0 takes any free one.
+    """
+
+    def __init__(self, host: str, port: int, on_message: Callable[[Identity, Message], None]) -> None:
+        self._on_message = on_message
+        self._connections: dict[Identity, Connection] = {}
+        self._names = itertools.count(1)
+        try:
+            listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
+        except (OSError, TypeError) as error:  # the second: what no host can be called
+            raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
+        address, port = listener.getsockname()[:2]
+        self.address: str = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        loop = asyncio.get_running_loop()
+        self._listening = loop.create_task(loop.create_server(self._accept, sock=listener))
+
+    def send(self, identity: Identity, message: Message) -> None:
+        """Send without waiting.
+
+        Raises: Unavailable if that link is gone or its queue is full.
+        """
+        connection = self._connections.get(identity)
+        if connection is None:
+            raise Unavailable("cannot send: the link is gone")
+        connection.send(join([encode(message)]))
+
+    async def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        (await self._listening).close()
+
+    def _accept(self) -> Connection:
+        identity = b"%d" % next(self._names)
+
+        def opened(connection: Connection) -> None:
+            self._connections[identity] = connection
+            connection.send(join([]))
+
+        def ended(reason: str) -> None:
+            del self._connections[identity]
+            if not reason.startswith("broke"):
+                log.warning("closed a control connection: its other end %s", reason)
+
+        return Connection(lambda frame: self._receive(identity, frame), ended, opened)
+
+    def _receive(self, identity: Identity, frame: bytes | bytearray) -> None:
+        try:
+            envelopes = split(frame)
+        except ProtocolError as error:
+            log.warning("dropped control messages: %s", error)
+            return
+        for envelope in envelopes:
+            self._take(identity, envelope)
+
+    def _take(self, identity: Identity, envelope: object) -> None:
+        try:
+            message = check(envelope)
+        except ProtocolError as error:
+            log.warning("dropped a control message: %s", error)
+            return
+        try:
+            self._on_message(identity, message)
+        except Exception:  # the main loop of a link: one message's bug must not end it
+            log.exception("a control message was not taken")
+
+
+class Link:
+    """A connection to one incarnation's `Server`.
+
+    `on_message(message)` runs on the loop for every well-formed message; `on_lost(reason)` at most once.
+    Not called any more after `close`. A connection that does not stand after `connect_timeout_s` is lost, too;
+    with None it is tried for ever.
+
+    Raises: Unavailable for an address that is none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[str], None],
+        *,
+        connect_timeout_s: float | None = None,
+    ) -> None:
+        self.address = address
+        self._on_message = on_message
+        self._on_lost = on_lost
+        place = _place(address)
+        self.closed = False
+        self._loop = asyncio.get_running_loop()
+        self._connection: Connection | None = None
+        self._stands = False
+        self._deadline: asyncio.TimerHandle | None = None
+        if connect_timeout_s is not None:
+            self._wait(connect_timeout_s, f"{address} could not be reached within {connect_timeout_s:g} s")
+        self._connecting = self._loop.create_task(self._connect(*place))
+        self._unsent: list[bytes] = []
+        """What this turn of the loop has sent so far, and all before the connection stands."""
+        self._due = False
+        self._refused: list[bytes] = []
+
+    def send(self, message: Message) -> None:
+        """Send without waiting; before the connection stands, messages wait. All that one turn of the
+        loop sends goes out at its end, together. A full queue is a loss.
+
+        Raises: Unavailable if the link is closed.
+        """
+        if self.closed:
+            raise Unavailable(f"link to {self.address} is closed")
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._flush)
+        self._unsent.append(encode(message))
+
+    @property
+    def refused(self) -> list[Message]:
+        """Once it is closed over a full queue: what it did not get rid of. Its owner may owe that to the next link."""
+        return [decode(data) for data in self._refused]
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        unsent, self._unsent = self._unsent, []
+        try:
+            if unsent and self._stands:
+                self._send(unsent)
+        except Unavailable:
+            self._refused = unsent
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _connect(self, host: str, port: int) -> None:
+        while self._connection is None:
+            with contextlib.suppress(OSError, UnicodeError):  # TimeoutError is an OSError; UnicodeError: no host's name
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    await self._loop.create_connection(self._new_connection, host, port, family=_family(host))
+                    return
+            await asyncio.sleep(_RETRY_S)
+
+    def _new_connection(self) -> Connection:
+        return Connection(
+            self._receive, lambda reason: self._lose(f"connection to {self.address} {reason}"), self._open
+        )
+
+    def _open(self, connection: Connection) -> None:
+        self._connection = connection
+        if self.closed:
+            connection.close()
+            return
+        if connection.reached_itself:
+            self._lose(f"connection to {self.address} reached only itself")
+            return
+        if self._deadline is None:
+            self._wait(_GREETING_S, f"{self.address} was reached and said nothing for {_GREETING_S:g} s")
+
+    def _wait(self, timeout_s: float, reason: str) -> None:
+        self._deadline = self._loop.call_later(timeout_s, self._lose, reason)
+
+    def _receive(self, frame: bytes | bytearray) -> None:
+        try:
+            messages = list(map(check, split(frame)))
+        except ProtocolError as error:
+            self._lose(f"{self.address} does not speak our protocol: {error}")
+            return
+        if not self._stands:
+            self._stands = True
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._flush()
+        for message in messages:
+            if self.closed:
+                return
+            try:
+                self._on_message(message)
+            except Exception:  # as above
+                log.exception("a control message was not taken")
+
+    def _flush(self) -> None:
+        self._due = False
+        if not self._unsent or not (self._stands or sum(map(len, self._unsent)) > QUEUE_BYTES):
+            return
+        unsent, self._unsent = self._unsent, []
+        try:
+            self._send(unsent)
+        except Unavailable as error:
+            self._refused = unsent
+            self._lose(f"connection to {self.address} takes no more: {error}")
+
+    def _send(self, messages: list[bytes]) -> None:
+        if self._connection is None or not self._stands:
+            raise Unavailable("too much waits for it")
+        together = sum(map(len, messages)) <= _JOINED_BYTES
+        for frame in [join(messages)] if together else [join([message]) for message in messages]:
+            self._connection.send(frame)
+
+    def _lose(self, reason: str) -> None:
+        if not self.closed:
+            self.close()
+            self._on_lost(reason)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """Of an address; a name stands for its IPv4 address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _place(address: str) -> tuple[str, int]:
+    """Host and port of `tcp://HOST:PORT`. Raises: Unavailable."""
+    try:
+        parts = urlsplit(address)
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return parts.hostname, parts.port
+    except ValueError:
+        pass
+    raise Unavailable(f"{address} is no address of a control socket")

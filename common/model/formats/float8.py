@@ -1,0 +1,155 @@
+"""Weights in e4m3 with scales: widened when they are read, or multiplied as they are where the device can.
+
+Runs on a rank's main thread while it loads and on its engine thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.kernels.float8 import E4M3, E4M3_MAX, widen
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 128
+"""The side of the blocks, and the length of the pieces of a row of activations, that matrix units scale by."""
+_ALIGNED = 16
+"""Matrix units take sides of multiples of this."""
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A matrix, or this rank's part of one, as it is stored.
+
+    values: [out, in] e4m3; scale: float32, [out, 1], or [out / 128, in / 128] if `is_blocked`.
+    """
+
+    values: Tensor
+    scale: Tensor
+    is_blocked: bool
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether matrix units take it."""
+        return not any(side % (_BLOCK if self.is_blocked else _ALIGNED) for side in self.values.shape)
+
+    def widened(self) -> Tensor:
+        """[out, in] float32."""
+        block = (_BLOCK, _BLOCK) if self.is_blocked else (1, self.values.size(1))
+        return dequantise(self.values, self.scale, block, (0, 0))
+
+
+def dequantise(values: Tensor, scale: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
+    """`values` times the scale of each one's block, float32.
+
+    values: [rows, columns] e4m3, cut out of a whole matrix at `start`; scale: the whole matrix' float32 scales,
+    [ceil(rows / block[0]), ceil(columns / block[1])].
+    """
+    rows, columns = (
+        torch.arange(lo, lo + size, device=values.device) // side
+        for lo, size, side in zip(start, values.shape, block, strict=True)
+    )
+    wide = widen(values)
+    if scale.size(1) == 1:
+        return wide.mul_(scale.index_select(0, rows))
+    # Block by block of rows, so that no second matrix of this size is made.
+    ends = torch.searchsorted(rows, rows.unique(), right=True).tolist()
+    for lo, hi in zip([0, *ends[:-1]], ends, strict=True):
+        wide[lo:hi].mul_(scale[int(rows[lo])].index_select(0, columns))
+    return wide
+
+
+def join(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
+    """Several matrices one after the other as one; None if they cannot be multiplied as one."""
+    if len({part.is_blocked for part in parts}) > 1 or not all(part.is_aligned for part in parts):
+        return None
+    # PyTorch joins no e4m3 on some devices.
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(E4M3)
+    return Fp8Weight(values, torch.cat([part.scale for part in parts]), parts[0].is_blocked)
+
+
+class Fp8Linear:
+    """y = x W^T + b on weights in e4m3. Each row of x, or each 128 numbers of it, is brought to e4m3 by its own largest.
+
+    Only where `can_multiply` says so. Never run on a GPU so far (docs/gpu.md).
+    """
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
+        """bias: [out], of the dtype of activations."""
+        self._values = weight.values.t()
+        self._bias = bias
+        self._is_blocked = weight.is_blocked
+        self._scale = _block_scales(weight.scale) if weight.is_blocked else weight.scale.t().contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, in]. Returns a fresh [T, out] of the same dtype."""
+        product = _times_blocks if self._is_blocked else _times_rows
+        out = product(x, self._values, self._scale).to(x.dtype)
+        return out if self._bias is None else out.add_(self._bias)
+
+
+def _times_rows(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """x: [T, in]; values: [in, out], column after column; scale: [1, out]. Returns [T, out] bfloat16."""
+    largest = x.abs().amax(1, keepdim=True).float()
+    rows, row_scale = _to_e4m3(x, largest)
+    return torch.ops.aten._scaled_mm(rows, values, row_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=x.is_cuda)
+
+
+def _times_blocks(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """As `_times_rows`, with the scales of `_block_scales`."""
+    num_rows = x.size(0)
+    # The scales of a piece of all rows lie together, in fours.
+    padded = F.pad(x, (0, 0, 0, -num_rows % 4))
+    pieces = padded.view(padded.size(0), -1, _BLOCK)
+    rows, row_scale = _to_e4m3(pieces, pieces.abs().amax(2, keepdim=True).float())
+    return F.scaled_mm(
+        rows.view(padded.shape),
+        values,
+        row_scale[..., 0].t().contiguous().t(),
+        F.ScalingType.BlockWise1x128,
+        scale,
+        F.ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )[:num_rows]
+
+
+def _to_e4m3(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` and its scales, float32, of the shape of `largest`."""
+    scale = largest.div(E4M3_MAX).clamp_(min=1e-12)
+    return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+
+
+def _block_scales(scale: Tensor) -> Tensor:
+    """[out / 128, in / 128] as cuBLAS wants it: padded to fours of blocks along `in`, which lie together; transposed."""
+    return F.pad(scale, (0, -scale.size(1) % 4)).t()
+
+
+def can_multiply(device: torch.device, *, blocked: bool) -> bool:
+    """Whether `device` multiplies e4m3 matrices, tried out once: the product must be right."""
+    return device.type == "cuda" and _multiplies(device, blocked)
+
+
+@functools.cache
+def _multiplies(device: torch.device, blocked: bool) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2 * _BLOCK, generator=generator).bfloat16().to(device)
+    values = torch.randn(2 * _BLOCK, 2 * _BLOCK, generator=generator).to(device).to(E4M3)
+    scale = torch.rand((2, 2) if blocked else (2 * _BLOCK, 1), generator=generator).add_(0.5).to(device)
+    weight = Fp8Weight(values, scale, blocked)
+    expected = x.float() @ weight.widened().t()
+    try:
+        error = (Fp8Linear(weight, None).forward(x).float() - expected).abs().max() / expected.abs().max()
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as reason:
+        log.warning("this device does not multiply FP8 weights, they are widened while loading: %s", reason)
+        return False
+    if not error < 0.1:
+        log.warning("this device multiplies FP8 weights wrongly (error %.2f), they are widened while loading", error)
+        return False
+    return True

@@ -1,0 +1,234 @@
+"""What the logic of both roles has in common: attempts taken in, steps begun and entered, deadlines, load. Engine thread.
+
+A role says what being admitted, a token, a failure and an end mean for its attempts.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from common.base.clock import Clock
+from common.base.errors import BadRequest, EngineError, KvRelayError, NoFiniteLogits, Overloaded, RankLost, Unavailable
+from common.base.hashing import root_hash
+from common.control.links import Identity
+from common.control.messages import AttemptFailed, AttemptKey, DecodeRequest, NodeLoad, PeerRef, PrefillRequest
+from common.engine.executor import Executor, StepDone, StepFailed
+from common.engine.scheduler import Plan, Progress, Scheduler
+from common.engine.sequence import Sequence
+from common.engine.step import StepOutput
+from common.kv.layout import KVLayout
+from common.node.events import ClientLost, Outbox
+from common.node.step_timer import StepMeter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """What a node knows of every attempt."""
+
+    identity: Identity
+    """The router that asked."""
+    seq: Sequence
+    deadline_s: float
+
+
+AttemptT = TypeVar("AttemptT", bound=Attempt)
+
+
+class RoleLogic(ABC, Generic[AttemptT]):
+    """All attempts of one node. Invariants: every step begun is entered as done or failed once; when `attempts` is
+    empty, no block is used.
+    """
+
+    def __init__(
+        self,
+        me: PeerRef,
+        layout: KVLayout,
+        vocab_size: int,
+        scheduler: Scheduler,
+        executor: Executor,
+        outbox: Outbox,
+        clock: Clock,
+        *,
+        max_accepted: int,
+    ) -> None:
+        self.me = me
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self.scheduler = scheduler
+        self.executor = executor
+        self.outbox = outbox
+        self.clock = clock
+        self.max_accepted = max_accepted
+        self.attempts: dict[AttemptKey, AttemptT] = {}
+        self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
+        self._plans: dict[int, Plan] = {}
+        """Steps in flight."""
+        self._meter = StepMeter(depth=scheduler.config.depth)
+        self._prompt_tokens = 0
+        self._relayed_bytes = 0
+        self._relayed_by: dict[str, int] = {}
+        self._transfers_failed = 0
+
+    # ------------------------------------------------------------ what a role adds
+
+    @abstractmethod
+    def _token(self, attempt: AttemptT, done: Progress) -> None:
+        """A step drew its next token: `done.sampled`, without an error."""
+
+    @abstractmethod
+    def _fail(self, attempt: AttemptT | None, error: KvRelayError) -> None:
+        """Tell those who have to do with it, then end it. None, and one that has ended: nothing."""
+
+    @abstractmethod
+    def _end(self, attempt: AttemptT | None) -> None:
+        """Nobody wants it any more: free what it holds, now or when its transfer lets go. None, or again: nothing."""
+
+    @abstractmethod
+    def _describe(self, attempt: AttemptT) -> dict[str, Any]:
+        """For operators: its state, and how far it is."""
+
+    def _admitted(self, attempt: AttemptT) -> None:
+        """It has its blocks, and is in the step that begins now."""
+
+    # ------------------------------------------------------------ events and time
+
+    def handle(self, event: object) -> None:
+        """Take one event; a role takes its own first."""
+        match event:
+            case StepDone(output):
+                self._step_done(output)
+            case StepFailed(step_id, error):
+                self._step_failed(step_id, error)
+            case ClientLost(identity):
+                # It may only have been held up: then it must hear that its attempts are over.
+                for attempt in [a for a in self.attempts.values() if a.identity == identity]:
+                    self._fail(attempt, Unavailable("the router was silent past its lease"))
+            case _:
+                log.warning("a %s does not take %s", type(self).__name__, event)
+
+    def on_time(self, now_s: float) -> None:
+        """End what is past its deadline; measure the load."""
+        for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
+            self._end(attempt)
+        self.load = self._measure_load()
+
+    def describe_attempts(self) -> list[dict[str, Any]]:
+        """For operators: every attempt, where it stands and how old it is."""
+        now_s = self.clock()
+        return [
+            {"attempt": str(key), "age_s": round(now_s - attempt.seq.arrival_s, 3), **self._describe(attempt)}
+            for key, attempt in self.attempts.items()
+        ]
+
+    def _take(self, identity: Identity, request: PrefillRequest | DecodeRequest) -> Sequence | None:
+        """The sequence of a new request; None if it cannot be served, which its router is told."""
+        if request.key in self.attempts:
+            log.warning("%s came twice, the first one goes on", request.key)
+            return None
+        try:
+            return self._sequence(request)
+        except KvRelayError as error:
+            self.outbox.reply(identity, AttemptFailed(request.key, error.code, error.message))
+            return None
+
+    def _sequence(self, request: PrefillRequest | DecodeRequest) -> Sequence:
+        """The sequence of `request`, if this node can ever run it.
+
+        Raises: BadRequest for token ids or lengths that cannot be, Overloaded when the node has all the attempts that it may.
+        """
+        if len(self.attempts) >= self.max_accepted:
+            raise Overloaded(f"this node has accepted {len(self.attempts)} requests, its bound")
+        if not request.token_ids:
+            raise BadRequest("the prompt has no tokens")
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self.vocab_size:
+            raise BadRequest(f"a token id lies outside the vocabulary of {self.vocab_size}")
+        if not 0 < request.prompt_len <= len(request.token_ids) or request.sampling.max_tokens < 1:
+            raise BadRequest("prompt_len or max_tokens is out of range")
+        sequence = Sequence(
+            key=request.key,
+            token_ids=list(request.token_ids),
+            prompt_len=request.prompt_len,
+            sampling=request.sampling,
+            root=root_hash(self.layout.fingerprint, cache_salt=request.cache_salt),
+            arrival_s=self.clock(),
+            priority=request.priority,
+            relays=isinstance(request, PrefillRequest),
+        )
+        self.scheduler.check_fits(sequence)
+        return sequence
+
+    # ------------------------------------------------------------ steps
+
+    def step(self) -> bool:
+        """Begin a step if there is work. Returns whether there was."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        step_id = plan.step.step_id
+        for seq in plan.admitted:
+            if seq.first_step_s is None:
+                seq.first_step_s = self.clock()
+            self._admitted(self.attempts[seq.key])
+        self.outbox.flush()  # offers and grants must not wait for the step: an answer can be back before it is done
+        self._plans[step_id] = plan
+        self._meter.begin(step_id, self.clock())
+        try:
+            output = self.executor.submit(plan.step)
+        except Exception as error:  # one step's failure must not end the node
+            self._step_failed(step_id, error)
+            return True
+        if output is not None:
+            self._step_done(output)
+        return True
+
+    def _step_done(self, output: StepOutput) -> None:
+        plan = self._plans.pop(output.step_id)
+        counts = plan.step.query_lens
+        self._meter.end(output.step_id, self.clock(), counts)
+        self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts, strict=True) if n > 1 or seq.relays)
+        for done in self.scheduler.update(plan, output.sampled):
+            if done.sampled is not None and done.sampled.error is not None:
+                self._fail(self.attempts[done.seq.key], NoFiniteLogits(done.sampled.error))
+            elif done.sampled is not None:
+                self._token(self.attempts[done.seq.key], done)
+
+    def _step_failed(self, step_id: int, error: Exception) -> None:
+        if isinstance(error, RankLost):
+            raise error  # the engine loop ends, and the node with it: its ranks share fate
+        log.error("step %d failed", step_id, exc_info=error)
+        self._meter.drop(step_id)
+        plan = self._plans.pop(step_id)
+        self.scheduler.fail(plan)
+        for seq in plan.seqs:
+            self._fail(self.attempts.get(seq.key), EngineError(f"the step failed: {error}"))
+
+    def _measure_load(self, *, waiting: int = 0, **own: Any) -> NodeLoad:
+        """As of now. `waiting`: attempts that are not in the scheduler yet; `own`: the fields that only a role knows."""
+        scheduler = self.scheduler
+        unstarted = sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting)
+        # One that generates lacks one token's KV for ever.
+        begun = sum(lacking for seq in scheduler.running.values() if (lacking := seq.num_uncomputed) > 1)
+        return NodeLoad(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + waiting,
+            queued_tokens=unstarted + begun,
+            kv_blocks_used=scheduler.pool.num_used,
+            kv_blocks_cached=scheduler.pool.num_cached,
+            kv_blocks_total=scheduler.pool.num_blocks,
+            step_age_s=self._meter.age_s(self.clock()),
+            prompt_tokens=self._prompt_tokens,
+            prompt_busy_s=self._meter.prompt_busy_s,
+            step_s=self._meter.step_s,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            relayed_bytes=self._relayed_bytes,
+            relayed_by=dict(self._relayed_by),
+            transfers_failed=self._transfers_failed,
+            **own,
+        )

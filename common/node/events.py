@@ -1,0 +1,91 @@
+"""What passes between a node's engine thread and its sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.control.links import Identity
+from common.control.messages import Message, PeerRef, TokenBatch, TokenChunk
+
+# Events that the shell posts to the engine loop, beside those of the transfer threads.
+
+
+@dataclass(frozen=True)
+class FromClient:
+    """A message on the node's control socket: from a router, or from a prefill leader to a decode node."""
+
+    identity: Identity
+    message: Message
+
+
+@dataclass(frozen=True)
+class FromPeer:
+    """An answer on a link that this node opened to `incarnation`."""
+
+    incarnation: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class ClientLost:
+    """A router's lease ended, or it cannot be reached: nobody wants its requests any more."""
+
+    identity: Identity
+
+
+@dataclass(frozen=True)
+class PeerGone:
+    """The link to this incarnation broke for good."""
+
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ToClient:
+    """Send on the control socket."""
+
+    identity: Identity
+    message: Message
+
+
+@dataclass(frozen=True)
+class ToPeer:
+    """Send on the link to this peer, opened at need."""
+
+    peer: PeerRef
+    message: Message
+
+
+Outgoing = ToClient | ToPeer
+
+
+class Outbox:
+    """Collects what one round of the engine wants sent; `flush` hands it over in one piece.
+
+    Token chunks for the same router travel as one batch, at the end of the round or before its next other message: what
+    one router gets keeps its order. An answer's end must not come behind the failure of what is left of its attempt.
+    """
+
+    def __init__(self, deliver: Callable[[list[Outgoing]], None]) -> None:
+        self._deliver = deliver
+        self._messages: list[Outgoing] = []
+        self._chunks: dict[Identity, list[TokenChunk]] = {}
+
+    def reply(self, identity: Identity, message: Message) -> None:
+        if chunks := self._chunks.pop(identity, None):
+            self._messages.append(ToClient(identity, TokenBatch(chunks)))
+        self._messages.append(ToClient(identity, message))
+
+    def to_peer(self, peer: PeerRef, message: Message) -> None:
+        self._messages.append(ToPeer(peer, message))
+
+    def tokens(self, identity: Identity, chunk: TokenChunk) -> None:
+        self._chunks.setdefault(identity, []).append(chunk)
+
+    def flush(self) -> None:
+        out = self._messages + [ToClient(identity, TokenBatch(chunks)) for identity, chunks in self._chunks.items()]
+        if out:
+            self._messages, self._chunks = [], {}
+            self._deliver(out)

@@ -1,0 +1,91 @@
+"""Asks one service whether it is well: `python -m common.node.healthcheck ADDRESS`, for health checks of containers.
+
+ADDRESS is a node's control socket (`tcp://HOST:PORT`) or a router (`http://HOST:PORT/health`). A node is well when its
+model is loaded and its engine loop came round lately: not a web server's word, the loop's. Exit code 0 if
+well, 1 with one line on standard output if not. Loads neither torch nor a web framework.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import math
+import sys
+import urllib.error
+import urllib.request
+
+from common.base.errors import KvRelayError
+from common.control.links import Link
+from common.control.messages import Message, Ping, Pong
+
+TIMEOUT_S = 4.0
+MAX_STEP_AGE_S = 60.0
+"""A step of a long prompt on a slow processor may take many seconds; a loop that is stuck takes for ever."""
+
+
+async def node_complaint(
+    address: str, *, timeout_s: float = TIMEOUT_S, max_step_age_s: float = MAX_STEP_AGE_S
+) -> str | None:
+    """What is wrong with the node behind this control socket; None if nothing is."""
+    answer: asyncio.Future[Pong | str] = asyncio.get_running_loop().create_future()
+
+    def settle(result: Pong | str) -> None:
+        if not answer.done():
+            answer.set_result(result)
+
+    def on_message(message: Message) -> None:
+        if isinstance(message, Pong):
+            settle(message)
+
+    link = Link(address, on_message, settle)
+    try:
+        link.send(Ping("probe", lease_s=0.0))
+        async with asyncio.timeout(timeout_s):
+            pong = await answer
+    except TimeoutError:
+        return f"{address} did not answer within {timeout_s:g} s"
+    finally:
+        link.close()
+    if isinstance(pong, str):
+        return pong
+    if pong.load.kv_blocks_total == 0:
+        return f"node {pong.node_id} is still loading its model"
+    if not pong.load.step_age_s <= max_step_age_s:
+        return f"the engine loop of node {pong.node_id} last came round {math.ceil(pong.load.step_age_s)} s ago"
+    return None
+
+
+def http_complaint(url: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
+    """What is wrong with the router whose health is at `url`; None if nothing is."""
+    try:
+        # Never through a proxy that the environment may name.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=timeout_s):
+            return None
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"{url} answers {error.code}: {error.read(500).decode('utf-8', 'replace')}"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return f"{url} does not answer: {error}"
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code; what is wrong goes to standard output, where container engines keep it."""
+    if len(arguments) != 1 or arguments[0].partition("://")[0] not in ("tcp", "http", "https"):
+        print("usage: python -m common.node.healthcheck tcp://HOST:PORT|http://HOST:PORT/health")
+        return 2
+    address = arguments[0]
+    if not address.startswith("tcp://"):
+        complaint = http_complaint(address)
+    else:
+        try:
+            complaint = asyncio.run(node_complaint(address))
+        except KvRelayError as error:
+            complaint = f"{address}: {error}"
+    if complaint is not None:
+        print(complaint)
+    return 0 if complaint is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,181 @@
+"""From a node's configuration to a loaded model, its KV memory and its scheduler: the same for both roles and all ranks."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import resource
+import secrets
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common.base.device import DeviceKind, card_name, default_dtype, rank_device, resolve_device
+from common.base.errors import ConfigError
+from common.config.options import NodeConfig
+from common.control.messages import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.step import SampleSpec, StepInput
+from common.kv.layout import KVLayout
+from common.kv.pool import BlockPool
+from common.model.config import ModelConfig, load_model_config, resolve_model
+from common.model.fingerprint import fingerprint
+from common.model.sharding import check_parallel, head_layers, split_layers
+from common.parallel.mesh import RankPlace
+
+log = logging.getLogger(__name__)
+
+
+def node_id_for(role: Role, config: NodeConfig) -> str:
+    """The configured node id, or one that no other node has."""
+    return config.node_id or f"{role}-{platform.node()}-{secrets.token_hex(3)}"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a node will be, before any weight is read; equal on all of its ranks."""
+
+    path: Path
+    model_config: ModelConfig
+    layout: KVLayout
+    model: ModelInfo
+    dtype: str
+    """Of weights and activations; that of the KV cache is the layout's."""
+    device: DeviceKind
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def place(self, rank: int) -> RankPlace:
+        return RankPlace.of(rank, self.layout.tp_size, self.layout.pp_size)
+
+
+def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> Blueprint:
+    """Read the model's config and settle device, dtype, context and layout.
+
+    Raises: ConfigError in one sentence for a model, a layout or a device that cannot be.
+    """
+    path = resolve_model(config.model)
+    model_config = load_model_config(path)
+    if config.quantization == "fp8" and model_config.quantization is None:
+        raise ConfigError(f"--quantization fp8: {path / 'config.json'} says nothing of FP8 weights")
+    device = resolve_device(config.device)
+    wanted = default_dtype(model_config.dtype, device) if config.dtype == "auto" else config.dtype
+    dtype = model_config.resolve_dtype(wanted)
+    explicit = _parse_layers(pp_layers)
+    stages = split_layers(
+        model_config.num_layers, len(explicit) or pp_size, explicit or None, head_layers(model_config)
+    )
+    check_parallel(model_config, config.tensor_parallel_size, stages)
+    drawn_on = card_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
+    layout = KVLayout(
+        fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed, drawn_on),
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=_kv_dtype(config.kv_cache_dtype, dtype),
+        tp_size=config.tensor_parallel_size,
+        pp_layers=stages,
+    )
+    name = config.served_model_name or (config.model if config.model == "demo" else path.name)
+    max_model_len = model_config.fit_context(config.max_model_len)
+    info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len)
+    return Blueprint(path, model_config, layout, info, dtype, device)
+
+
+def _kv_dtype(wanted: str, model_dtype: str) -> str:
+    """`--kv-cache-dtype` as `KVLayout` names it."""
+    if wanted == "auto":
+        return model_dtype
+    return "float8_e4m3" if wanted.startswith("fp8") else wanted
+
+
+def batched_tokens(config: NodeConfig, blueprint: Blueprint) -> int:
+    """`--max-num-batched-tokens`, which by default depends on the device."""
+    on_cpu, on_card = config.default_rows
+    return config.max_num_batched_tokens or (on_cpu if blueprint.device == "cpu" else on_card)
+
+
+def _parse_layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError as error:
+        raise ConfigError(f"pp_layers {text!r} is not a list of numbers such as 10,14") from error
+
+
+def peak_memory_bytes() -> int:
+    """Of this process, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Memory that a process of this machine has now; None where that cannot be known."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def fit_memory(blueprint: Blueprint, config: NodeConfig, num_blocks: int) -> Blueprint:
+    """`blueprint` with a context that `num_blocks` can hold: no request that the node lets in can be too long for it.
+
+    Raises: ConfigError if the operator asked for a longer one.
+    """
+    longest = num_blocks * blueprint.layout.block_size
+    if blueprint.model.max_model_len <= longest:
+        return blueprint
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} needs more than the {num_blocks} KV blocks ({longest} tokens) that "
+            "this node has room for: give it more --kv-memory-gb, or ask for less"
+        )
+    log.warning(
+        "the model's context of %d tokens is cut to the %d that KV memory holds", blueprint.model.max_model_len, longest
+    )
+    return replace(blueprint, model=replace(blueprint.model, max_model_len=longest))
+
+
+def make_record(role: Role, me: PeerRef, config: NodeConfig, blueprint: Blueprint, num_blocks: int) -> NodeRecord:
+    """What the node says about itself in the membership."""
+    return NodeRecord(
+        role, me, blueprint.model, blueprint.layout, num_blocks, time.time(), max_num_seqs=config.max_num_seqs
+    )
+
+
+def steps_ahead(config: NodeConfig, blueprint: Blueprint) -> int:
+    """Steps in flight over the same sequences: 2 with asynchronous scheduling, else 1.
+
+    A pipeline has a step of other sequences in flight for each of its stages, prepared while the others run.
+    """
+    wanted = blueprint.device == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return 2 if wanted and blueprint.layout.pp_size == 1 else 1
+
+
+def make_scheduler(config: NodeConfig, blueprint: Blueprint, num_blocks: int, *, prefill_chunk: int) -> Scheduler:
+    """The scheduler of a node whose ranks hold `num_blocks`."""
+    return Scheduler(
+        SchedulerConfig(
+            max_model_len=blueprint.model.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=batched_tokens(config, blueprint),
+            prefill_chunk=prefill_chunk,
+            num_groups=blueprint.layout.pp_size,
+            depth=steps_ahead(config, blueprint),
+        ),
+        BlockPool(num_blocks),
+    )
+
+
+WARM_UP = StepInput(
+    step_id=0,
+    token_ids=[0],
+    positions=[0],
+    slot_mapping=[0],
+    query_lens=[1],
+    context_lens=[1],
+    block_tables=[[0]],
+    samples=[SampleSpec(0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)],
+)
+"""One row through every layer: the first touch of weights and memory is not some client's to wait for."""

@@ -1,0 +1,94 @@
+"""Ranks forked from a process that has imported torch already: importing it anew costs each of them seconds.
+
+Only while that process is one thread without an event loop, and where no card is used: neither survives a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from common.base.process import die_with_parent, end_process, flush_output
+
+RunRank = Callable[[dict[str, Any], int, str], None]
+"""(the configuration's fields, the rank's number, its leader's address): runs the rank to its end."""
+
+_LOOK_EVERY_S = 0.01
+
+
+class ForkedRank:
+    """A child that waits for `begin`, and dies with its parent. Has what `RankLinks` uses of `subprocess.Popen`.
+
+    Make it in the main thread, before there is another.
+    """
+
+    def __init__(self, run: RunRank) -> None:
+        orders, self._orders = os.pipe()
+        parent_pid = os.getpid()
+        flush_output()  # else the child would write it, too
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_rank(run, orders, parent_pid)
+        os.close(orders)
+
+    def begin(self, fields: dict[str, Any], rank: int, leader: str) -> None:
+        """Have it run as this rank."""
+        with os.fdopen(self._orders, "w") as orders:
+            orders.write(json.dumps([fields, rank, leader]) + "\n")
+
+    def poll(self) -> int | None:
+        """Its exit code, minus the signal that killed it; None while it runs. Any thread."""
+        with self._lock:  # who ended can be asked for once only
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises: subprocess.TimeoutExpired."""
+        deadline_s = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+            time.sleep(_LOOK_EVERY_S)
+        return code
+
+    def terminate(self) -> None:
+        """SIGTERM, if it runs."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, if it runs."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with self._lock:  # its number is its own until it was asked for
+            if self.returncode is None:
+                os.kill(self.pid, number)
+
+
+def _be_rank(run: RunRank, orders: int, parent_pid: int) -> NoReturn:
+    """The child's life. Nothing of the parent's stack may run in it."""
+    code: str | int | None = 1
+    try:
+        die_with_parent(parent_pid)
+        with os.fdopen(orders) as lines:
+            fields, rank, leader = json.loads(lines.readline())
+        run(fields, rank, leader)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # whatever it is, it ends here
+        traceback.print_exc()
+    finally:  # even where the traceback cannot be written
+        end_process(code)

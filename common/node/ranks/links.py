@@ -1,0 +1,291 @@
+"""The other ranks of a node, as its leader sees them: starting them, giving orders, hearing reports.
+
+Ranks share fate: when one ends, fails or falls silent, `on_dead` is called and the node must end. Reports are
+read by a thread of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import zmq
+
+from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
+from common.base.process import end_children, tied_command
+from common.config.options import NodeConfig
+from common.control.messages import MAX_MESSAGE_BYTES, Codec
+from common.engine.executor import LocalExecutor, Pending
+from common.engine.step import StepInput, StepOutput
+from common.node.ranks.forked import ForkedRank
+from common.node.ranks.messages import LeaderBeat, RankBeat, RankBusy, RankFailed, RankHello
+
+log = logging.getLogger(__name__)
+
+ReportT = TypeVar("ReportT")
+ResultT = TypeVar("ResultT")
+
+_PROGRESS_EVERY_S = 5.0
+_MOMENT_S = 1.0
+_LAST_WORDS_S = 0.5
+"""What a rank said before it ended may take so long to be read here, on a busy machine."""
+_CRASHES = {-signal.SIGSEGV, -signal.SIGBUS}
+"""Ends that no other rank brings about."""
+_END_S = 1.0
+"""SIGTERM ends a rank at once; one that is still there then stands still and wants SIGKILL."""
+
+
+class RankLinks:
+    """Sockets to ranks 1 ... `world_size` - 1. Use: make, `spawn`, `collect` and `broadcast` in turn, then `run`."""
+
+    def __init__(self, codec: Codec, world_size: int, host: str, port: int) -> None:
+        self.world_size = world_size
+        self._codec = codec
+        self._context = zmq.Context()
+        self._reports = self._context.socket(zmq.PULL)
+        self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        try:
+            self._reports.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"cannot listen for ranks on {host}:{port}: {error}") from error
+        self.busy: dict[int, RankBusy] = {rank: RankBusy() for rank in range(1, world_size)}
+        """As of each other rank's last beat."""
+        self.address: str = self._reports.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._orders: dict[int, zmq.Socket[bytes]] = {}
+        self._beats: dict[int, zmq.Socket[bytes]] = {}
+        self._children: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._lock = threading.Lock()
+        self._reading = threading.RLock()
+
+    # ------------------------------------------------------------ start-up
+
+    def spawn(self, role: str, ranks: range, config: NodeConfig, leader: str, forks: Sequence[ForkedRank] = ()) -> None:
+        """Start local rank processes, from `forks` where there are any; they die with the calling thread. Their
+        configuration goes in by a pipe."""
+        fields = dataclasses.asdict(config)
+        for rank, fork in zip(ranks, forks, strict=False):
+            fork.begin(fields, rank, leader)
+            self._children[rank] = fork
+        payload = json.dumps(fields).encode()
+        for rank in ranks[len(forks) :]:
+            argv = [sys.executable, "-m", f"{role}_node.rank", "--rank", str(rank), "--leader", leader]
+            child = subprocess.Popen(tied_command(argv), stdin=subprocess.PIPE)
+            assert child.stdin is not None
+            child.stdin.write(payload)
+            child.stdin.close()
+            self._children[rank] = child
+
+    def collect(
+        self, kind: type[ReportT], timeout_s: float, what: str, *, since_s: float | None = None
+    ) -> dict[int, ReportT]:
+        """One report of `kind` from every other rank, within `timeout_s` from `since_s` (None: from now) on, or a moment
+        for those that are there already.
+
+        Raises: ConfigError naming the ranks that did not come in time; a rank's own error if one failed; RankLost if one
+        ended, or at `close`.
+        """
+        with self._reading:
+            return self._collect(kind, timeout_s, what, since_s)
+
+    def _collect(self, kind: type[ReportT], timeout_s: float, what: str, since_s: float | None) -> dict[int, ReportT]:
+        got: dict[int, ReportT] = {}
+        told_s = time.monotonic()
+        deadline_s = told_s + timeout_s if since_s is None else max(since_s + timeout_s, told_s + _MOMENT_S)
+        while len(got) < self.world_size - 1:
+            if self._closing:
+                raise RankLost("the node ends")
+            missing = [rank for rank in range(1, self.world_size) if rank not in got]
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                raise ConfigError(f"ranks {missing} did not come within {timeout_s:.0f} s: {what}")
+            if now_s > told_s + _PROGRESS_EVERY_S:
+                told_s = now_s
+                log.info("waiting for ranks %s: %s", missing, what)
+            for report in self._receive(timeout_ms=200):
+                _raise_if_failed(report)
+                if isinstance(report, RankHello):
+                    self._connect(report)
+                if isinstance(report, kind):
+                    got[report.rank] = report  # type: ignore[attr-defined]  # every report names its rank
+            with self.last_words():
+                self.check_children()
+        return got
+
+    def _connect(self, hello: RankHello) -> None:
+        for sockets in (self._orders, self._beats):
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(hello.address)
+            sockets[hello.rank] = socket
+
+    def pids(self) -> dict[int, int]:
+        """Of the ranks on this host but 0."""
+        return {rank: child.pid for rank, child in self._children.items()}
+
+    def check_children(self) -> None:
+        """Raises: RankLost naming a local rank whose process ended; of several, one that was killed: the cause of the rest."""
+        codes = self._exit_codes()
+        if codes:
+            rank = min(codes, key=codes.__getitem__)
+            raise RankLost(f"rank {rank} (pid {self._children[rank].pid}) ended with {codes[rank]}")
+
+    @contextlib.contextmanager
+    def last_words(self) -> Iterator[None]:
+        """Around what may find that a rank is lost, on the thread that reads reports: if a rank said why it ended, or still
+        does, that is raised instead. A rank that was killed says nothing, and is not waited for; where one crashed, others
+        tell only what followed.
+
+        Raises: a rank's own error in place of RankLost.
+        """
+        try:
+            yield
+        except RankLost:
+            codes = self._exit_codes()
+            if -signal.SIGKILL in codes.values():
+                raise
+            crashed = {rank for rank, code in codes.items() if code in _CRASHES}
+            until_s = time.monotonic() + (_LAST_WORDS_S if codes else 0.0)
+            with self._reading:
+                while not self._closing:
+                    for report in self._receive(timeout_ms=20):
+                        if not crashed or (isinstance(report, RankFailed) and report.rank in crashed):
+                            _raise_if_failed(report)
+                    if time.monotonic() >= until_s:
+                        break
+            raise
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Of the local ranks whose processes have ended."""
+        return {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
+
+    def _receive(self, timeout_ms: int) -> Iterator[Any]:
+        if not self._reports.poll(timeout_ms):
+            return
+        while True:
+            try:
+                yield self._codec.decode(self._reports.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except ProtocolError as error:
+                log.warning("dropped a rank's report: %s", error)
+
+    # ------------------------------------------------------------ running
+
+    def broadcast(self, order: object) -> None:
+        """Send an order to every other rank, from any thread. One thread's orders arrive in order."""
+        data = self._codec.encode(order)
+        with self._lock:
+            for socket in self._orders.values():
+                socket.send(data)
+
+    def run(self, on_report: Callable[[Any], None], on_dead: Callable[[BaseException], None], lease_s: float) -> None:
+        """From now on hand every report to `on_report`, on a thread of its own, until `close`."""
+        self._thread = threading.Thread(
+            target=self._listen, args=(on_report, on_dead, lease_s), name="rank-reports", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(
+        self, on_report: Callable[[Any], None], on_dead: Callable[[BaseException], None], lease_s: float
+    ) -> None:
+        heard_s = dict.fromkeys(range(1, self.world_size), time.monotonic())
+        beat_s = 0.0
+        try:
+            while not self._closing:
+                for report in self._receive(timeout_ms=int(lease_s * 100)):
+                    if isinstance(report, RankBeat):
+                        heard_s[report.rank] = time.monotonic()
+                        self.busy[report.rank] = report.busy
+                    else:
+                        _raise_if_failed(report)
+                        on_report(report)
+                now_s = time.monotonic()
+                if now_s > beat_s + lease_s / 6:
+                    beat_s = now_s
+                    for rank, socket in self._beats.items():
+                        socket.send(self._codec.encode(LeaderBeat(rank)))
+                with self.last_words():
+                    self.check_children()
+                for rank, last_s in heard_s.items():
+                    if now_s > last_s + lease_s:
+                        raise RankLost(f"rank {rank} was silent for {lease_s:g} s")
+        except Exception as error:  # whatever it is, the node cannot go on without its ranks
+            if not self._closing:
+                on_dead(error)
+
+    def close(self) -> None:
+        """End the local ranks and close the sockets, once no other thread is at them any more."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join()
+        for child in self._children.values():
+            if child.poll() is None:  # its number is its own
+                end_children(child.pid)
+            child.terminate()
+        for child in self._children.values():
+            try:
+                child.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        with self._reading:  # what stopped the start left its thread behind
+            self._context.destroy(linger=0)
+
+
+def _raise_if_failed(report: object) -> None:
+    """Raises: the error by which a rank says that it ends."""
+    if isinstance(report, RankFailed):
+        raise from_code(report.code, f"rank {report.rank}: {report.message}")
+
+
+class RankedExecutor:
+    """All ranks of a node: orders the step everywhere, runs the leader's own part here.
+
+    With one pipeline stage the leader samples and the output comes at once; with more the last stage reports it.
+    """
+
+    def __init__(self, links: RankLinks, local: LocalExecutor, *, samples_here: bool) -> None:
+        self._links = links
+        self._local = local
+        self._samples_here = samples_here
+
+    def submit(self, step: StepInput) -> StepOutput | None:
+        """Raises: RankLost, after which the node must end."""
+        output = self.start(step).wait()
+        return output if self._samples_here else None
+
+    def start(self, step: StepInput) -> Pending:
+        """Order the step everywhere and launch the leader's part. Raises: RankLost, as the result's `wait` does."""
+        self._links.broadcast(step)
+        return _Fated(_or_lost(lambda: self._local.start(step)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fated:
+    pending: Pending
+
+    def wait(self) -> StepOutput:
+        return _or_lost(self.pending.wait)
+
+
+def _or_lost(part: Callable[[], ResultT]) -> ResultT:
+    """What the leader does of a step. The other ranks compute theirs, or wait for this one in the middle of it: if it
+    fails, none can go on."""
+    try:
+        return part()
+    except RankLost:
+        raise
+    except Exception as error:  # whatever it is
+        raise RankLost(f"the leader's part of a step failed: {error}") from error

@@ -1,0 +1,273 @@
+"""The process around a node's logic: control socket, links to peers, leases of routers, registration.
+
+Everything here runs on the process's asyncio loop; the logic runs on the engine's thread. Between them:
+`EngineLoop.post` one way, `deliver` the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol
+
+from common.base.clock import monotonic
+from common.base.errors import EngineError, RankLost, Unavailable
+from common.cluster.kv_event_publisher import Publisher
+from common.cluster.membership import Registrar
+from common.cluster.redis_client import check_redis
+from common.config.options import NodeConfig
+from common.control.admin_server import AdminServer
+from common.control.frames import SILENCE_S
+from common.control.links import Identity, Link, Server
+from common.control.messages import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
+from common.engine.loop import EngineLoop, NodeLogic
+from common.kv.journal import BlockJournal
+from common.node.address import advertised
+from common.node.admin import Describe, NodeAdmin, open_admin
+from common.node.drain import Drain
+from common.node.events import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
+
+log = logging.getLogger(__name__)
+
+_MAX_NAME_CHARS = 64
+
+
+class MeasuredLogic(NodeLogic, Protocol):
+    """What the shell needs of a node's logic beside what the loop needs."""
+
+    @property
+    def load(self) -> NodeLoad: ...
+
+    def describe_attempts(self) -> list[dict[str, Any]]: ...
+
+
+class NodeShell:
+    """One node's sockets and leases. Use: make, `bind`, build the logic around `outbox` and `me`, `run`."""
+
+    def __init__(self, config: NodeConfig, node_id: str) -> None:
+        self.config = config
+        self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
+        self.outbox = Outbox(self._deliver_from_engine)
+        self._loop = asyncio.get_running_loop()
+        self._engine: EngineLoop | None = None
+        self._logic: MeasuredLogic | None = None
+        self._leases: dict[Identity, float] = {}
+        self._holders: dict[Identity, str] = {}
+        """What those who hold a lease call themselves."""
+        self._links: dict[str, Link] = {}
+        self.drain = Drain(config.lease_s)
+        self._admin: AdminServer | None = None
+        self._registrar: Registrar | None = None
+        self._crashed = asyncio.Event()
+        self._crash: BaseException | None = None
+
+    async def bind(self) -> None:
+        """Take the control port and see that Redis answers, before the long part of start-up.
+
+        Raises: ConfigError.
+        """
+        await check_redis(self.config.redis_url)
+        self._server = Server(self.config.host, self.config.port, self._on_message)
+        self.me = replace(self.me, control_address=advertised(self._server.address, self.config))
+        self._admin, self._admin_address = open_admin(self.config)
+
+    def post(self, event: Any) -> None:
+        """Hand an event to the logic; for the callbacks of transfer threads."""
+        if self._engine is not None:
+            self._engine.post(event)
+
+    @property
+    def leases(self) -> list[Identity]:
+        """Who holds a lease here: routers, and on a decode node prefill nodes."""
+        return list(self._leases)
+
+    def describe_leases(self) -> list[dict[str, Any]]:
+        """For operators: who they are, when their leases end, and whether they know that this node drains."""
+        now_s = monotonic()
+        return [
+            {
+                "holder": self._holders.get(identity, "unknown: it has not pinged"),
+                "ends_in_s": round(until_s - now_s, 2),
+                "knows_of_drain": self.drain.told(identity),
+            }
+            for identity, until_s in self._leases.items()
+        ]
+
+    @property
+    def registered(self) -> bool:
+        """Redis answered when the registration was last renewed."""
+        return self._registrar is not None and self._registrar.reachable
+
+    @property
+    def load(self) -> NodeLoad:
+        """As of now; all zero before `run`."""
+        if self._logic is None or self._engine is None:
+            return NodeLoad()
+        load, age_s = self._logic.load, monotonic() - self._engine.last_round_s
+        return replace(load, step_age_s=max(age_s, load.step_age_s), draining=self.drain.active)
+
+    def ask_attempts(self) -> Future[list[dict[str, Any]]]:
+        """What `describe_attempts` says, between two steps. Only while `run` runs."""
+        assert self._engine is not None
+        assert self._logic is not None
+        return self._engine.ask(self._logic.describe_attempts)
+
+    async def run(
+        self,
+        logic: MeasuredLogic,
+        record: NodeRecord,
+        journal: BlockJournal,
+        on_ready: Callable[[], None],
+        describe: Describe = dict,
+    ) -> None:
+        """Serve until cancelled; then end in order. `journal` is that of the logic's block pool; `describe` adds to the
+        status that the admin port tells.
+
+        Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
+        """
+        self._logic = logic
+        self._engine = EngineLoop(logic, self.outbox.flush, self.on_crash)
+        self._engine.start()
+        record = replace(record, admin_address=self._admin_address)
+        redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
+        registrar = Registrar(redis_url, cluster, record, lease_s=lease_s, load=lambda: self.load)
+        publisher = Publisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
+        self._registrar = registrar
+        if self._admin is not None:
+            self._admin.start(NodeAdmin(self, record, describe).routes())
+        tasks = [
+            asyncio.create_task(registrar.run()),
+            asyncio.create_task(publisher.run()),
+            asyncio.create_task(self._housekeeping()),
+            asyncio.create_task(self._crashed.wait()),
+        ]
+        try:
+            on_ready()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await registrar.deregister()
+            if self._admin is not None:
+                await self._admin.close()
+            if self._crash is None:
+                await asyncio.to_thread(self._engine.stop)
+            for link in self._links.values():
+                link.close()
+            await self._server.close()
+        if self._crash is not None:
+            what = "a rank was lost" if isinstance(self._crash, RankLost) else "the engine loop crashed"
+            raise EngineError(f"{what}: {self._crash}") from self._crash
+
+    # ------------------------------------------------------------ in
+
+    def _on_message(self, identity: Identity, message: Message) -> None:
+        if isinstance(message, Ping):
+            if message.lease_s > 0:
+                self._leases[identity] = monotonic() + message.lease_s
+                self._holders[identity] = message.router_id[:_MAX_NAME_CHARS]
+                self.drain.pinged(identity)
+            self._reply(identity, Pong(self.me.node_id, self.me.incarnation, self.load))
+        elif self._engine is not None:
+            # A message may outlive the connection's lease (a cut link delivers it late): nothing begins without one.
+            self._leases.setdefault(identity, monotonic() + self.config.lease_s)
+            self._engine.post(FromClient(identity, message))
+
+    async def _housekeeping(self) -> None:
+        """End the leases of silent routers and peers, renew ours."""
+        while True:
+            await asyncio.sleep(self.config.lease_s / 6)
+            now_s = monotonic()
+            for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
+                log.warning("a router or prefill node has been silent past its lease; what it began here is given up")
+                self._client_lost(identity)
+            for link in self._links.values():
+                self._ping_peer(link)
+
+    def _client_lost(self, identity: Identity) -> None:
+        if self._leases.pop(identity, None) is not None:
+            self.drain.lease_ended(identity)
+        self._holders.pop(identity, None)
+        self.post(ClientLost(identity))
+
+    def on_crash(self, error: BaseException) -> None:
+        """The node cannot go on: `run` ends with the first such error. Any thread."""
+        if self._crash is None:
+            log.error("the node ends: %s", error)
+            self._crash = error
+        self._loop.call_soon_threadsafe(self._crashed.set)
+
+    # ------------------------------------------------------------ out
+
+    def _deliver_from_engine(self, messages: list[Outgoing]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, messages)
+
+    def _deliver(self, messages: list[Outgoing]) -> None:
+        for outgoing in messages:
+            try:
+                if isinstance(outgoing, ToClient):
+                    self._reply(outgoing.identity, outgoing.message)
+                else:
+                    self._send_to_peer(outgoing.peer, outgoing.message)
+            except Exception:  # one message's bug must not cost the others of the round
+                log.exception("could not send %s", outgoing)
+
+    def _reply(self, identity: Identity, message: Message) -> None:
+        try:
+            self._server.send(identity, message)
+        except Unavailable:
+            self._client_lost(identity)
+
+    def _send_to_peer(self, peer: PeerRef, message: Message) -> None:
+        link = self._links.get(peer.incarnation)
+        if link is None:
+            try:
+                link = Link(
+                    peer.control_address,
+                    on_message=lambda answer: self._on_peer_message(peer.incarnation, answer),
+                    on_lost=lambda reason: self._link_lost(peer, reason),
+                    connect_timeout_s=SILENCE_S,
+                )
+            except Unavailable as error:
+                self.post(PeerGone(peer.incarnation, str(error)))
+                return
+            self._links[peer.incarnation] = link
+            self._ping_peer(link)
+        try:
+            link.send(message)
+        except Unavailable as error:
+            self._peer_gone(peer.incarnation, error.message)
+
+    def _ping_peer(self, link: Link) -> None:
+        """Our lease at that peer: what it waits for from us, it waits for no longer than that lease."""
+        with contextlib.suppress(Unavailable):  # the next message meets the same
+            link.send(Ping(self.me.node_id, self.config.lease_s))
+
+    def _on_peer_message(self, incarnation: str, message: Message) -> None:
+        if not isinstance(message, Pong):
+            self.post(FromPeer(incarnation, message))
+
+    def _link_lost(self, peer: PeerRef, reason: str) -> None:
+        """Its attempts fail; those given up in the very turn that filled the link have already ended here."""
+        refused = self._links[peer.incarnation].refused
+        self._peer_gone(peer.incarnation, reason)
+        for message in refused:
+            if isinstance(message, TransferAbort):
+                self._send_to_peer(peer, message)
+
+    def _peer_gone(self, incarnation: str, reason: str) -> None:
+        self._drop_link(incarnation)
+        self.post(PeerGone(incarnation, reason))
+
+    def _drop_link(self, incarnation: str) -> None:
+        link = self._links.pop(incarnation, None)
+        if link is not None:
+            link.close()

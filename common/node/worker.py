@@ -1,0 +1,200 @@
+"""One rank with its model loaded: the device it is on, how many KV blocks fit there, its KV memory and its runner.
+
+Runs on the thread that starts the rank. On a card blocks are counted after a profile run (`common.node.profile_run`,
+`common.node.kv_budget`), and a decode node records its decode steps (`common.engine.cuda_graphs`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from common.attention.base import AttentionBackend, AttentionShape
+from common.attention.choose import choose_attention, worth_recording
+from common.base.device import rank_device, use_device
+from common.base.errors import ConfigError
+from common.config.options import CPU_KV_GB, NodeConfig
+from common.engine.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder, Recorder, graph_sizes
+from common.engine.runner import ModelRunner
+from common.engine.sampling.base import HostSampler
+from common.engine.sampling.device_sampler import DeviceSampler
+from common.kernels.library import find_flashinfer
+from common.kv.storage import KVStorage
+from common.model.decoder import DecoderModel
+from common.model.loader import load_model
+from common.node.kv_budget import KvWish, kv_blocks_on_card, staging_bytes
+from common.node.plan import Blueprint, batched_tokens, steps_ahead
+from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
+from common.parallel.mesh import Mesh, RankPlace
+
+log = logging.getLogger(__name__)
+
+
+class LoadedRank:
+    """One rank's shard of the model. `lay_out` gives it KV memory, from then on `runner` and `storage` are there;
+    `record` then readies its decode steps."""
+
+    runner: ModelRunner
+    storage: KVStorage
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        config: NodeConfig,
+        mesh: Mesh,
+        model: DecoderModel,
+        *,
+        meter: MemoryMeter | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`meter`: of a card's memory, from which KV blocks are counted there. `recorder`: for decode steps; None
+        leaves them unrecorded. All ranks of the node do this at the same time."""
+        self._recorder = recorder
+        self._spare_blocks = 0 if recorder is None else 1  # what rows that pad a recorded step write to
+        self.device = model.device
+        self.blueprint = blueprint
+        self.config = config
+        self.mesh = mesh
+        self.place = mesh.place
+        self.shard = blueprint.layout.shard(mesh.place.tp_rank, mesh.place.pp_rank)
+        self._model = model
+        per_block = (
+            blueprint.layout.slice_bytes_per_block
+            * (self.shard.layer_hi - self.shard.layer_lo)
+            * (self.shard.head_hi - self.shard.head_lo)
+        )
+        kv_bytes = int((config.kv_memory_gb or CPU_KV_GB) * 2**30)
+        blocks = config.kv_blocks or kv_bytes // per_block
+        self.max_blocks = blocks if meter is None else self._blocks_on_card(meter, per_block)
+        """KV blocks that fit into this rank's memory."""
+        if self.max_blocks < 2:
+            raise ConfigError(f"{self.max_blocks} KV blocks of {per_block} bytes: give the node more KV memory")
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank draws the tokens."""
+        return self.place.is_last_stage and self.place.tp_rank == 0
+
+    def _blocks_on_card(self, meter: MemoryMeter, block_bytes: int) -> int:
+        """Raises: ConfigError with the sizes, if the card has no room."""
+        config = self.config
+        # The profile's steps go through all ranks, so all must have loaded.
+        self.mesh.agree("weights", "loaded", config.start_timeout_s)
+        rows = max(batched_tokens(config, self.blueprint), config.max_num_seqs)
+        largest = Largest(rows, self.blueprint.model.max_model_len, config.max_num_seqs)
+        kept = self._recorder is not None and self._recorder.keeps_memory
+        use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_record, graphs_kept=kept)
+        use = replace(use, staging=staging_bytes(config.kv_transport))
+        log.info("%s: %s", self.place, use)
+        memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
+        wish = KvWish(config.gpu_memory_utilization, memory, config.kv_blocks)
+        return kv_blocks_on_card(use, wish, block_bytes, self._spare_blocks)
+
+    def _sizes_to_record(self, attention: AttentionBackend) -> list[int]:
+        """Batch sizes of decode steps; empty where none are recorded."""
+        if self._recorder is None or not worth_recording(attention, self.blueprint.model.max_model_len):
+            return []
+        return graph_sizes(self.config.max_num_seqs)
+
+    def lay_out(self, num_blocks: int) -> None:
+        """Allocate KV memory for `num_blocks`, the same on all ranks. Raises: ConfigError if it is not there."""
+        self.storage = self._storage(num_blocks + self._spare_blocks)
+        self.runner, self._attention = self._runner(self.storage)
+
+    def record(self) -> None:
+        """Record decode steps, if this rank is to. All ranks of the node do this at the same time.
+
+        Raises: ConfigError if that fails.
+        """
+        if self._recorder is None:
+            return
+        if not self._sizes_to_record(self._attention):
+            log.warning("decode steps are not recorded: attention on gathered pages is slower so")
+            return
+        layout, seqs = self.blueprint.layout, self.config.max_num_seqs
+        pad_block = self.storage.num_blocks - 1
+        use_device(self.device)
+        try:
+            graphs = DecodeGraphs(
+                self._model, self._attention, max_num_seqs=seqs, pad_block=pad_block, block_size=layout.block_size
+            )
+            graphs.record(self._recorder)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot record decode steps ({error}): --enforce-eager does without") from error
+        self.runner = self._model_runner(self.storage, self._attention, graphs)
+
+    def _storage(self, num_blocks: int) -> KVStorage:
+        try:
+            scales = self._model.kv_scales
+            return KVStorage(self.blueprint.layout, self.shard, num_blocks, str(self.device), scales)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"no memory for {num_blocks} KV blocks on {self.device}: {_sentence(error)}") from error
+
+    def _runner(self, storage: KVStorage) -> tuple[ModelRunner, AttentionBackend]:
+        config = self.blueprint.model_config
+        shape = AttentionShape(
+            num_q_heads=config.num_q_heads // self.place.tp_size,
+            num_kv_heads=self.shard.head_hi - self.shard.head_lo,
+            head_dim=config.head_dim,
+            dtype=self._model.precision.wide,
+            block_size=self.blueprint.layout.block_size,
+            max_context=self.blueprint.model.max_model_len,
+        )
+        attention = choose_attention(storage, shape)
+        return self._model_runner(storage, attention), attention
+
+    def _model_runner(
+        self, storage: KVStorage, attention: AttentionBackend, graphs: DecodeGraphs | None = None
+    ) -> ModelRunner:
+        carries = steps_ahead(self.config, self.blueprint) > 1
+        on_card = self.device.type == "cuda"
+        sampler = DeviceSampler(find_flashinfer(self.device).flashinfer) if on_card else HostSampler()
+        return ModelRunner(self._model, storage, attention, graphs, sampler, carries=carries)
+
+    def describe(self, peak_bytes: int) -> str:
+        """For the log: what this rank got."""
+        return (
+            f"{self.place}: {peak_bytes / 1e9:.2f} GB at its peak while loading, room for {self.max_blocks} KV blocks"
+        )
+
+
+def own_device(blueprint: Blueprint, config: NodeConfig, place: RankPlace) -> torch.device:
+    """The card of this rank, or the CPU. Raises: ConfigError if there are fewer cards than ranks."""
+    ranks_here = blueprint.world_size // config.nnodes
+    return rank_device(blueprint.device, place.rank % ranks_here, ranks_here)
+
+
+def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_batches: bool) -> LoadedRank:
+    """Load this rank's shard. Blocking, seconds to minutes.
+
+    `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
+    Raises: ConfigError in one sentence for whatever is wrong with the weights or the sizes.
+    """
+    device = own_device(blueprint, config, mesh.place)
+    use_device(device)
+    try:
+        model = load_model(
+            blueprint.path,
+            blueprint.model_config,
+            dtype=blueprint.dtype,
+            load_format=config.load_format,
+            seed=config.seed,
+            small_batches=small_batches,
+            mesh=mesh,
+            pp_layers=blueprint.layout.pp_layers,
+            device=device,
+        )
+        if device.type == "cpu":
+            return LoadedRank(blueprint, config, mesh, model)
+        recorder = EagerRecorder() if config.enforce_eager else CudaRecorder(device)
+        recorder = recorder if small_batches else None
+        return LoadedRank(blueprint, config, mesh, model, meter=CudaMeter(device), recorder=recorder)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the model does not fit on {device}: {_sentence(error)}") from error
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of what PyTorch says, which goes on with advice."""
+    return str(error).partition("\n")[0]

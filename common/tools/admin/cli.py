@@ -1,0 +1,198 @@
+"""`kvrelay admin`: what every node does, and hands on it. Loads rich and nothing heavier."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from common.base.errors import DeadlineExceeded
+from common.cli import flowing, run_checked
+from common.config.sources import ADMIN_URL_VARIABLE
+from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, connect
+
+_HELP = """Look into a running cluster: its nodes, its requests, what the router would decide; drain nodes.
+
+It asks a router's admin port, and nodes at the addresses that the router knows. For a cluster that `kvrelay up` of the
+same user runs on this machine nothing needs to be given. For another one: --url with a router's admin address, and its
+admin token in KVRELAY_ADMIN_TOKEN.
+
+Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 nobody answers.
+"""
+_POLL_S = 0.25
+
+app = typer.Typer(
+    name="admin",
+    help=flowing(_HELP),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", envvar=ADMIN_URL_VARIABLE, help="Admin address of a router."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")]
+NodeName = Annotated[
+    str, typer.Argument(metavar="ID", help="A node's id or incarnation, or its unambiguous beginning.")
+]
+
+
+@app.command("nodes")
+def nodes(url: Url = None, as_json: Json = False) -> None:
+    """Every node that the router knows: its state, its load, its cache."""
+    _show(url, as_json, lambda client: client.get("/nodes"), lambda show, answer: show.nodes(answer))
+
+
+@app.command("node")
+def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
+    """One node, as the router sees it and as it says itself: ranks, memory, transports, attempts in flight."""
+
+    def fetch(client: AdminClient) -> dict[str, Any]:
+        known = client.node(name)
+        try:
+            return {"router": known, "node": client.get("/status", base=client.address_of(known))}
+        except (AdminUnreachable, AdminRefused) as error:
+            return {"router": known, "node": None, "complaint": error.message}
+
+    def render(show: Any, answer: dict[str, Any]) -> Any:
+        known, says = answer["router"], answer["node"]
+        if says is None:
+            says = {"it does not answer": answer["complaint"]}
+        else:
+            known = {key: value for key, value in known.items() if key != "load"}  # it says that itself, and later
+        return show.group(show.properties("as the router sees it", known), show.properties("as it says itself", says))
+
+    _show(url, as_json, fetch, render)
+
+
+@app.command("router")
+def router(url: Url = None, as_json: Json = False) -> None:
+    """The router that is asked: what it serves, its queue, its index."""
+    _show(url, as_json, lambda client: client.get("/status"), lambda show, answer: show.properties("", answer))
+
+
+@app.command("requests")
+def requests(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many at most.")] = 20,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The requests of this router: the running ones, then the latest finished ones."""
+    _show(
+        url,
+        as_json,
+        lambda client: client.get(f"/requests?limit={limit}"),
+        lambda show, answer: show.requests(answer["requests"]),
+    )
+
+
+@app.command("request")
+def request(
+    request_id: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="As in the answer's x-kvrelay-request-id, or the client's own x-request-id."),
+    ],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The whole story of one request: what happened when, and why."""
+    _show(
+        url,
+        as_json,
+        lambda client: client.get(f"/requests/{quote(request_id, safe='')}"),
+        lambda show, answer: show.group(*(show.story(each) for each in answer.get("choices", [answer]))),
+    )
+
+
+@app.command("route")
+def route(
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt.")] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="ID,ID,...", help="It, as token ids.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Take it as a user's message of a chat.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=0, help="How long the answer may get.")] = 16,
+    cache_salt: Annotated[str, typer.Option("--cache-salt", help="The request's cache_salt.")] = "",
+    session: Annotated[str, typer.Option("--session", help="The key that the policy `session` goes by.")] = "",
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Where a request would go now, and every candidate's score; nothing is sent to any node."""
+    if (prompt is None) == (tokens is None):
+        raise typer.BadParameter("give either --prompt or --tokens")
+    try:
+        ids = [int(token) for token in (tokens or "").split(",") if token.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"--tokens {tokens!r} is not a list of numbers such as 5,17,3") from None
+    body = {"prompt": prompt or ids, "chat": chat, "max_tokens": max_tokens, "cache_salt": cache_salt}
+    body["session"] = session
+    _show(url, as_json, lambda client: client.post("/route", body), lambda show, answer: show.route(answer))
+
+
+@app.command("drain")
+def drain(
+    name: NodeName,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when nothing runs there any more.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Give up waiting after so long.")] = 600.0,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Have a node finish what it has and get nothing new. A restart of the node, or `undrain`, ends it."""
+
+    def act(client: AdminClient) -> dict[str, Any]:
+        base = client.address_of(client.node(name))
+        status = client.post("/drain", {}, base=base)
+        deadline_s = time.monotonic() + timeout_s
+        while wait and not status["idle"]:
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"{status['node_id']} is not idle after {timeout_s:g} s; it goes on draining")
+            time.sleep(_POLL_S)
+            status = client.get("/status", base=base)
+            if not status["draining"]:
+                raise AdminRefused(f"{status['node_id']} does not drain any more: somebody called undrain")
+        return status
+
+    _show(url, as_json, act, lambda show, status: show.cell(_drained(status)))
+
+
+@app.command("undrain")
+def undrain(name: NodeName, url: Url = None, as_json: Json = False) -> None:
+    """Have a drained node take new work again."""
+    _show(
+        url,
+        as_json,
+        lambda client: client.post("/undrain", {}, base=client.address_of(client.node(name))),
+        lambda show, status: show.cell(f"{status['node_id']} takes new work"),
+    )
+
+
+def _drained(status: dict[str, Any]) -> str:
+    if status["idle"]:
+        return f"{status['node_id']} is drained: nothing runs there"
+    attempts = status["attempts"]
+    running = "its engine is in a long step" if attempts is None else f"{len(attempts)} attempts in flight"
+    return f"{status['node_id']} is draining: {running}"
+
+
+def _show(
+    url: str | None, as_json: bool, fetch: Callable[[AdminClient], Any], render: Callable[[Any, Any], Any]
+) -> None:
+    """Fetch with a client, print as JSON or as `render(show, answer)`."""
+
+    def act() -> None:
+        answer = fetch(connect(url, os.environ))
+        if as_json:
+            print(json.dumps(answer, indent=2, ensure_ascii=False))
+            return
+        from common.tools.admin import show
+
+        show.console().print(render(show, answer))
+
+    run_checked(act)

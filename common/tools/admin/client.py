@@ -1,0 +1,187 @@
+"""Talks to admin ports, for the command line: one blocking request at a time, never through a proxy."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from common.base.errors import ConfigError, KvRelayError
+from common.config.sources import ADMIN_URL_VARIABLE, ENV_PREFIX
+from common.control.admin_token import check_token
+from common.tools.admin.running_clusters import RunningCluster, running_clusters, runtime_folder
+
+TOKEN_VARIABLE = ENV_PREFIX + "ADMIN_TOKEN"
+TIMEOUT_S = 10.0
+_MAX_ANSWER_BYTES = 64 * 2**20
+
+
+class AdminRefused(KvRelayError):
+    """The service answered that it does not know or will not do that."""
+
+    exit_code = 1
+
+
+class AdminUsage(KvRelayError):
+    """The command line does not say enough."""
+
+    exit_code = 2
+
+
+class AdminUnreachable(KvRelayError):
+    """Nobody answers there."""
+
+    exit_code = 3
+
+
+class AdminClient:
+    """The admin ports of one cluster. `url` is a router's; nodes are found through it."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        # Never through a proxy that the environment may name, nor wherever a redirection points: the token goes along.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection())
+
+    def get(self, path: str, *, base: str | None = None) -> Any:
+        """The answer to a GET at the router, or at the service with the admin URL `base`.
+
+        Raises: AdminRefused, AdminUnreachable.
+        """
+        return self._ask("GET", path, None, base or self.url)
+
+    def post(self, path: str, body: Mapping[str, Any], *, base: str | None = None) -> Any:
+        """As `get`."""
+        return self._ask("POST", path, json.dumps(body).encode(), base or self.url)
+
+    def node(self, name: str) -> dict[str, Any]:
+        """The one node whose id or incarnation is `name`, or begins with it.
+
+        Raises: AdminRefused if there is none, or more than one.
+        """
+        return pick_node(self.get("/nodes")["nodes"], name)
+
+    def address_of(self, known: Mapping[str, Any]) -> str:
+        """The admin URL of a node that `node` found.
+
+        Raises: AdminRefused if it has none, or only one for its own host, which is not ours: the token would go to
+        whoever listens here.
+        """
+        address = str(known["admin_address"])
+        if not address:
+            raise AdminRefused(f"{known['node_id']} has no admin port: it was started without --admin-token")
+        if _is_local(address) and not _is_local(self.url):
+            raise AdminRefused(
+                f"the admin port of {known['node_id']} listens on its host's loopback only: start it with --admin-host"
+            )
+        return address
+
+    def _ask(self, method: str, path: str, data: bytes | None, base: str) -> Any:
+        headers: dict[str, Any] = {
+            "Authorization": f"Bearer {self._token}".encode(),  # as UTF-8, which a header's text could not be
+            "Content-Type": "application/json",
+        }
+        try:
+            request = urllib.request.Request(base + path, data, headers, method=method)
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+                return json.loads(answer.read(_MAX_ANSWER_BYTES))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise AdminRefused(_refusal(error)) from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise AdminUnreachable(f"{base} does not answer: {reason}") from None
+
+
+def _is_local(url: str) -> bool:
+    host = urllib.parse.urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read(65536))["error"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{error.url} answers {error.code}: is that an admin port?"
+
+
+def pick_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The node called `name`: its whole id or incarnation, or an unambiguous beginning of either.
+
+    Raises: AdminRefused.
+    """
+    for matches in (str.__eq__, str.startswith):
+        found = [node for node in nodes if matches(node["node_id"], name) or matches(node["incarnation"], name)]
+        # A node that came back is known twice until the router has forgotten the old incarnation.
+        found = [node for node in found if node["usable"]] or found
+        if len(found) == 1 or (found and len({node["node_id"] for node in found}) == 1):
+            return found[-1]
+        if found:
+            raise AdminRefused(f"{name!r} could be {', '.join(sorted(node['node_id'] for node in found))}")
+    known = ", ".join(node["node_id"] for node in nodes) or "none"
+    raise AdminRefused(f"the router knows no node {name!r}; known: {known}")
+
+
+def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
+    """The cluster that the command line, the environment, or a `kvrelay up` of this user names, in this order.
+
+    Raises: AdminUsage, AdminUnreachable.
+    """
+    url = url or environ.get(ADMIN_URL_VARIABLE) or None
+    token = environ.get(TOKEN_VARIABLE) or None
+    if token is not None:
+        try:
+            check_token(token)
+        except ConfigError as error:
+            raise AdminUsage(f"{TOKEN_VARIABLE}: {error.message}") from None
+    if url is not None and not _is_url(url):
+        raise AdminUsage(f"{url!r} is no URL; it looks like http://10.0.0.5:8001")
+    if url is not None and token is not None:
+        return AdminClient(url, token)
+    admin_url, found_token = _pick_router(running_clusters(runtime_folder(environ)), url)
+    return AdminClient(admin_url, token or found_token)
+
+
+def _is_url(url: str) -> bool:
+    try:
+        return urllib.parse.urlsplit(url).scheme in ("http", "https")
+    except ValueError:  # an opening bracket without its end
+        return False
+
+
+def _pick_router(clusters: list[RunningCluster], url: str | None) -> tuple[str, str]:
+    """The admin URL and the token of the router at `url`; without one, of a router that listens, if any does."""
+    if url is not None:
+        wanted = url.rstrip("/")
+        for cluster in clusters:
+            if wanted in (*cluster.routers, *cluster.routers.values()):
+                return cluster.routers.get(wanted, wanted), cluster.token
+        raise AdminUsage(f"no `kvrelay up` of this user is at {url}: set {TOKEN_VARIABLE} to the cluster's admin token")
+    if not clusters:
+        raise AdminUnreachable(
+            f"no `kvrelay up` of this user runs on this machine; for another cluster give --url (a router's admin "
+            f"address) and set {TOKEN_VARIABLE}"
+        )
+    if len(clusters) > 1:
+        raise AdminUsage(f"several clusters run here, give --url: {', '.join(cluster.url for cluster in clusters)}")
+    admin_urls = list(clusters[0].routers.values())
+    return next(filter(_listens, admin_urls), admin_urls[0]), clusters[0].token
+
+
+def _listens(url: str) -> bool:
+    parts = urllib.parse.urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname, parts.port), TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""How `kvrelay admin` finds a cluster that `kvrelay up` runs on this machine: one small file per cluster.
+
+It holds a token, so it stands in a folder that nobody but its user can read. Pure but for the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common.base.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunningCluster:
+    """One `kvrelay up`."""
+
+    pid: int
+    """Of the supervisor."""
+    routers: dict[str, str]
+    """Of each router, by the URL of its API for clients, the URL of its admin port; never empty."""
+    token: str
+
+    @property
+    def url(self) -> str:
+        """Of the first router's API for clients."""
+        return next(iter(self.routers))
+
+
+def runtime_folder(environ: Mapping[str, str]) -> Path:
+    """Where the files are: below $XDG_RUNTIME_DIR, or a folder of this user's own among the temporary ones."""
+    base = environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "kvrelay" if base else Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def announced(cluster: RunningCluster, folder: Path) -> Iterator[None]:
+    """Keep a file of `cluster` in `folder` until the block ends.
+
+    Where that cannot be, a warning says so and `kvrelay admin` has to be told its URL and token.
+    """
+    path = folder / f"up-{cluster.pid}.json"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(folder)
+        _write_private(path, json.dumps(asdict(cluster)))
+        for left, old in _read_all(folder):
+            if left is None or not _runs(left.pid):
+                old.unlink(missing_ok=True)
+    except (OSError, ConfigError) as error:
+        log.warning("`kvrelay admin` will not find this cluster by itself: %s", error)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _write_private(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".new")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def running_clusters(folder: Path) -> list[RunningCluster]:
+    """The clusters whose supervisors live, oldest file first; none if the folder cannot be trusted."""
+    try:
+        _check_private(folder)
+    except (OSError, ConfigError):
+        return []
+    return [cluster for cluster, _ in _read_all(folder) if cluster is not None and _runs(cluster.pid)]
+
+
+def _check_private(folder: Path) -> None:
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise ConfigError(f"{folder} must be a folder that only this user can read; set XDG_RUNTIME_DIR to another")
+
+
+def _read_all(folder: Path) -> list[tuple[RunningCluster | None, Path]]:
+    found: list[tuple[RunningCluster | None, Path]] = []
+    for path in sorted(folder.glob("up-*.json")):
+        try:
+            found.append((RunningCluster(**json.loads(path.read_text("utf-8"))), path))
+        except (OSError, ValueError, TypeError):
+            found.append((None, path))
+    return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

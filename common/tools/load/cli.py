@@ -1,0 +1,237 @@
+"""`kvrelay load`: measures a server that speaks the OpenAI API, this one or any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from common.base.errors import ConfigError
+from common.cli import check_writable, flowing, run_checked
+from common.config.sources import ENV_PREFIX
+from common.tools.admin.client import AdminUnreachable, AdminUsage
+from common.tools.admin.running_clusters import running_clusters, runtime_folder
+from common.tools.load.plan import LoadPlan, Workload
+from common.tools.load.processes import LoadFailed, run_load
+from common.tools.load.summary import summarise
+
+_HELP = """Put load on a server that speaks the OpenAI API and say how it bore it.
+
+[bold]Closed loop:[/bold] kvrelay load run --concurrency 16 --requests 500
+
+[bold]Open loop, Poisson:[/bold] kvrelay load run --rate 20 --duration 60 --slo-ttft 0.5 --slo-tpot 0.05
+
+[bold]Trace replay:[/bold] kvrelay load run --trace conversation_trace.jsonl --scale 32 --rate-scale 2
+
+Exit codes: 0 done, 1 more errors than --max-error-rate or no run at all, 2 wrong usage, 3 nobody answers.
+"""
+_FALLBACK_VOCAB = 32_000
+_TIMEOUT_S = 10.0
+
+app = typer.Typer(
+    name="load",
+    help=flowing(_HELP),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Makes `run` a subcommand although it is the only one."""
+
+
+def _option(name: str, help: str, panel: str, **more: Any) -> Any:
+    return typer.Option(name, help=help, rich_help_panel=panel, **more)
+
+
+Url = Annotated[
+    str | None, _option("--url", "Server; by default the one `kvrelay up` of this user, or port 8000 here.", "Server")
+]
+Model = Annotated[
+    str | None, _option("--model", "Model to ask for; by default the first that the server lists.", "Server")
+]
+ApiKey = Annotated[str, _option("--api-key", "Bearer token.", "Server", envvar=ENV_PREFIX + "API_KEY")]
+Concurrency = Annotated[int, _option("--concurrency", "Closed loop: requests always under way.", "Pace", min=0)]
+Rate = Annotated[float, _option("--rate", "Open loop: mean requests per second.", "Pace", min=0.0)]
+Burstiness = Annotated[
+    float, _option("--burstiness", "Shape of the gaps: 1 Poisson, less in bursts, more evenly.", "Pace", min=0.01)
+]
+Requests = Annotated[int, _option("--requests", "So many in all.", "Pace", min=0)]
+Duration = Annotated[float, _option("--duration", "Start requests for so many seconds.", "Pace", min=0.0)]
+Warmup = Annotated[int, _option("--warmup", "Requests that are sent before and not counted.", "Pace", min=0)]
+Timeout = Annotated[float, _option("--timeout", "Seconds that one request may take.", "Pace", min=0.001)]
+Processes = Annotated[int, _option("--processes", "Processes that send.", "Pace", min=1, max=64)]
+Chat = Annotated[
+    bool, _option("--chat", "Text by /v1/chat/completions instead of token ids by /v1/completions.", "Prompts")
+]
+Prefixes = Annotated[int, _option("--prefixes", "Different shared prefixes.", "Prompts", min=1)]
+PrefixTokens = Annotated[int, _option("--prefix-tokens", "Tokens of each of them.", "Prompts", min=0)]
+SuffixTokens = Annotated[int, _option("--suffix-tokens", "Tokens that each prompt has for itself.", "Prompts", min=0)]
+OutputTokens = Annotated[int, _option("--output-tokens", "Tokens of each answer.", "Prompts", min=1)]
+Vocab = Annotated[int, _option("--vocab-size", "Token ids are below this; 0: what the server says.", "Prompts", min=0)]
+Seed = Annotated[int, _option("--seed", "Of prompts and arrivals.", "Prompts")]
+Temperature = Annotated[float, _option("--temperature", "Of sampling; 0 is greedy.", "Prompts", min=0.0, max=2.0)]
+RespectEos = Annotated[bool, _option("--respect-eos", "Let the model end its answers early.", "Prompts")]
+Trace = Annotated[str, _option("--trace", "Mooncake trace (JSON lines) to replay.", "Trace")]
+Scale = Annotated[int, _option("--scale", "Lengths are divided by this; must divide 512.", "Trace", min=1)]
+RateScale = Annotated[float, _option("--rate-scale", "Times run so much faster.", "Trace", min=1e-6)]
+SloTtft = Annotated[float | None, _option("--slo-ttft", "Goodput: first token within so many seconds.", "Results")]
+SloTpot = Annotated[float | None, _option("--slo-tpot", "Goodput: seconds per later token.", "Results")]
+MaxErrors = Annotated[
+    float, _option("--max-error-rate", "Exit with 1 if more than this share fails.", "Results", min=0.0, max=1.0)
+]
+JsonFile = Annotated[Path | None, _option("--json", "Write the results to this file.", "Results", metavar="FILE")]
+Details = Annotated[bool, _option("--details", "In the file, every single request too.", "Results")]
+
+
+@app.command("run")
+def run(
+    url: Url = None,
+    model: Model = None,
+    api_key: ApiKey = "",
+    concurrency: Concurrency = 0,
+    rate: Rate = 0.0,
+    burstiness: Burstiness = 1.0,
+    requests: Requests = 0,
+    duration: Duration = 0.0,
+    warmup: Warmup = 0,
+    timeout: Timeout = 600.0,
+    processes: Processes = 1,
+    chat: Chat = False,
+    prefixes: Prefixes = 8,
+    prefix_tokens: PrefixTokens = 256,
+    suffix_tokens: SuffixTokens = 64,
+    output_tokens: OutputTokens = 32,
+    vocab_size: Vocab = 0,
+    seed: Seed = 0,
+    temperature: Temperature = 0.0,
+    respect_eos: RespectEos = False,
+    trace: Trace = "",
+    scale: Scale = 32,
+    rate_scale: RateScale = 1.0,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    max_error_rate: MaxErrors = 0.01,
+    json_file: JsonFile = None,
+    details: Details = False,
+) -> None:
+    """Send requests, closed loop, open loop or a trace's; print latencies, hits, errors and goodput."""
+    plan = LoadPlan(
+        url=url or _default_url(),
+        model=model or "",
+        api_key=api_key,
+        chat=chat,
+        concurrency=concurrency,
+        rate=rate,
+        burstiness=burstiness,
+        requests=requests,
+        duration_s=duration,
+        warmup=warmup,
+        timeout_s=timeout,
+        prefixes=prefixes,
+        prefix_tokens=prefix_tokens,
+        suffix_tokens=suffix_tokens,
+        output_tokens=output_tokens,
+        vocab_size=vocab_size,
+        trace=trace,
+        scale=scale,
+        rate_scale=rate_scale,
+        seed=seed,
+        temperature=temperature,
+        ignore_eos=not respect_eos,
+        processes=processes,
+    )
+    try:
+        plan.check()
+    except ConfigError as error:
+        raise typer.BadParameter(error.message) from None
+
+    def act() -> None:
+        try:
+            summary = _run(_ask_server(plan), (slo_ttft, slo_tpot), json_file, details)
+        except ConfigError as error:
+            raise AdminUsage(error.message) from error
+        failed = summary["error_rate"]
+        if failed > max_error_rate:
+            raise LoadFailed(f"{100 * failed:.1f} % of the requests failed; at most {100 * max_error_rate:g} % may")
+
+    run_checked(act)
+
+
+def _run(
+    plan: LoadPlan, slo: tuple[float | None, float | None], json_file: Path | None, details: bool
+) -> dict[str, Any]:
+    from common.tools.admin.show import console
+    from common.tools.load import show
+
+    workload = Workload(plan)
+    if json_file is not None:
+        check_writable(json_file)
+    began = time.time()
+    with show.progress() as progress:
+        task = progress.add_task(plan.model, total=workload.total)
+        outcomes = run_load(plan, workload, lambda outcome: progress.advance(task))
+    summary = summarise(outcomes, *slo)
+    try:
+        if json_file is not None:
+            config = {key: value for key, value in dataclasses.asdict(plan).items() if key != "api_key"}
+            whole: dict[str, Any] = {"began": began, "config": config, "left_out": workload.left_out}
+            whole["summary"] = summary
+            if details:
+                whole["requests"] = [outcome.as_json() for outcome in outcomes]
+            json_file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise LoadFailed(f"cannot write {json_file}: {error.strerror}") from None
+    finally:  # a run may have taken hours
+        console().print(show.report(summary, workload.left_out))
+    return summary
+
+
+def _default_url() -> str:
+    clusters = running_clusters(runtime_folder(os.environ))
+    return clusters[0].url if len(clusters) == 1 else "http://127.0.0.1:8000"
+
+
+def _ask_server(plan: LoadPlan) -> LoadPlan:
+    """`plan` with what only the server knows: model, vocabulary, context.
+
+    Raises: AdminUnreachable (exit code 3) if nobody there lists models, ConfigError if it has not this one.
+    """
+    cards = _models(plan)
+    if plan.model and plan.model not in cards:
+        raise ConfigError(f"{plan.url} has no model {plan.model!r}, it has {', '.join(cards)}")
+    name = plan.model or next(iter(cards))
+    card = cards[name]
+    vocab_size = plan.vocab_size or int(card.get("vocab_size") or _FALLBACK_VOCAB)
+    return dataclasses.replace(plan, model=name, vocab_size=vocab_size, max_len=int(card.get("max_model_len") or 0))
+
+
+def _models(plan: LoadPlan) -> dict[str, dict[str, Any]]:
+    """By id."""
+    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
+    where = plan.url.rstrip("/") + "/v1/models"
+    try:
+        request = urllib.request.Request(where, headers=headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_TIMEOUT_S) as answer:
+            cards = {card["id"]: card for card in json.loads(answer.read())["data"]}
+    except urllib.error.HTTPError as error:
+        with error:
+            raise AdminUnreachable(f"{where} answers {error.code}: is this a server of the OpenAI API?") from None
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise AdminUnreachable(f"{where} does not list models: {getattr(error, 'reason', error)}") from None
+    if not cards:
+        raise AdminUnreachable(f"{where} lists no model: nothing is served there yet")
+    return cards

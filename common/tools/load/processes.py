@@ -1,0 +1,150 @@
+"""A run on one or several processes: the calling one alone, or children that report on their standard output.
+
+python -m common.tools.load.processes     a child: its order comes as JSON on standard input
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from common.base.errors import KvRelayError
+from common.base.process import tied_command
+from common.tools.load.outcome import Outcome
+from common.tools.load.plan import LoadPlan, Workload
+from common.tools.load.runner import Runner
+from common.tools.load.stream import RequestFailed, run
+
+_READY = b"ready\n"
+_BEGIN_S = 0.05
+"""From the word to the first request: time for every child to read it."""
+_WRITE_EVERY_S = 0.5
+_MAX_LINE_BYTES = 2**30
+
+Tick = Callable[[Outcome], None]
+"""Called for every outcome, as it comes in."""
+
+
+class LoadFailed(KvRelayError):
+    """The run could not be carried out."""
+
+
+def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> list[Outcome]:
+    """Warm up, run, and return all outcomes in order of their numbers; after Ctrl-C those that there are.
+
+    Raises: LoadFailed if the warm-up or a process failed.
+    """
+    outcomes: list[Outcome] = []
+
+    def take(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        tick(outcome)
+
+    try:
+        run(_warm_up(plan, workload))
+    except RequestFailed as error:
+        raise LoadFailed(str(error)) from error
+    # The first Ctrl-C ends the run, not the report of it.
+    with contextlib.suppress(KeyboardInterrupt):
+        if plan.processes == 1:
+            run(Runner(plan, workload, 0, take).run(time.perf_counter()))
+        else:
+            run(_on_children(plan, take))
+    return sorted(outcomes, key=lambda outcome: outcome.number)
+
+
+async def _warm_up(plan: LoadPlan, workload: Workload) -> None:
+    if plan.warmup:
+        await Runner(plan, workload, 0, lambda outcome: None).warm_up()
+
+
+async def _on_children(plan: LoadPlan, take: Tick) -> None:
+    children: list[Process] = []
+    try:
+        for process in range(plan.processes):
+            children.append(await _start(plan, process))
+        # Each says a line when it is ready; then all begin at one time.
+        for child in children:
+            if await _output(child).readline() != _READY:
+                raise LoadFailed("a process of the load generator did not start")
+        start = f"{time.perf_counter() + _BEGIN_S}\n".encode()
+        for child in children:
+            _input(child).write(start)
+        codes = await asyncio.gather(*(_collect(child, take) for child in children))
+        if any(codes):
+            raise LoadFailed(f"a process of the load generator ended with {next(filter(None, codes))}")
+    finally:
+        for child in children:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+
+
+async def _start(plan: LoadPlan, process: int) -> Process:
+    command = tied_command([sys.executable, "-m", "common.tools.load.processes"])
+    pipe = asyncio.subprocess.PIPE
+    # In a session of its own: Ctrl-C is for the process that reports.
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES, start_new_session=True
+    )
+    _input(child).write(json.dumps({"plan": asdict(plan), "process": process}).encode() + b"\n")
+    return child
+
+
+async def _collect(child: Process, take: Tick) -> int:
+    async for line in _output(child):
+        take(Outcome(**json.loads(line)))
+    return await child.wait()
+
+
+def _input(child: Process) -> asyncio.StreamWriter:
+    assert child.stdin is not None
+    return child.stdin
+
+
+def _output(child: Process) -> asyncio.StreamReader:
+    assert child.stdout is not None
+    return child.stdout
+
+
+class _Writer:
+    """Outcomes leave as lines, in batches: a write each would cost more than the request."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._written_s = 0.0
+
+    def take(self, outcome: Outcome) -> None:
+        self._lines.append(json.dumps(outcome.as_json()) + "\n")
+        if time.perf_counter() - self._written_s > _WRITE_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        sys.stdout.write("".join(self._lines))
+        sys.stdout.flush()
+        self._lines.clear()
+        self._written_s = time.perf_counter()
+
+
+def _main() -> None:
+    order: dict[str, Any] = json.loads(sys.stdin.readline())
+    plan = LoadPlan(**order["plan"])
+    writer = _Writer()
+    workload = Workload(plan)
+    sys.stdout.write(_READY.decode())
+    sys.stdout.flush()
+    start = sys.stdin.readline()
+    if start:
+        run(Runner(plan, workload, order["process"], writer.take).run(float(start)))
+        writer.flush()
+
+
+if __name__ == "__main__":
+    _main()

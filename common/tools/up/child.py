@@ -1,0 +1,118 @@
+"""One child process of `kvrelay up`: its start, its output, its end. Runs on the supervisor's asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections import deque
+
+from common.config.sources import SUPERVISOR_VARIABLE
+from common.tools.up.console import Console
+from common.tools.up.plan import ChildSpec
+from common.tools.up.restarts import RestartPolicy
+
+_READ_BYTES = 65536
+_KEPT_LINES = 20
+_DRAIN_S = 1.0
+"""After a child's end its output may be held open by a grandchild that is about to die."""
+
+
+class Child:
+    """A child over all its restarts.
+
+    Each process is the leader of a session of its own, so that Ctrl-C in a terminal reaches only the supervisor,
+    and so that whatever the child has started can be ended with it.
+    """
+
+    def __init__(self, spec: ChildSpec, console: Console) -> None:
+        self.spec = spec
+        self.policy = RestartPolicy()
+        self.ready = False
+        """The present process is usable."""
+        self.started_s = 0.0
+        """When the present process was started, by `time.monotonic`."""
+        self.address = ""
+        self.incarnation = ""
+        """Of the process that last registered, the present one or one before; nodes only."""
+        self.last_line = ""
+        self._console = console
+        self._process: Process | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
+
+    @property
+    def pid(self) -> int | None:
+        """None while no process runs."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        self.ready = False
+        self.started_s = time.monotonic()
+        self.last_line = ""
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", SUPERVISOR_VARIABLE: str(os.getpid()), **self.spec.environ}
+        self._process = await asyncio.create_subprocess_exec(
+            *self.spec.argv, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env=environ, start_new_session=True
+        )
+        self._pump = asyncio.create_task(self._read(self._process))
+
+    async def wait(self) -> int:
+        """The return code, once the process is gone, with all its output shown and its process group ended."""
+        process, pump = self._process, self._pump
+        assert process is not None, "not started"
+        assert pump is not None
+        return_code = await process.wait()
+        self.ready = False
+        self._kill_group(process.pid)
+        done, _ = await asyncio.wait([pump], timeout=_DRAIN_S)
+        if not done:
+            pump.cancel()
+            await asyncio.wait([pump])
+        if self._process is process:
+            self._process = None
+        return return_code
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process, if it runs; SIGKILL reaches its whole group."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        if signum is signal.SIGKILL:
+            self._kill_group(self._process.pid)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
+    def show_unshown(self) -> None:
+        """Show the last lines of a quiet child, which ended unasked."""
+        while self._unshown:
+            self._console.child_line(self.spec.name, self._unshown.popleft())
+
+    @staticmethod
+    def _kill_group(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+    async def _read(self, process: Process) -> None:
+        assert process.stdout is not None
+        rest = b""
+        while chunk := await process.stdout.read(_READ_BYTES):
+            # A line without end is cut rather than kept growing.
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _READ_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._show(line)
+        if rest:
+            self._show(rest)
+
+    def _show(self, raw: bytes) -> None:
+        line = raw.decode("utf-8", "replace").rstrip()
+        if line:
+            self.last_line = line
+        if self.spec.quiet:
+            self._unshown.append(line)
+        else:
+            self._console.child_line(self.spec.name, line)

@@ -1,0 +1,32 @@
+"""`kvrelay up`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.cli import service_app
+from common.config.options import UpConfig
+from common.config.sources import Resolved
+
+_HELP = """Start a whole cluster on this machine: Redis, routers, prefill nodes and decode nodes.
+
+Each is a process of its own. When all are ready, their addresses and a curl line to try are printed. Whatever dies later
+is started again; Ctrl-C stops everything in order. Nodes share all processor cores; --favor says who goes first.
+
+[bold]Examples:[/bold] kvrelay up
+
+  kvrelay up --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2 --port 9000
+
+  kvrelay up --routers 2 --port 9000
+
+  kvrelay up --model ./my-model --dtype bfloat16 --favor itl --pid-file /tmp/kvrelay.json
+"""
+
+
+def _run(resolved: Resolved[UpConfig]) -> None:
+    from common.tools.up.supervisor import up
+
+    asyncio.run(up(resolved.config, resolved.sources))
+
+
+app = service_app(UpConfig, help=_HELP, run=_run)

@@ -1,0 +1,65 @@
+"""What `kvrelay up` says on the terminal: each child's lines under its name, and our own. Main thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from common.tools.up.restarts import describe_exit
+
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_OWN_NAME = "kvrelay"
+
+
+class Console:
+    """Prefixed lines on `out`. Goes silent, without an error, once nobody reads `out` any more."""
+
+    def __init__(self, names: list[str], out: TextIO | None = None) -> None:
+        self._out = out if out is not None else sys.stdout
+        self._width = max(map(len, [_OWN_NAME, *names]))
+        coloured = self._out.isatty() and "NO_COLOR" not in os.environ
+        self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} if coloured else {}
+
+    def child_line(self, name: str, line: str) -> None:
+        """One line of a child's output."""
+        prefix = f"{name:<{self._width}} |"
+        colour = self._colours.get(name)
+        self.plain(f"\x1b[{colour}m{prefix}\x1b[0m {line}" if colour else f"{prefix} {line}")
+
+    def say(self, line: str) -> None:
+        """One line of our own."""
+        self.plain(f"{_OWN_NAME:<{self._width}} | {line}")
+
+    def plain(self, text: str) -> None:
+        try:
+            print(text, file=self._out, flush=True)
+        except (BrokenPipeError, ValueError):
+            self._out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the process)
+
+
+def banner(urls: list[str], model: str, rows: list[tuple[str, int, str]], needs_key: bool, took_s: float) -> str:
+    """What is shown when all is ready. `urls`: of the routers; `rows`: (name, pid, address) of each child."""
+    name_width = max(len(name) for name, _, _ in rows)
+    pid_width = max(len(str(pid)) for _, pid, _ in rows)
+    listing = "\n".join(f"  {name:<{name_width}}  pid {pid:<{pid_width}}  {address}" for name, pid, address in rows)
+    key = ' -H "Authorization: Bearer $KVRELAY_API_KEY"' if needs_key else ""
+    url = urls[0]
+    return f"""
+kvrelay is ready at {", ".join(urls)} (after {took_s:.1f} s), serving the model {model}:
+
+{listing}
+
+Try it:
+
+  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+
+The API is described at {url}/docs. `kvrelay admin nodes` says what every node does. Ctrl-C stops everything.
+"""
+
+
+def failure_line(name: str, return_code: int, last_line: str) -> str:
+    """Why the start failed, in one sentence."""
+    reason = last_line.removeprefix("kvrelay: ") or "it said nothing"
+    return f"{name} could not start ({describe_exit(return_code)}): {reason}"

@@ -1,0 +1,56 @@
+"""Whether Redis and the routers of `kvrelay up` answer. Runs on the supervisor's asyncio loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from common.base.errors import ConfigError
+from common.cluster.redis_client import check_redis
+
+_TIMEOUT_S = 2.0
+_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def connect_host(host: str) -> str:
+    """How to reach a listener on `host` from this machine, as it stands in a URL."""
+    reachable = _EVERY_INTERFACE.get(host, host)
+    return f"[{reachable}]" if ":" in reachable else reachable
+
+
+async def redis_answers(url: str) -> bool:
+    """Whether Redis at `url` is ready for commands."""
+    try:
+        await check_redis(url)
+    except ConfigError:
+        return False
+    return True
+
+
+class RouterProbe:
+    """Asks routers for their health."""
+
+    def __init__(self) -> None:
+        # Never through a proxy that the environment may name: this is loopback.
+        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
+
+    async def health(self, url: str) -> dict[str, Any] | None:
+        """What the router at `url` says of itself and its nodes, usable or not; None if it does not answer."""
+        try:
+            body = (await self._client.get(f"{url}/health")).json()
+        except (httpx.HTTPError, ValueError):
+            return None
+        return body if isinstance(body, dict) else None
+
+    async def sees(self, url: str, prefill: int, decode: int) -> bool:
+        """Whether the router at `url` has at least so many usable nodes."""
+        health = await self.health(url) or {}
+        return _count(health.get("prefill")) >= prefill and _count(health.get("decode")) >= decode
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else -1

@@ -1,0 +1,347 @@
+"""The supervisor of `kvrelay up`: starts the children, watches them, stops them in order.
+
+One asyncio loop in the main thread. What to run and when to restart is decided by `plan` and `restarts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from common.base.errors import ConfigError, DeadlineExceeded, KvRelayError
+from common.base.free_memory import free_memory_bytes
+from common.cluster.membership import Directory
+from common.cluster.redis_client import check_redis
+from common.cluster.redis_server import free_port, redis_command
+from common.config.options import UpConfig
+from common.config.sources import CONFIG_FILE_VARIABLE, Source
+from common.control.messages import NodeRecord
+from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
+from common.tools.up.child import Child
+from common.tools.up.console import Console, banner, failure_line
+from common.tools.up.gpus import find_cards
+from common.tools.up.health import RouterProbe, redis_answers
+from common.tools.up.kv_memory import check_memory
+from common.tools.up.pid_file import PidEntry, PidFile
+from common.tools.up.plan import STOP_ORDER, ChildSpec, plan_children
+from common.tools.up.restarts import GiveUp, describe_exit
+from common.tools.up.routers import router_places
+
+_PROBE_S = 0.2
+_PROGRESS_S = 5.0
+_STOP_S = 10.0
+"""After SIGTERM a child has so long before it is killed."""
+
+
+class ChildFailed(KvRelayError):
+    """A child ended before it was ever ready; `exit_code` is what the supervisor ends with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
+    """Run a cluster until SIGINT, SIGTERM or (but under `nohup`) SIGHUP. No child is left, whatever happens.
+
+    Raises: ConfigError before anything was started; ChildFailed or DeadlineExceeded if the start failed.
+    """
+    routers = router_places(config)
+    pid_file = PidFile(config.pid_file)
+    if config.redis_url is not None:
+        await check_redis(config.redis_url)
+    admin_token = config.admin_token or secrets.token_urlsafe(24)
+    running = RunningCluster(os.getpid(), {place.url: place.admin_url for place in routers}, admin_token)
+    directory = tempfile.mkdtemp(prefix="kvrelay-up-")
+    try:
+        redis_port = free_port()
+        redis_url = config.redis_url or f"redis://127.0.0.1:{redis_port}/0"
+        cards = find_cards(os.environ)
+        specs = plan_children(
+            config,
+            sources,
+            redis_url=redis_url,
+            routers=routers,
+            own_redis=None if config.redis_url else tuple(redis_command(redis_port, directory)),
+            host_name=socket.gethostname(),
+            admin_token=admin_token,
+            cards=cards,
+        )
+        check_memory(specs, os.environ, free_memory_bytes(), cards=bool(cards))
+        specs = _keep_file(specs, directory)
+        with announced(running, runtime_folder(os.environ)):
+            await Cluster(config, specs, redis_url, pid_file).run()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _keep_file(specs: list[ChildSpec], directory: str) -> list[ChildSpec]:
+    """The same, with the configuration file as it is now, at every restart.
+
+    Raises: ConfigError where it can be read only once.
+    """
+    file = os.environ.get(CONFIG_FILE_VARIABLE)
+    if not file:
+        return specs
+    try:
+        kept = shutil.copyfile(file, os.path.join(directory, "kvrelay.toml"))
+    except (OSError, shutil.SpecialFileError) as error:
+        raise ConfigError(f"{file} cannot be kept for the services, give a regular file: {error}") from error
+    return [replace(spec, environ={**spec.environ, CONFIG_FILE_VARIABLE: kept}) for spec in specs]
+
+
+class Cluster:
+    """The children, and the tasks that watch over them.
+
+    A child is started and waited for by its own `_supervise` task only; stopping signals it and waits for that task.
+    """
+
+    def __init__(self, config: UpConfig, specs: list[ChildSpec], redis_url: str, pid_file: PidFile) -> None:
+        self._config = config
+        self._console = Console([spec.name for spec in specs])
+        self._children = [Child(spec, self._console) for spec in specs]
+        self._redis_url = redis_url
+        self._pid_file = pid_file
+        self._routers = [spec for spec in specs if spec.role == "router"]
+        self._blind: list[str] = []
+        """The routers that did not see all nodes when asked last."""
+        self._probe = RouterProbe()
+        self._records: dict[str, NodeRecord] = {}
+        self._supervisors: dict[str, asyncio.Task[None]] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        """A second Ctrl-C: kill instead of waiting."""
+        self._failure: BaseException | None = None
+        self._published = False
+
+    async def run(self) -> None:
+        """Until a signal or a failure.
+
+        Raises: the failure.
+        """
+        loop = asyncio.get_running_loop()
+        ends = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            ends.append(signal.SIGHUP)
+        for signum in ends:
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            for watcher in (self._start(), self._watch_readiness(), self._show_progress()):
+                self._spawn_watcher(watcher)
+            await self._stop.wait()
+        finally:
+            await self._shut_down()
+        if self._failure is not None:
+            raise self._failure
+        self._console.say("everything stopped")
+
+    def _on_signal(self, signum: int) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        else:
+            self._console.say(f"{signal.Signals(signum).name}: stopping")
+            self._stop.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._stop.set()
+
+    def _spawn_watcher(self, work: Coroutine[Any, Any, None]) -> None:
+        self._watchers.append(asyncio.create_task(self._guard(work)))
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # whatever it is, the children must be stopped; `run` raises it then
+            self._fail(error)
+
+    # ------------------------------------------------------------ start
+
+    async def _start(self) -> None:
+        started_s = time.monotonic()
+        self._console.say("starting " + ", ".join(child.spec.name for child in self._children))
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                for child in self._children:
+                    self._supervisors[child.spec.name] = asyncio.create_task(self._guard(self._supervise(child)))
+                    while child.spec.role == "redis" and not child.ready:
+                        await asyncio.sleep(_PROBE_S / 4)
+                self._spawn_watcher(Directory(self._redis_url, self._config.cluster, self._on_nodes, _PROBE_S).run())
+                while self._unready() or await self._look_for_blind():
+                    await asyncio.sleep(_PROBE_S)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"not ready within {self._config.start_timeout_s:g} s, still waiting for {self._missing()}; "
+                "--start-timeout-s allows more"
+            ) from None
+        self._announce(time.monotonic() - started_s)
+
+    def _unready(self) -> list[str]:
+        return [child.spec.name for child in self._children if not child.ready]
+
+    async def _look_for_blind(self) -> list[str]:
+        nodes = self._config.prefill, self._config.decode
+        self._blind = [spec.name for spec in self._routers if not await self._probe.sees(spec.url, *nodes)]
+        return self._blind
+
+    def _missing(self) -> str:
+        """What the start still waits for."""
+        routers = "the router" if len(self._routers) == 1 else ", ".join(self._blind) or "the routers"
+        return ", ".join(self._unready()) or f"{routers} to see all nodes"
+
+    async def _show_progress(self) -> None:
+        started_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            if self._published:
+                return
+            elapsed_s = time.monotonic() - started_s
+            self._console.say(
+                f"waiting for {self._missing()} ({elapsed_s:.0f} of {self._config.start_timeout_s:.0f} s)"
+            )
+
+    def _announce(self, took_s: float) -> None:
+        self._published = True
+        self._write_pids()
+        rows = [(child.spec.name, child.pid or 0, child.address) for child in self._children]
+        models = sorted({record.model.name for record in self._records.values()})
+        model = models[0] if models else self._config.model
+        urls = [spec.url for spec in self._routers]
+        self._console.plain(banner(urls, model, rows, self._config.api_key != "", took_s))
+
+    # ------------------------------------------------------------ watch
+
+    async def _supervise(self, child: Child) -> None:
+        """Start the child, and again whenever it dies, until everything stops."""
+        name = child.spec.name
+        while not self._stop.is_set():
+            return_code = await self._run_child(child)
+            if self._stop.is_set():
+                return
+            child.show_unshown()
+            decision = child.policy.died(time.monotonic(), return_code)
+            if isinstance(decision, GiveUp):
+                raise ChildFailed(failure_line(name, return_code, child.last_line), decision.exit_code)
+            self._write_pids()
+            when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
+            self._console.say(f"{name} ended ({describe_exit(return_code)}); starting it again {when}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), decision.delay_s)
+
+    async def _run_child(self, child: Child) -> int:
+        """Start the child and wait for its end. Returns how it ended, 1 where the system has no process for a restart.
+
+        Raises: OSError if its first start fails.
+        """
+        try:
+            await child.start()
+        except OSError as error:
+            if not child.policy.was_ever_ready:
+                raise
+            self._console.say(f"{child.spec.name} cannot be started now: {error}")
+            return 1
+        self._write_pids()
+        if self._stop.is_set():
+            child.signal(signal.SIGTERM)
+        return await child.wait()
+
+    async def _watch_readiness(self) -> None:
+        while True:
+            for child in self._children:
+                pid = child.pid
+                if pid is None or child.ready:
+                    continue
+                if not await self._is_usable(child):
+                    self._end_if_overdue(child)
+                    continue
+                if child.pid != pid:
+                    continue
+                child.ready = True
+                child.policy.ready(time.monotonic())
+                if self._published:
+                    self._console.say(f"{child.spec.name} is ready again (pid {pid})")
+                self._write_pids()
+            await asyncio.sleep(_PROBE_S)
+
+    def _end_if_overdue(self, child: Child) -> None:
+        """A restarted child has as long as the whole start had; the first start has its own deadline."""
+        allowed_s = self._config.start_timeout_s
+        if self._published and child.pid is not None and time.monotonic() > child.started_s + allowed_s:
+            self._console.say(f"{child.spec.name} is not ready after {allowed_s:g} s (pid {child.pid}): killing it")
+            child.signal(signal.SIGKILL)
+
+    async def _is_usable(self, child: Child) -> bool:
+        if child.spec.role == "redis":
+            child.address = self._redis_url
+            return await redis_answers(self._redis_url)
+        if child.spec.role == "router":
+            child.address = child.spec.url
+            return await self._probe.health(child.spec.url) is not None
+        record = self._records.get(child.spec.node_id or "")
+        if record is None or record.peer.incarnation == child.incarnation:
+            return False
+        if record.started_at < time.time() - (time.monotonic() - child.started_s):
+            return False  # of a process before ours: in a Redis of others it outlives its cluster by a lease
+        child.incarnation = record.peer.incarnation
+        child.address = record.peer.control_address
+        return True
+
+    def _on_nodes(self, records: list[NodeRecord]) -> None:
+        self._records = {record.peer.node_id: record for record in records}
+
+    def _write_pids(self) -> None:
+        if not self._published or self._stop.is_set():
+            return
+        running = [child for child in self._children if child.pid is not None]
+        entries = [PidEntry(c.spec.name, c.spec.role, c.pid or 0, c.address if c.ready else "") for c in running]
+        try:
+            self._pid_file.write(entries)
+        except OSError as error:
+            self._console.say(f"cannot write the pid file: {error}")
+
+    # ------------------------------------------------------------ stop
+
+    async def _shut_down(self) -> None:
+        self._stop.set()
+        await _cancel(self._watchers)
+        for role in STOP_ORDER:
+            await self._stop_children([child for child in self._children if child.spec.role == role])
+        self._pid_file.remove()
+        await self._probe.close()
+
+    async def _stop_children(self, children: list[Child]) -> None:
+        tasks = [self._supervisors[c.spec.name] for c in children if c.spec.name in self._supervisors]
+        if not tasks:
+            return
+        for child in children:
+            child.signal(signal.SIGTERM)
+        hurry = asyncio.create_task(self._hurry.wait())
+        done = asyncio.gather(*tasks)
+        await asyncio.wait([done, hurry], timeout=_STOP_S, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            late = ", ".join(child.spec.name for child in children if child.pid is not None)
+            self._console.say(f"killing {late}")
+            for child in children:
+                child.signal(signal.SIGKILL)
+        await done
+        await _cancel([hurry])
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel until they are over: a library below may swallow one cancellation."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=1.0)

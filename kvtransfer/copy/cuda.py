@@ -1,0 +1,161 @@
+"""A CUDA card as `kvtransfer.copy.device` wants it: events for marks, copies by one kernel on a stream of their own.
+
+Thin on purpose: nothing else of a relay names CUDA. The compute stream never waits for anything here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.kv.cuda_pages import CardMemory, pages_library
+from common.kv.storage import KVStorage
+from kvtransfer.copy.device import POLL_S, Mark, Runs
+from kvtransfer.copy.host import as_tensor
+
+log = logging.getLogger(__name__)
+
+_BLOCKS_PER_SM, _BLOCKS_TO_HOST = 4, 32
+"""Thread blocks of a copy: enough to fill the card's memory bandwidth, or what connects it to the host."""
+
+
+class EventMark:
+    """An event on a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        """As `Mark.done`."""
+        return self.event.query()
+
+
+class CudaDevice:
+    """`RelayDevice` of a storage on a card. The engine computes on the stream that is current on its thread."""
+
+    def __init__(self, storage: KVStorage) -> None:
+        self._storage = storage
+        self._device = storage.data.device
+        self._stream = torch.cuda.Stream(self._device)
+        self._library = pages_library()
+        cuda: Any = torch.cuda
+        properties = cuda.get_device_properties(self._device)
+        self._grid: int = _BLOCKS_PER_SM * properties.multi_processor_count
+        self._card: str = f"GPU-{properties.uuid}"
+
+    @property
+    def card(self) -> str:
+        """As `RelayDevice.card`: the driver's name of the card, whatever its number in this process."""
+        return self._card
+
+    def mark(self) -> EventMark:
+        """As `RelayDevice.mark`."""
+        return EventMark(torch.cuda.current_stream(self._device))
+
+    def follow(self, mark: Mark) -> None:
+        """As `RelayDevice.follow`: the card waits, not the caller."""
+        assert isinstance(mark, EventMark)
+        self._stream.wait_event(mark.event)
+
+    def copy(self, dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
+        """As `RelayDevice.copy`. Raises: RuntimeError or OSError if the card failed."""
+        if self._library is None:
+            with torch.cuda.stream(self._stream):
+                copy_by_index(dst, src, planes, blocks, run_bytes)
+            return
+        stays = self._on_card(dst.base) and self._on_card(src.base)
+        grid = self._grid if stays else _BLOCKS_TO_HOST
+        # Freed while the kernel may still read them: the allocator gives them to this same stream only, in order.
+        dst_ids, src_ids = self._ids(dst), self._ids(src)
+        self._library.copy_runs(self._stream, _side(dst, dst_ids), _side(src, src_ids), planes, blocks, run_bytes, grid)
+
+    def fence(self) -> EventMark:
+        """As `RelayDevice.fence`."""
+        return EventMark(self._stream)
+
+    def wait(self, at_most_s: float = math.inf) -> bool:
+        """As `RelayDevice.wait`."""
+        until_s = time.monotonic() + at_most_s
+        try:
+            while not self._stream.query():
+                if time.monotonic() > until_s:
+                    log.error("copies of KV have not ended within %g s: the card stands still", at_most_s)
+                    return False
+                time.sleep(POLL_S)
+        except RuntimeError as error:
+            log.error("the card failed while KV was copied: %s", error)
+        return True
+
+    def as_bytes(self, storage: KVStorage) -> torch.Tensor:
+        """As `RelayDevice.as_bytes`."""
+        return storage.data.view(torch.uint8).view(-1)
+
+    def reaches(self, buffer: Any) -> bool:
+        """As `RelayDevice.reaches`."""
+        tensor = as_tensor(buffer)
+        return tensor.is_cuda or tensor.is_pinned()
+
+    def host_buffer(self, size_bytes: int) -> np.ndarray:
+        """As `RelayDevice.host_buffer`: pinned."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+    def device_buffer(self, size_bytes: int) -> torch.Tensor:
+        """As `RelayDevice.device_buffer`."""
+        with torch.cuda.stream(self._stream):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def export(self) -> int:
+        """As `RelayDevice.export`."""
+        if self._storage.shared is None:
+            raise OSError("this KV was not allocated to be shared")
+        return self._storage.shared.export()
+
+    def open(self, fd: int, size_bytes: int) -> CardMemory:
+        """As `RelayDevice.open`."""
+        if self._library is None:
+            raise OSError("pages.cu is not compiled")
+        return self._library.open(self._device, fd, size_bytes)
+
+    def _on_card(self, base: Any) -> bool:
+        return isinstance(base, CardMemory) or as_tensor(base).is_cuda
+
+    def _ids(self, runs: Runs) -> torch.Tensor | None:
+        if runs.ids is None:
+            return None
+        with torch.cuda.stream(self._stream):
+            # From pageable memory the caller would wait for the stream.
+            pinned = torch.from_numpy(runs.ids).pin_memory()  # pyright: ignore[reportUnknownMemberType]
+            return pinned.to(self._device, non_blocking=True)
+
+
+def _side(runs: Runs, ids: torch.Tensor | None) -> tuple[int, int, int, int]:
+    base = runs.base
+    address = base.address if isinstance(base, CardMemory) else as_tensor(base).data_ptr()
+    return address + runs.offset, runs.plane_bytes, runs.block_bytes, 0 if ids is None else ids.data_ptr()
+
+
+def copy_by_index(dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
+    """As `RelayDevice.copy`, on PyTorch's current stream and by its operators alone; for tensors on any device."""
+
+    def view(runs: Runs) -> torch.Tensor:
+        count = blocks if runs.ids is None else int(runs.ids.max()) + 1
+        strides = (runs.plane_bytes, runs.block_bytes, 1)
+        return as_tensor(runs.base).as_strided((planes, count, run_bytes), strides, runs.offset)
+
+    def indices(ids: np.ndarray, where: torch.device) -> torch.Tensor:
+        return torch.from_numpy(ids).to(where)  # pyright: ignore[reportUnknownMemberType]
+
+    rows, target = view(src), view(dst)
+    if src.ids is not None:
+        rows = rows.index_select(1, indices(src.ids, rows.device))
+    if dst.ids is None:
+        target.copy_(rows, non_blocking=True)
+    else:
+        rows = rows.to(target.device, non_blocking=True)
+        target.index_copy_(1, indices(dst.ids, target.device), rows)

@@ -1,0 +1,319 @@
+"""All attempts of one rank, at each end of a relay: fences, deadlines, and each release exactly once. Pure.
+
+The shells (one per transport) turn calls and frames into method calls here, and report what `take_events`
+gives. A transfer lives from `open` to its `...Released`; whatever names no live transfer is ignored or
+refused, so late messages of an older attempt or incarnation can do nothing. Driven by one I/O thread.
+"""
+
+from __future__ import annotations
+
+from common.base.errors import (
+    CorruptSlice,
+    KvRelayError,
+    PeerLost,
+    TransferAborted,
+    TransferError,
+    TransferTimedOut,
+)
+from common.control.messages import AttemptKey, Grant
+from common.kv.layout import KVLayout
+from kvtransfer.base import (
+    DestinationReleased,
+    IncomingTransfer,
+    OutgoingTransfer,
+    Received,
+    ReceiveFailed,
+    ReceiverEvent,
+    SenderEvent,
+    SourceReleased,
+)
+from kvtransfer.transfer_state import Batch, Claim, Incoming, Outgoing
+from kvtransfer.wire import SliceHeader
+
+
+class SendingEnd:
+    """The attempts that one prefill rank is sending.
+
+    Invariant: one `SourceReleased` per `open`, after it no `take` and no batch in hand.
+    """
+
+    def __init__(self, layout: KVLayout, rank: int, num_blocks: int) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._num_blocks = num_blocks
+        self._live: dict[AttemptKey, Outgoing] = {}
+        self._ending: dict[AttemptKey, Exception] = {}
+        """Failed while a batch was in hand; released when that is handed back."""
+        self._events: list[SenderEvent] = []
+
+    def open(self, transfer: OutgoingTransfer) -> None:
+        """Begin; a transfer that contradicts itself is released at once. The key is not live yet."""
+        assert transfer.key not in self._live
+        try:
+            self._live[transfer.key] = Outgoing(transfer, self._layout, self._rank, self._num_blocks)
+        except TransferError as error:
+            self._events.append(SourceReleased(transfer.key, 0, error))
+
+    def grant(self, grant: Grant, now: float) -> list[int]:
+        """The destination ranks to serve from now on; none if the grant is late, refused, or wants nothing of us."""
+        state = self._open_state(grant.key)
+        if state is None or state.granted:
+            return []
+        try:
+            state.grant(grant, now)
+        except TransferError as error:
+            self.fail(grant.key, error)
+            return []
+        self._release_if_done(state)
+        return [] if state.complete else state.destinations
+
+    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int, now: float) -> list[int]:
+        """The destination ranks that may now have something to take."""
+        state = self._open_state(key)
+        if state is None:
+            return []
+        try:
+            state.blocks_final(layer, num_blocks, now)
+        except TransferError as error:
+            self.fail(key, error)
+            return []
+        return state.destinations
+
+    @property
+    def ending(self) -> list[AttemptKey]:
+        """Attempts that have failed, but have a batch in hand."""
+        return list(self._ending)
+
+    def take(self, key: AttemptKey, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
+        """As `Outgoing.take`; None for what is not live."""
+        state = self._open_state(key)
+        return None if state is None else state.take(dst_rank, max_bytes=max_bytes, min_bytes=min_bytes, now=now)
+
+    def overdue(self, now: float) -> list[AttemptKey]:
+        """Attempts of which something has waited for company for too long."""
+        return [key for key, state in self._live.items() if state.overdue(now)]
+
+    def state_of(self, batch: Batch) -> Outgoing:
+        """The attempt of a batch in hand."""
+        return self._live[batch.key]
+
+    def handed(self, batch: Batch, now: float) -> None:
+        """The source of `batch` is not read any more; it was given to the wire, or its transfer has failed. Precedes
+        its `acknowledged`."""
+        state = self._live[batch.key]
+        state.handed(batch, now)
+        self._release_if_done(state)
+
+    def given_up(self, batch: Batch) -> None:
+        """The source of `batch` is not read any more, but its destination has not got it; its attempt has failed."""
+        state = self._live[batch.key]
+        state.give_up(batch.size_bytes)
+        self._release_if_done(state)
+
+    def acknowledged(self, batch: Batch, now: float) -> None:
+        """The other end has taken `batch`, which was handed. Ignored if its transfer is not live any more."""
+        state = self._open_state(batch.key)
+        if state is not None and state.transfer is batch.transfer:
+            state.acknowledged(now)
+            self._release_if_done(state)
+
+    def refused(self, batch: Batch, error: Exception) -> None:
+        """The other end will not have `batch`. Ignored if its transfer is not live any more."""
+        state = self._open_state(batch.key)
+        if state is not None and state.transfer is batch.transfer:
+            self.fail(batch.key, error)
+
+    def fail(self, key: AttemptKey, error: Exception) -> None:
+        """Stop this attempt: aborted, refused by the receiver, or its peer is lost. Ignored if not live."""
+        state = self._open_state(key)
+        if state is not None:
+            self._ending[key] = error
+            self._release_if_done(state)
+
+    def fail_all(self, error: Exception) -> None:
+        """Stop every attempt."""
+        for key in list(self._live):
+            self.fail(key, error)
+
+    def give_up_batches(self) -> None:
+        """No batch is in hand any more, whatever became of it; for a shell that failed between two steps."""
+        for state in list(self._live.values()):
+            state.give_up(state.in_hand)
+            if state.transfer.key in self._ending:
+                self._release_if_done(state)
+
+    def expire(self, now: float) -> None:
+        """Stop every attempt that has made no progress for too long."""
+        for key, state in list(self._live.items()):
+            if state.deadline is not None and state.deadline <= now:
+                self.fail(key, TransferTimedOut(f"{key}: nothing moved for {state.transfer.timeout_s} s"))
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do next; what has failed has no deadline any more."""
+        open_ones = (state for key, state in self._live.items() if key not in self._ending)
+        return min((state.deadline for state in open_ones if state.deadline is not None), default=None)
+
+    def take_events(self) -> list[SenderEvent]:
+        """What happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _open_state(self, key: AttemptKey) -> Outgoing | None:
+        return None if key in self._ending else self._live.get(key)
+
+    def _release_if_done(self, state: Outgoing) -> None:
+        key = state.transfer.key
+        error = self._ending.get(key)
+        if state.complete or (error is not None and not state.in_hand):
+            del self._live[key]
+            self._ending.pop(key, None)
+            self._events.append(SourceReleased(key, state.bytes_sent, None if state.complete else error))
+
+
+class ReceivingEnd:
+    """The attempts that one decode rank expects.
+
+    Invariant: one `DestinationReleased` per `open`, after it no claim and no claim in hand; at most one of
+    `Received` and `ReceiveFailed` before it.
+    """
+
+    def __init__(self, layout: KVLayout, rank: int, num_blocks: int, incarnation: str | None = None) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._num_blocks = num_blocks
+        self._incarnation = incarnation
+        self._live: dict[AttemptKey, Incoming] = {}
+        self._failed: dict[AttemptKey, Incoming | None] = {}
+        """Reported as failed, to be aborted by the caller; None where it could not even begin."""
+        self._aborted: dict[AttemptKey, Incoming] = {}
+        """Aborted while a claim was in hand; released when that is placed."""
+        self._events: list[ReceiverEvent] = []
+        self.discarded_messages = 0
+        """Messages that no live transfer wanted."""
+
+    def open(self, transfer: IncomingTransfer, now: float) -> None:
+        """Expect an attempt; one that contradicts itself fails at once. The key is not live yet."""
+        key = transfer.key
+        assert not any(key in attempts for attempts in (self._live, self._failed, self._aborted))
+        try:
+            state = Incoming(transfer, self._layout, self._rank, self._num_blocks, now)
+        except TransferError as error:
+            self._failed[key] = None
+            self._events.append(ReceiveFailed(key, error))
+            return
+        self._live[key] = state
+        self._finish_if_complete(state)
+
+    def accept(self, header: SliceHeader, payload_bytes: int) -> Claim:
+        """What to write of a message.
+
+        Raises: TransferAborted or PeerLost if no live transfer wants it (nothing changed); CorruptSlice if it
+        contradicts its transfer, which has failed thereby.
+        """
+        state = self._live.get(header.key)
+        refusal = self._refusal(header, state)
+        if refusal is not None or state is None:
+            self.discarded_messages += 1
+            raise refusal or TransferAborted(f"{header.key} is not expected here")
+        try:
+            return state.claim(header, payload_bytes)
+        except CorruptSlice as error:
+            self._fail(state, error)
+            raise
+
+    def state_of(self, claim: Claim) -> Incoming:
+        """The attempt of a claim in hand."""
+        return self._find(claim.key)
+
+    def placed(self, claim: Claim, now: float) -> None:
+        """`claim` is written, or its writing was given up."""
+        state = self._find(claim.key)
+        state.placed(claim, now)
+        if claim.key in self._aborted and not state.in_hand:
+            del self._aborted[claim.key]
+            self._events.append(DestinationReleased(claim.key))
+        elif claim.key in self._live:
+            self._finish_if_complete(state)
+
+    def abort(self, key: AttemptKey) -> None:
+        """Stop this attempt. Ignored if not live."""
+        if key in self._failed:
+            state = self._failed.pop(key)
+        elif key in self._live:
+            state = self._live.pop(key)
+        else:
+            return
+        if state is not None and state.in_hand:
+            self._aborted[key] = state
+        else:
+            self._events.append(DestinationReleased(key))
+
+    def abort_all(self) -> None:
+        """Stop every attempt."""
+        for key in [*self._live, *self._failed]:
+            self.abort(key)
+
+    def fail(self, key: AttemptKey, error: KvRelayError) -> None:
+        """Report an attempt as failed. Ignored if not live."""
+        state = self._live.get(key)
+        if state is not None:
+            self._fail(state, error)
+
+    def fail_all(self, error: KvRelayError) -> None:
+        """Report every live attempt as failed."""
+        for state in list(self._live.values()):
+            self._fail(state, error)
+
+    def give_up_claims(self) -> None:
+        """No claim is in hand any more, whatever became of it; for a shell that failed between two steps."""
+        for state in [*self._live.values(), *self._failed.values()]:
+            if state is not None:
+                state.in_hand = 0
+        for key in self._aborted:
+            self._events.append(DestinationReleased(key))
+        self._aborted.clear()
+
+    def expire(self, now: float) -> None:
+        """Fail every attempt that has made no progress for too long."""
+        for key, state in list(self._live.items()):
+            if state.deadline <= now:
+                timeout_s = state.transfer.timeout_s
+                self._fail(
+                    state, TransferTimedOut(f"{key}: {state.missing} slices missing, none came for {timeout_s} s")
+                )
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do next."""
+        return min((state.deadline for state in self._live.values()), default=None)
+
+    def take_events(self) -> list[ReceiverEvent]:
+        """What happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _refusal(self, header: SliceHeader, state: Incoming | None) -> TransferError | None:
+        if self._incarnation is not None and header.dst_incarnation != self._incarnation:
+            return PeerLost(f"{header.key} is meant for incarnation {header.dst_incarnation}, not {self._incarnation}")
+        if header.dst_rank != self._rank:
+            return TransferAborted(f"{header.key} is meant for rank {header.dst_rank}, not {self._rank}")
+        if state is not None and header.src_incarnation != state.transfer.src.incarnation:
+            return TransferAborted(f"{header.key} is expected from another incarnation than {header.src_incarnation}")
+        return None
+
+    def _find(self, key: AttemptKey) -> Incoming:
+        state = self._live.get(key) or self._aborted.get(key) or self._failed.get(key)
+        assert state is not None, f"{key} has no claim in hand"
+        return state
+
+    def _fail(self, state: Incoming, error: KvRelayError) -> None:
+        key = state.transfer.key
+        del self._live[key]
+        self._failed[key] = state
+        self._events.append(ReceiveFailed(key, error))
+
+    def _finish_if_complete(self, state: Incoming) -> None:
+        if state.complete:
+            key = state.transfer.key
+            del self._live[key]
+            self._events.append(Received(key, state.bytes_received))
+            self._events.append(DestinationReleased(key))

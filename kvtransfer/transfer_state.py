@@ -1,0 +1,333 @@
+"""One attempt at each end of a relay: what may go out, what went out, what is in. Pure: no I/O, no clock.
+
+    Outgoing   grant and final blocks in any order -> batches to send, each (destination, layer, block) once
+    Incoming   headers in any order -> claims to write, each (layer, head, block) once
+
+Both count what is being copied right now (`in_hand`), so that their owner releases no block under a copy,
+also for transports whose copies outlive the call that started them. Driven by the I/O thread of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.base.errors import CorruptSlice, TransferError
+from common.base.hashing import HASH_BYTES
+from common.control.messages import AttemptKey, Grant
+from common.kv.layout import KVLayout, check_compatible
+from kvtransfer.base import IncomingTransfer, OutgoingTransfer
+from kvtransfer.resharding import Piece, plan
+from kvtransfer.wire import MAX_BLOCKS, KVSlice, SliceHeader
+
+_KEEP_BACK = 0.25
+"""Ready slices wait for company for this part of a transfer's timeout: the receiver hears of none that waits."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Slices to read and send to one destination rank in one message. None of them will be offered again."""
+
+    transfer: OutgoingTransfer
+    dst_rank: int
+    slices: list[KVSlice]
+    size_bytes: int
+
+    @property
+    def key(self) -> AttemptKey:
+        """Of its attempt. The same key may be open again by the time at which the ack of an older batch comes."""
+        return self.transfer.key
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Verified slices to write. Until `placed`, the destination blocks stay with the transport."""
+
+    key: AttemptKey
+    slices: list[KVSlice]
+    size_bytes: int
+
+
+class Outgoing:
+    """One attempt at one sending rank.
+
+    Invariant: a slice is offered by `take` only when granted, final and not held by the destination, and once.
+    Raises: TransferError if `transfer` contradicts itself.
+    """
+
+    def __init__(self, transfer: OutgoingTransfer, layout: KVLayout, rank: int, num_blocks: int) -> None:
+        self.transfer = transfer
+        self.blocks = _block_ids(transfer.src_blocks, transfer.block_hashes, num_blocks)
+        self.deadline: float | None = None
+        """When to give up unless there is progress; None before the grant."""
+        self.bytes_sent = 0
+        self.in_hand = 0
+        self.unacknowledged = 0
+        """Messages handed to the wire that the other end has not said it has."""
+        self._given_up = False
+        self._layout = layout
+        self._rank = rank
+        shard = layout.shards()[rank]
+        self._layer_lo = shard.layer_lo
+        self._final = [transfer.final_blocks] * (shard.layer_hi - shard.layer_lo)
+        self._routes: dict[int, _Route] | None = None
+
+    @property
+    def granted(self) -> bool:
+        return self._routes is not None
+
+    @property
+    def destinations(self) -> list[int]:
+        """Ranks of the destination node that get something from this rank; empty before the grant."""
+        return list(self._routes or ())
+
+    @property
+    def complete(self) -> bool:
+        """Granted, nothing is left to read or to send, and the other end has all of it: what a broken link swallowed
+        would else be missed by nobody but the receiver's deadline."""
+        if self._routes is None or self.in_hand or self.unacknowledged or self._given_up:
+            return False
+        return not any(r.unsent_bytes for r in self._routes.values())
+
+    def grant(self, grant: Grant, now: float) -> None:
+        """Learn who wants what. A second grant changes nothing.
+
+        Raises: HandshakeRefused if the layouts are incompatible, TransferError if the grant contradicts the transfer.
+        """
+        if self.granted:
+            return
+        check_compatible(self._layout, grant.layout)
+        total = len(self.blocks)
+        if not 0 <= grant.held_blocks <= total or len(grant.block_ids) != total:
+            raise TransferError(
+                f"{grant.key}: a grant of {len(grant.block_ids)} blocks, {grant.held_blocks} held, for an offer of {total}"
+            )
+        addresses, ranks = grant.dst.data_addresses, grant.layout.world_size
+        if not len(addresses) == len(set(addresses)) == ranks:
+            raise TransferError(
+                f"{grant.key}: {len(addresses)} data addresses for {ranks} ranks, {len(set(addresses))} of them different"
+            )
+        routes: dict[int, _Route] = {}
+        for piece in plan(self._layout, grant.layout):
+            if piece.src_rank == self._rank:
+                final = self._final[piece.layer_lo - self._layer_lo : piece.layer_hi - self._layer_lo]
+                routes[piece.dst_rank] = _Route(piece, final, grant.held_blocks, total, self._layout, now)
+        self._routes = routes
+        self.progress(now)
+
+    def progress(self, now: float) -> None:
+        """Something moved: the deadline starts anew."""
+        if self.granted:
+            self.deadline = now + self.transfer.timeout_s
+
+    def blocks_final(self, layer: int, num_blocks: int, now: float) -> None:
+        """Layer `layer`, counted from this rank's first, is final in blocks [0, `num_blocks`).
+
+        Raises: TransferError if there is no such layer or block.
+        """
+        if not 0 <= layer < len(self._final) or num_blocks > len(self.blocks):
+            raise TransferError(
+                f"{self.transfer.key}: layer {layer} final in {num_blocks} blocks, but the transfer has "
+                f"{len(self._final)} layers of {len(self.blocks)} blocks"
+            )
+        if num_blocks <= self._final[layer]:
+            return
+        self._final[layer] = num_blocks
+        self.progress(now)
+        for route in (self._routes or {}).values():
+            route.blocks_final(layer + self._layer_lo, num_blocks)
+
+    def overdue(self, now: float) -> list[int]:
+        """The destination ranks for which something has been ready and kept back for too long."""
+        return [rank for rank, route in (self._routes or {}).items() if route.ready_bytes and self._late(route, now)]
+
+    def _late(self, route: _Route, now: float) -> bool:
+        return now - route.taken_s >= _KEEP_BACK * self.transfer.timeout_s
+
+    def take(self, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
+        """The next slices for `dst_rank`, at most `max_bytes` of them, or None.
+
+        Fewer than `min_bytes` are given only when nothing more will follow, or when they are overdue. `max_bytes` is at least the size of
+        one block's slice of one layer.
+        """
+        route = (self._routes or {}).get(dst_rank)
+        if route is None or not route.ready_bytes:
+            return None
+        if route.ready_bytes < min(min_bytes, route.unsent_bytes) and not self._late(route, now):
+            return None
+        route.taken_s = now
+        slices, size_bytes = route.take(max_bytes)
+        self.in_hand += size_bytes
+        return Batch(self.transfer, dst_rank, slices, size_bytes)
+
+    def handed(self, batch: Batch, now: float) -> None:
+        """`batch` was given to the wire: its source is not read any more. Its ack is still to come."""
+        self.progress(now)
+        self.unacknowledged += 1
+        self.in_hand -= batch.size_bytes
+        self.bytes_sent += batch.size_bytes
+
+    def acknowledged(self, now: float) -> None:
+        """The other end has one of the messages that were handed."""
+        self.progress(now)
+        self.unacknowledged -= 1
+
+    def give_up(self, size_bytes: int) -> None:
+        """So much of what was in hand is not read any more, and did not reach the other end: this is never complete."""
+        self._given_up = self._given_up or size_bytes > 0
+        self.in_hand -= size_bytes
+
+    def header(self, batch: Batch, dst_incarnation: str, sequence: int) -> SliceHeader:
+        """What to say of `batch` to the destination; its hashes are of the smallest run that holds all slices."""
+        lo, hi = min(s.block_lo for s in batch.slices), max(s.block_hi for s in batch.slices)
+        return SliceHeader(
+            key=batch.key,
+            src_incarnation=self.transfer.src_incarnation,
+            dst_incarnation=dst_incarnation,
+            src_rank=self._rank,
+            dst_rank=batch.dst_rank,
+            sequence=sequence,
+            slices=batch.slices,
+            first_block=lo,
+            block_hashes=b"".join(self.transfer.block_hashes[lo:hi]),
+        )
+
+
+class _Route:
+    """Progress of one piece. Per layer `final` and `sent` count leading blocks; [sent, final) is ready."""
+
+    def __init__(self, piece: Piece, final: list[int], held: int, total: int, layout: KVLayout, now: float) -> None:
+        layers = piece.layer_hi - piece.layer_lo
+        self.piece = piece
+        self.taken_s = now
+        """When something was taken last, at first the time of the grant."""
+        self._unit = (piece.head_hi - piece.head_lo) * layout.slice_bytes_per_block
+        self._sent = [held] * layers
+        self._final = [max(held, n) for n in final]
+        self.ready_bytes = (sum(self._final) - held * layers) * self._unit
+        self.unsent_bytes = (total - held) * layers * self._unit
+
+    def blocks_final(self, layer: int, num_blocks: int) -> None:
+        i = layer - self.piece.layer_lo
+        if 0 <= i < len(self._final) and num_blocks > self._final[i]:
+            self.ready_bytes += (num_blocks - self._final[i]) * self._unit
+            self._final[i] = num_blocks
+
+    def take(self, max_bytes: int) -> tuple[list[KVSlice], int]:
+        assert max_bytes >= self._unit
+        slices: list[KVSlice] = []
+        room = max_bytes // self._unit
+        taken, layer = 0, 0
+        while layer < len(self._sent) and room > taken:
+            lo, hi = self._sent[layer], self._final[layer]
+            if lo == hi:
+                layer += 1
+                continue
+            end = layer + 1
+            while end < len(self._sent) and self._sent[end] == lo and self._final[end] == hi:
+                end += 1
+            # A whole layer at a time while they fit, then as many blocks of the next as fit.
+            layers = min(end - layer, (room - taken) // (hi - lo))
+            if not layers:
+                layers, hi = 1, lo + room - taken
+            self._sent[layer : layer + layers] = [hi] * layers
+            first = self.piece.layer_lo + layer
+            slices.append(KVSlice(first, first + layers, self.piece.head_lo, self.piece.head_hi, lo, hi))
+            taken += layers * (hi - lo)
+            layer += layers
+        self.ready_bytes -= taken * self._unit
+        self.unsent_bytes -= taken * self._unit
+        return slices, taken * self._unit
+
+
+class Incoming:
+    """One attempt at one receiving rank.
+
+    Invariant: `missing` counts the (layer, head, block) cells of this rank's shard, held blocks excluded, that no
+    claim covered; a cell is claimed at most once.
+    Raises: HandshakeRefused if the layouts are incompatible, TransferError if `transfer` contradicts itself.
+    """
+
+    def __init__(self, transfer: IncomingTransfer, layout: KVLayout, rank: int, num_blocks: int, now: float) -> None:
+        check_compatible(transfer.src_layout, layout)
+        self.transfer = transfer
+        self.blocks = _block_ids(transfer.dst_blocks, transfer.block_hashes, num_blocks)
+        if not 0 <= transfer.held_blocks <= len(self.blocks):
+            raise TransferError(f"{transfer.key}: {transfer.held_blocks} of {len(self.blocks)} blocks held")
+        self.deadline = now + transfer.timeout_s
+        """When to give up unless there is progress."""
+        self.bytes_received = 0
+        self.in_hand = 0
+        self._layout = layout
+        self._shard = layout.shards()[rank]
+        self._hashes = b"".join(transfer.block_hashes)
+        self._covered = np.zeros(
+            (
+                self._shard.layer_hi - self._shard.layer_lo,
+                self._shard.head_hi - self._shard.head_lo,
+                len(self.blocks) - transfer.held_blocks,
+            ),
+            dtype=np.bool_,
+        )
+        self.missing = self._covered.size
+
+    @property
+    def complete(self) -> bool:
+        """Every cell was claimed and placed."""
+        return not self.missing and not self.in_hand
+
+    def claim(self, header: SliceHeader, payload_bytes: int) -> Claim:
+        """Check a message against the transfer and mark its slices as covered.
+
+        Raises: CorruptSlice if its hashes, size or place are wrong or a slice came before; the transfer is then
+        beyond repair, what was marked stays marked.
+        """
+        key = self.transfer.key
+        at = header.first_block * HASH_BYTES
+        if header.block_hashes != self._hashes[at : at + len(header.block_hashes)]:
+            raise CorruptSlice(f"{key}: block hashes from block {header.first_block} on differ from the offer's")
+        size_bytes = sum(piece.size_bytes(self._layout) for piece in header.slices)
+        if size_bytes != payload_bytes:
+            raise CorruptSlice(f"{key}: {payload_bytes} bytes for slices of {size_bytes}")
+        for piece in header.slices:
+            self._cover(piece)
+        self.in_hand += size_bytes
+        return Claim(key, header.slices, size_bytes)
+
+    def placed(self, claim: Claim, now: float) -> None:
+        """`claim` is written; the deadline starts anew."""
+        self.deadline = now + self.transfer.timeout_s
+        self.in_hand -= claim.size_bytes
+        self.bytes_received += claim.size_bytes
+
+    def _cover(self, piece: KVSlice) -> None:
+        shard, held = self._shard, self.transfer.held_blocks
+        inside = (
+            shard.layer_lo <= piece.layer_lo < piece.layer_hi <= shard.layer_hi
+            and shard.head_lo <= piece.head_lo < piece.head_hi <= shard.head_hi
+            and held <= piece.block_lo < piece.block_hi <= len(self.blocks)
+        )
+        if not inside:
+            raise CorruptSlice(f"{self.transfer.key}: {piece} is not wanted here ({shard}, {held} blocks held)")
+        cells = self._covered[
+            piece.layer_lo - shard.layer_lo : piece.layer_hi - shard.layer_lo,
+            piece.head_lo - shard.head_lo : piece.head_hi - shard.head_lo,
+            piece.block_lo - held : piece.block_hi - held,
+        ]
+        if cells.any():
+            raise CorruptSlice(f"{self.transfer.key}: {piece} came before")
+        cells[...] = True
+        self.missing -= cells.size
+
+
+def _block_ids(blocks: list[int], hashes: list[bytes], num_blocks: int) -> np.ndarray:
+    """`blocks` as int64, each one inside the storage, each with its hash."""
+    if len(hashes) != len(blocks) or any(len(h) != HASH_BYTES for h in hashes):
+        raise TransferError(f"{len(blocks)} blocks need as many hashes of {HASH_BYTES} bytes")
+    if len(blocks) > MAX_BLOCKS:
+        raise TransferError(f"{len(blocks)} blocks; one message can name {MAX_BLOCKS}")
+    ids = np.array(blocks, dtype=np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < num_blocks:
+        raise TransferError(f"block ids {ids.min()}..{ids.max()} in a storage of {num_blocks} blocks")
+    return ids

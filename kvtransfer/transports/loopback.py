@@ -1,0 +1,166 @@
+"""KV between ends in one process, through memory: for tests of nodes and for the conformance suite.
+
+Same ends as every transport; a message is a copy that the sender's thread puts into the receiver's mailbox.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from common.base.errors import PeerLost
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from kvtransfer import wire
+from kvtransfer.base import OnReceiverEvent, OnSenderEvent
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from kvtransfer.transports.base import Arrival, Buffer, EndContext, Peer, Ready, fit_message
+from kvtransfer.transports.choose import TransportOffer
+
+LOOPBACK = "loopback"
+
+
+class LoopbackNetwork:
+    """Who listens where. One per test or process; every end of it is given the same one."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, LoopbackListener] = {}
+        self._bound = 0
+
+    def bind(self, listener: LoopbackListener) -> str:
+        """A new endpoint for `listener`."""
+        self._bound += 1
+        endpoint = f"memory://{self._bound}"
+        self.listeners[endpoint] = listener
+        return endpoint
+
+
+class LoopbackPeer(Peer):
+    """One connection through memory."""
+
+    def __init__(
+        self, endpoint: str, network: LoopbackNetwork, context: EndContext, incarnation: str, *, size: int, now: float
+    ) -> None:
+        super().__init__(LOOPBACK, incarnation, message_bytes=size, window=4, now=now)
+        self._endpoint, self._network, self._context = endpoint, network, context
+        self._waiting_replies: deque[bytes] = deque()
+
+    def stage(self) -> Buffer:
+        """As `Peer.stage`."""
+        return np.empty(self.message_bytes, dtype=np.uint8)
+
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
+        listener = self._network.listeners.get(self._endpoint)
+        if listener is not None:
+            listener.deliver(Arrival(header, buffer[:size_bytes], self._reply))
+
+    def _reply(self, data: bytes) -> None:
+        self._context.post(partial(self._waiting_replies.append, data))
+
+    def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
+        while self._waiting_replies:
+            yield self._waiting_replies.popleft()
+        if self._endpoint not in self._network.listeners:
+            raise PeerLost(f"nobody listens at {self._endpoint}")
+
+    def _free(self, buffer: Buffer) -> None:
+        pass
+
+    def _close(self) -> None:
+        pass
+
+
+class LoopbackConnector:
+    """Memory at a sender."""
+
+    offer = TransportOffer(LOOPBACK)
+
+    def __init__(self, network: LoopbackNetwork, message_bytes: int = 2**20) -> None:
+        self._network = network
+        self._message_bytes = message_bytes
+
+    def attach(self, context: EndContext) -> None:
+        """As `Connector.attach`."""
+        self._context = context
+        self._message_bytes = fit_message(self._message_bytes, context.unit_bytes)
+
+    def connect(self, offer: TransportOffer, incarnation: str, now: float) -> LoopbackPeer:
+        """As `Connector.connect`."""
+        return LoopbackPeer(
+            offer.endpoint, self._network, self._context, incarnation, size=self._message_bytes, now=now
+        )
+
+    def close(self) -> None:
+        """As `Connector.close`."""
+
+
+class LoopbackListener:
+    """Memory at a receiver."""
+
+    def __init__(self, network: LoopbackNetwork) -> None:
+        self._network = network
+        self._endpoint = network.bind(self)
+        self._arrived: deque[Arrival] = deque()
+        self.offer = TransportOffer(LOOPBACK, self._endpoint)
+        self.malformed_messages = 0
+
+    def attach(self, context: EndContext) -> None:
+        """As `Listener.attach`."""
+        self._context = context
+
+    def deliver(self, arrival: Arrival) -> None:
+        """Take a message from a sender's thread."""
+        self._context.post(partial(self._arrived.append, arrival))
+
+    def note(self, ready: Ready, now: float) -> None:
+        """As `Listener.note`."""
+
+    def receive(self) -> Arrival | None:
+        """As `Listener.receive`."""
+        return self._arrived.popleft() if self._arrived else None
+
+    def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
+        """As `Listener.acknowledge`."""
+        if ack is None:
+            self.malformed_messages += 1
+        else:
+            arrival.origin(wire.encode(ack))
+
+    def close(self) -> None:
+        """As `Listener.close`."""
+        self._network.listeners.pop(self._endpoint, None)
+
+
+class LoopbackSender(Sender):
+    """`KVSender` through memory."""
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        layout: KVLayout,
+        rank: int,
+        on_event: OnSenderEvent,
+        network: LoopbackNetwork,
+        **options: Any,
+    ) -> None:
+        super().__init__(storage, layout, rank, on_event, [LoopbackConnector(network)], wanted=LOOPBACK, **options)
+
+
+class LoopbackReceiver(Receiver):
+    """`KVReceiver` through memory."""
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        layout: KVLayout,
+        rank: int,
+        on_event: OnReceiverEvent,
+        network: LoopbackNetwork,
+        **options: Any,
+    ) -> None:
+        super().__init__(storage, layout, rank, on_event, [LoopbackListener(network)], **options)

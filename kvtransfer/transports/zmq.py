@@ -1,0 +1,281 @@
+"""KV over ZMQ: DEALER to ROUTER over tcp, one connection per pair of ranks that have something to say to each other.
+
+A data message is `[header, payload]` (`kvtransfer.wire`), sent without a copy. Used by the I/O threads of both ends.
+`ZmqSender` and `ZmqReceiver` are the ends with this transport alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import zmq
+
+from common.base.clock import Clock, monotonic
+from common.base.errors import ConfigError, PeerLost
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from kvtransfer import wire
+from kvtransfer.base import OnReceiverEvent, OnSenderEvent
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from kvtransfer.transports.base import Arrival, Buffer, EndContext, Peer, Ready, StagingPool, fit_message
+from kvtransfer.transports.choose import ZMQ, TransportOffer
+
+log = logging.getLogger(__name__)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+CONNECT_TIMEOUT_MS = 2000
+"""After so long ZMQ begins to connect anew: TCP's own attempts come further and further apart."""
+HEARTBEAT_S, SILENCE_S = 2.0, 10.0
+"""A link on which nothing comes back for so long, not even ZMQ's own answers, has broken without a word. Long enough
+for a full window on a slow network."""
+
+GONE_S = 60.0
+"""A receiver forgets a sender of which it has heard nothing for so long: nothing waits for that, so it is no hurry."""
+
+
+class DealerLink:
+    """A DEALER connected to one ROUTER, which tells when the connection ends.
+
+    ZMQ would reconnect and resend some of what was lost; we start anew instead.
+
+    Raises: PeerLost if there can be no connection to such an endpoint, or no socket is to be had.
+    """
+
+    def __init__(self, context: Context, poller: zmq.Poller, endpoint: str) -> None:
+        self._poller = poller
+        self._monitor: zmq.Socket[bytes] | None = None
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise PeerLost(f"no socket for {endpoint!r}: {error}") from error
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        # The window bounds what is queued; a send must never wait or fail for a full queue.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
+        try:
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise PeerLost(f"cannot connect to {endpoint!r}: {error}") from error
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+
+    def send(self, *frames: Any) -> None:
+        """One message; the frames' memory belongs to ZMQ until the peer has shown that it has them."""
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def replies(self, ready: Ready) -> Iterator[bytes]:
+        """The messages that have come, frames joined. Raises: PeerLost after the last if the connection ended."""
+        while self._socket in ready:
+            try:
+                yield b"".join(self._socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        if self._monitor in ready:
+            raise PeerLost("the connection broke")
+
+    @property
+    def closed(self) -> bool:
+        """`close` was called."""
+        return self._socket.closed
+
+    def quiet(self) -> None:
+        """Do not look at it any more; what is queued is still sent until `close`."""
+        if self._socket in self._poller:
+            self._poller.unregister(self._socket)
+            self._poller.unregister(self._monitor)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Drop it, and after `linger_ms` what is queued on it. Once more changes nothing."""
+        if not self.closed:
+            self.quiet()
+            self._close_sockets(linger_ms)
+
+    def _close_sockets(self, linger_ms: int = 0) -> None:
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+
+
+class ZmqPeer(Peer):
+    """One connection over ZMQ."""
+
+    def __init__(self, link: DealerLink, pool: StagingPool, incarnation: str, *, window: int, now: float) -> None:
+        super().__init__(ZMQ, incarnation, message_bytes=pool.buffer_bytes, window=window, now=now)
+        self._link = link
+        self._pool = pool
+
+    def stage(self) -> Buffer:
+        """As `Peer.stage`."""
+        return self._pool.take()
+
+    def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
+        self._link.send(header, buffer[:size_bytes].data)
+
+    def _replies(self, ready: Ready, now: float) -> Iterator[bytes]:
+        return self._link.replies(ready)
+
+    def _free(self, buffer: Buffer) -> None:
+        self._pool.give_back(buffer)
+
+    def _close(self) -> None:
+        self._link.close()
+
+
+class ZmqConnector:
+    """ZMQ at a sender. `staging_bytes` is the most one message carries (raised to the size of one block of one layer
+    where that is more), `window` how many messages a peer may have unacknowledged."""
+
+    offer = TransportOffer(ZMQ)
+
+    def __init__(self, *, staging_bytes: int = 2 * 2**20, window: int = 8) -> None:
+        self._staging_bytes = staging_bytes
+        self._window = window
+        self._context: Context = zmq.Context()
+
+    def attach(self, context: EndContext) -> None:
+        """As `Connector.attach`. Raises: ConfigError."""
+        self._poller = context.poller
+        self._pool = StagingPool(
+            fit_message(self._staging_bytes, context.unit_bytes), 2 * self._window, context.make_host_buffer
+        )
+
+    def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:
+        """As `Connector.connect`. Raises: PeerLost."""
+        link = DealerLink(self._context, self._poller, offer.endpoint)
+        return ZmqPeer(link, self._pool, incarnation, window=self._window, now=now)
+
+    def close(self) -> None:
+        """As `Connector.close`."""
+        self._context.destroy(linger=0)
+
+
+class RouterSocket:
+    """A ROUTER on tcp `host`:`port` (0 takes any free one) that takes no message above `max_bytes`.
+
+    Raises: ConfigError when it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, max_bytes: int) -> None:
+        self._context: Context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        # Else it kept the connections of hosts that have vanished for ever.
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * GONE_S))
+        try:
+            self.socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self, max_frames: int) -> list[zmq.Frame] | None:
+        """The next message's frames, one more than `max_frames` if there are too many; None if none waits."""
+        frames: list[zmq.Frame] = []
+        while True:
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            if len(frames) <= max_frames:
+                frames.append(frame)
+            if not frame.more:
+                return frames
+
+    def send(self, identity: bytes, data: bytes) -> None:
+        """Never waits; who does not read its answers loses them."""
+        try:
+            self.socket.send_multipart([identity, data], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.warning("could not answer a message: %s", error)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._context.destroy(linger=0)
+
+
+class ZmqListener:
+    """ZMQ at a receiver.
+
+    Raises: ConfigError when it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._router = RouterSocket(host, port, wire.MAX_PAYLOAD_BYTES)
+        self.offer = TransportOffer(ZMQ, self._router.endpoint)
+        self.malformed_messages = 0
+
+    def attach(self, context: EndContext) -> None:
+        """As `Listener.attach`."""
+        context.poller.register(self._router.socket, zmq.POLLIN)
+
+    def note(self, ready: Ready, now: float) -> None:
+        """As `Listener.note`."""
+
+    def receive(self) -> Arrival | None:
+        """As `Listener.receive`."""
+        while frames := self._router.receive(3):
+            if len(frames) == 3:
+                return Arrival(frames[1].buffer, np.frombuffer(frames[2].buffer, dtype=np.uint8), frames[0].bytes)
+            self.malformed_messages += 1
+            log.warning("dropped a data message: it has %d frames instead of 2", len(frames) - 1)
+        return None
+
+    def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
+        """As `Listener.acknowledge`."""
+        if ack is None:
+            self.malformed_messages += 1
+        else:
+            self._router.send(arrival.origin, wire.encode(ack))
+
+    def close(self) -> None:
+        """As `Listener.close`."""
+        self._router.close()
+
+
+class ZmqSender(Sender):
+    """`KVSender` over ZMQ alone; options as of `ZmqConnector` and `Sender`. Raises: ConfigError."""
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        layout: KVLayout,
+        rank: int,
+        on_event: OnSenderEvent,
+        *,
+        staging_bytes: int = 2 * 2**20,
+        window: int = 8,
+        **options: Any,
+    ) -> None:
+        connector = ZmqConnector(staging_bytes=staging_bytes, window=window)
+        super().__init__(storage, layout, rank, on_event, [connector], **options)
+
+
+class ZmqReceiver(Receiver):
+    """`KVReceiver` over ZMQ alone, on tcp `host`:`port`. Raises: ConfigError when it cannot listen there."""
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        layout: KVLayout,
+        rank: int,
+        host: str,
+        port: int,
+        on_event: OnReceiverEvent,
+        clock: Clock = monotonic,
+        *,
+        incarnation: str | None = None,
+    ) -> None:
+        listener = ZmqListener(host, port)
+        super().__init__(storage, layout, rank, on_event, [listener], clock=clock, incarnation=incarnation)

@@ -1,0 +1,236 @@
+"""From generations to HTTP bodies: waits for news, formats them, and notices when the client leaves.
+
+Runs on the router's event loop, one `Answer` per client request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.base.errors import KvRelayError
+from router.fast.http_connection import Client
+from router.fast.yield_turn import abreast
+from router.http.openai_format import DONE, Format, FormatOptions, Json, error_body, sse, to_json, usage
+from router.http.response_headers import RawHeaders, how_served
+from router.requests.generation import Delta, Generation
+
+_PORTION = 32
+"""Of so many deltas the chunks or log-probabilities are made before everything else on the loop has its turn: that takes
+milliseconds, and there can be thousands of each.
+"""
+
+
+class Answer:
+    """The generations of one client request (one per prompt), seen as one thing.
+
+    Invariant: once `close` was called, no generation of it runs.
+    """
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+        self._news = asyncio.Event()
+        self._for_ends = False
+        """Only the end of a generation is news."""
+        self._client: Client | None = None
+
+    def on_news(self) -> None:
+        """To be called by the generations."""
+        if not self._for_ends or any(generation.outcome is not None for generation in self.generations):
+            self._news.set()
+
+    def watch(self, client: Client) -> None:
+        """Cancel everything as soon as the client is gone."""
+        self._client = client
+        client.watch(self._cancel)
+
+    def _cancel(self) -> None:
+        for generation in self.generations:
+            generation.cancel()
+
+    def close(self) -> None:
+        """Stop what still runs, and let go of it: the two know each other, and what is left of a request must not wait for
+        the garbage collector, which seldom looks at what is older than some seconds.
+        """
+        if self._client is not None:
+            self._client.watch(None)
+            self._client = None
+        self._cancel()
+        for generation in self.generations:
+            if generation.outcome is not None and generation.outcome.error is not None:
+                generation.outcome.error.__traceback__ = None  # its frames know the generation
+        self.generations = []
+
+    async def begun(self) -> None:
+        """Wait until there is something to send.
+
+        Raises: the error of a generation that failed before any token.
+        """
+        await self._news.wait()
+        self._raise_failure()
+
+    async def finished(self) -> list[list[Delta]]:
+        """Wait for the end; every generation's deltas.
+
+        Raises: the error of the first generation that failed.
+        """
+        self._for_ends = True
+        while any(generation.outcome is None for generation in self.generations):
+            self._news.clear()
+            await self._news.wait()
+            self._raise_failure()
+        self._raise_failure()
+        return [generation.take() for generation in self.generations]
+
+    async def whole(self, form: Format, deltas: Sequence[list[Delta]]) -> bytes:
+        """The body of the response that is not streamed."""
+        body = to_json(form.whole(self.generations, deltas))
+        if not form.options.with_logprobs:
+            return body
+        # One for each choice; no text can look like this, its quotes are escaped.
+        first, *others = body.split(b'"logprobs":null')
+        parts = [first]
+        for index, after in enumerate(others):
+            parts += [b'"logprobs":', await self._logprobs(form, deltas[index], index), after]
+        return b"".join(parts)
+
+    @staticmethod
+    async def _logprobs(form: Format, deltas: list[Delta], index: int) -> bytes:
+        """A choice's log-probabilities as JSON."""
+        fields: dict[str, list[bytes]] = {}
+        for start in range(0, max(1, len(deltas)), _PORTION):
+            for name, value in form.logprobs(deltas[start : start + _PORTION], index).items():
+                fields.setdefault(name, []).append(to_json(value))
+            await abreast()
+        return b"{%b}" % b",".join(to_json(name) + b":" + _joined(values) for name, values in fields.items())
+
+    @property
+    def abandoned(self) -> bool:
+        """The client left."""
+        outcomes = [generation.outcome for generation in self.generations]
+        return any(out is not None and out.error is None and out.finish_reason is None for out in outcomes)
+
+    def _raise_failure(self) -> None:
+        for generation in self.generations:
+            if generation.outcome is not None and generation.outcome.error is not None:
+                raise generation.outcome.error
+
+    def to_blame(self, error: KvRelayError) -> Generation | None:
+        """The generation that failed with this error, else the first one; None before there is any."""
+        failed = (each for each in self.generations if each.outcome is not None and each.outcome.error is error)
+        return next(failed, self.generations[0] if self.generations else None)
+
+    async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[tuple[bytes, bool]]:
+        """The stream's body, and whether more of it follows. What arrived together goes out together: text in one write,
+        however many events.
+        """
+        opened: set[int] = set()
+        text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
+        open_choices = dict(enumerate(self.generations))
+        sent = 0
+        """Tokens that the chunks so far brought."""
+
+        def event(chunk: Json) -> bytes:
+            if options.continuous_usage:
+                chunk["usage"] = usage(self.generations, sent)
+            return sse(chunk)
+
+        while open_choices:
+            await self._news.wait()
+            self._news.clear()
+            parts: list[bytes] = []
+            for index, generation in list(open_choices.items()):
+                deltas, outcome = generation.take(), generation.outcome
+                if (deltas or outcome is not None) and index not in opened:
+                    opened.add(index)
+                    parts += [event(chunk) for chunk in form.opening(generation, index)]
+                if text_only:
+                    parts += [form.text_event(delta.text, index) for delta in deltas if delta.text]
+                    deltas = ()
+                for delta in deltas:
+                    sent += len(delta.token_ids)
+                    chunk = form.delta(delta, index)
+                    if chunk is not None:
+                        parts.append(event(chunk))
+                    if len(parts) >= _PORTION:
+                        yield b"".join(parts), True
+                        parts.clear()
+                        await abreast()
+                if outcome is None:
+                    continue
+                if outcome.error is not None:
+                    told = {**error_body(outcome.error), "kvrelay": how_served(generation)}
+                    yield b"".join([*parts, sse(told), DONE]), False
+                    return
+                if outcome.finish_reason is None:
+                    yield b"", False
+                    return
+                del open_choices[index]
+                # The headers went out with the first token; by now all is known.
+                parts.append(event({**form.closing(outcome, index), "kvrelay": how_served(generation)}))
+            if not open_choices:
+                if options.usage_in_stream:
+                    parts.append(sse(form.usage_chunk(self.generations)))
+                parts.append(DONE)
+            if parts:
+                yield b"".join(parts), bool(open_choices)
+
+
+def _joined(lists: list[bytes]) -> bytes:
+    """One JSON list of several; what is no list is the same each time."""
+    if not lists[0].startswith(b"["):
+        return lists[0]
+    return b"[%b]" % b",".join(each[1:-1] for each in lists if each != b"[]")
+
+
+# Both responses write their headers themselves: the framework's way to them takes longer than all the rest.
+
+
+class EventStream(Response):
+    """An SSE response that owns its answer: however it ends, the answer is closed."""
+
+    def __init__(self, answer: Answer, body: AsyncIterator[tuple[bytes, bool]], headers: RawHeaders) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            *headers,
+        ]
+        self._answer = answer
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await abreast()
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data, more in self._body:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        finally:
+            self._answer.close()
+
+
+class JsonResponse(Response):
+    """A JSON body; bytes are one already."""
+
+    def __init__(self, content: object, status_code: int = 200, headers: RawHeaders | None = None) -> None:
+        self.status_code = status_code
+        self.background = None
+        self.body = content if isinstance(content, bytes) else to_json(content)
+        self.raw_headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(self.body)),
+            *(headers or []),
+        ]
+
+
+def error_response(error: KvRelayError, headers: RawHeaders | None = None) -> JsonResponse:
+    """An error with its status, in OpenAI's shape."""
+    extra = list(headers or [])
+    retry_after = getattr(error, "retry_after_s", 1.0 if error.http_status == 503 else None)
+    if retry_after is not None:
+        extra.append((b"retry-after", b"%d" % max(1, round(retry_after))))
+    return JsonResponse(error_body(error), error.http_status, extra)

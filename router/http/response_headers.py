@@ -1,0 +1,86 @@
+"""How an answer was served: for its headers, for the end of its stream, for its errors. Pure.
+
+`x-kvrelay-*` headers and the `kvrelay` object of a stream's last chunk hold the same things under the same names
+(`prefill_node` is `x-kvrelay-prefill-node`). What is not known, or is not so, is left out.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import NamedTuple
+
+from router.requests.generation import Generation
+
+RawHeaders = list[tuple[bytes, bytes]]
+"""As ASGI has them."""
+
+_MAX_HEADER_CHARS = 256
+_MAX_DECISION_CHARS = 2048
+
+
+class RequestIds(NamedTuple):
+    """What we call a request, and what its client calls it (or nothing). Only ours is ever a key."""
+
+    own: str
+    client: str = ""
+
+    @staticmethod
+    def make(prefix: str, client: str) -> RequestIds:
+        """A fresh id of our own: unlike any other, but no secret."""
+        return RequestIds(f"{prefix}-{random.getrandbits(96):024x}", printable(client))
+
+    def headers(self) -> RawHeaders:
+        """`x-request-id` is the client's own if it gave one."""
+        own = self.own.encode()
+        return [(b"x-request-id", self.client.encode() or own), (b"x-kvrelay-request-id", own)]
+
+
+def printable(text: str, limit: int = _MAX_HEADER_CHARS) -> str:
+    """`text` as a header may carry it: ASCII without control characters, bounded."""
+    text = text[:limit]
+    if text.isascii() and text.isprintable():
+        return text  # nearly always, on the way of every request
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
+
+
+def how_served(generation: Generation) -> dict[str, str | int]:
+    """Attempt, nodes, policy and reason, prefix hits of either node and relayed bytes, as far as known now."""
+    decision, served = generation.decision, generation.served
+    if decision is None:
+        return {"request_id": generation.request_id, "attempt": 0}
+    about: dict[str, str | int] = {
+        "request_id": generation.request_id,
+        "attempt": generation.flow.attempt,
+        "policy": decision.policy,
+        "reason": decision.reason,
+        "prefill_mode": decision.mode,
+        "decode_node": decision.decode.picked.node_id,
+    }
+    if decision.prefill is not None:
+        about["prefill_node"] = decision.prefill.picked.node_id
+    if served.prefill_hit_tokens is not None:
+        about["prefill_hit_tokens"] = served.prefill_hit_tokens
+    if served.decode_hit_tokens is not None:
+        about["decode_hit_tokens"] = served.decode_hit_tokens
+        about["relayed_bytes"] = served.relayed_bytes
+    return about
+
+
+def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
+    """The headers of an answer or an error. None: it was refused before anything was tried."""
+    out = ids.headers()
+    if generation is None:
+        return [*out, (b"x-kvrelay-attempt", b"0")]
+    about = how_served(generation)
+    del about["request_id"]  # of one generation; the answer may have several
+    for name, value in about.items():
+        out.append((_header(name), printable(value).encode() if isinstance(value, str) else b"%d" % value))
+    if generation.decision is not None:
+        out.append((b"x-kvrelay-decision", generation.decision.weighed(_MAX_DECISION_CHARS).encode()))
+    return out
+
+
+@lru_cache
+def _header(name: str) -> bytes:
+    return f"x-kvrelay-{name.replace('_', '-')}".encode()

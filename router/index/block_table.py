@@ -1,0 +1,337 @@
+"""A hash table from 64-bit keys to small numbers, in NumPy arrays: 16 bytes a slot, many keys looked up at once.
+
+Pure; owned by `router.index.prefix_index`. Look-ups of a long prompt hit memory that no cache holds: done in one sweep their waits
+overlap, which a dict's cannot. Few keys are handled one by one, which is quicker then.
+
+Extendible hashing: the upper bits of a key pick an entry of the directory, which names a segment; inside it, open
+addressing with linear probing. A full segment is split by itself, so that growth never holds anybody up, and segments
+are full at different times. The arrays have their greatest size from the start: the system gives memory to what was
+written only, and segments are taken in order. Key 0 means an empty slot; a key whose value is 0 was removed and keeps
+its slot until its segment is written anew. Every entry carries the stamp of its last use.
+
+    Source: R. Fagin, J. Nievergelt, N. Pippenger, H. R. Strong, Extendible Hashing, 1979.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+KeyArray = npt.NDArray[np.uint64]
+Values = npt.NDArray[np.uint32]
+Places = npt.NDArray[np.intp]
+Becomes = Callable[[int], int]
+"""From an entry's value to its next one; 0 is that of a key which is not here."""
+
+_BITS = 12
+SEGMENT = 1 << _BITS
+"""Slots."""
+_INSIDE = SEGMENT - 1
+_LEAST_FULL, _FULL_SPREAD = 0.35, 0.3
+"""A segment is full when this share of its slots has a key, and up to so much more."""
+_SPLIT = 0.8
+"""A full segment of which so much is live is split; else only what was removed is swept out."""
+_EMPTIEST = 0.2
+"""There is memory for segments that are on average as full as this; after that entries go."""
+_EVICTED_AT_ONCE = 8
+"""Of a segment, the oldest of so many entries goes."""
+_AT_ONCE = 1024
+"""Keys of one sweep that stores."""
+
+
+class KeyList(list[int]):
+    """Keys for access one by one: quicker where they are few."""
+
+
+Keys = KeyArray | KeyList
+
+
+class BlockTable:
+    """At most `limit` entries; the ones that were not used for longest go first, by segments.
+
+    `on_evict` gets the values of entries that had to go. `few`: so many keys are handled one by one.
+    """
+
+    def __init__(self, limit: int, on_evict: Callable[[Values], None], few: int) -> None:
+        self.limit = limit
+        self._few = few
+        self._on_evict = on_evict
+        self._most_segments = 1 + int(limit / _EMPTIEST) // SEGMENT
+        slots = self._most_segments * SEGMENT
+        self.keys: KeyArray = np.zeros(slots, np.uint64)
+        self.values: Values = np.zeros(slots, np.uint32)
+        self.stamps: Values = np.zeros(slots, np.uint32)
+        self._room = np.zeros(self._most_segments, np.int64)
+        """For each segment: so many keys may still be claimed there."""
+        # The same memory for access one by one, where NumPy is slow.
+        self.key_at, self.value_at, self.stamp_at, self._room_at = (
+            array.data for array in (self.keys, self.values, self.stamps, self._room)
+        )
+        self._begin()
+
+    def clear(self) -> None:
+        """Forget everything. What was never used costs nothing: new arrays would be written as a whole."""
+        used = slice(0, self.segments << _BITS)
+        self.keys[used] = 0
+        self.values[used] = 0
+        self._room[: self.segments] = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.live = 0
+        """Entries with a value."""
+        self.segments = 1
+        """In use: those before it."""
+        self._shift = 63
+        self._directory: Places = np.zeros(2, np.intp)
+        """By the upper bits of a key: where its segment begins."""
+        self._begin_at = self._directory.data
+        self._prefixes = [(0, 0)]
+        """For each segment: how many upper bits its keys share, and these."""
+        self._hand = 0
+        """The segment from which entries go next."""
+        self._room_at[0] = _full(0)
+
+    # -- looking up
+
+    def look(self, key: int, stamp: int | None) -> int:
+        """The value of `key`, 0 if it is not here; marks it as used, unless `stamp` is None."""
+        at, key_at = self._begin_at[key >> self._shift] | key & _INSIDE, self.key_at
+        while (found := key_at[at]) != key:
+            if not found:
+                return 0
+            at = at & ~_INSIDE | at + 1 & _INSIDE
+        if stamp is not None:
+            self.stamp_at[at] = stamp
+        return self.value_at[at]
+
+    def place(self, key: int) -> int:
+        """Where `key` is, or would be."""
+        at, key_at = self._begin_at[key >> self._shift] | key & _INSIDE, self.key_at
+        while (found := key_at[at]) and found != key:
+            at = at & ~_INSIDE | at + 1 & _INSIDE
+        return at
+
+    def places(self, keys: KeyArray) -> Places:
+        """Where each of `keys` is, or would be alone."""
+        table = self.keys
+        at: Places = self._directory[keys >> np.uint64(self._shift)]
+        at |= (keys & np.uint64(_INSIDE)).astype(np.intp)
+        found = table[at]
+        left = np.flatnonzero((found != keys) & (found != 0))
+        while left.size:
+            moved = at[left] = _next(at[left])
+            found = table[moved]
+            left = left[(found != keys[left]) & (found != 0)]
+        return at
+
+    def find(self, keys: KeyArray, stamp: int | None) -> Values:
+        """The value of each of `keys`, 0 for one that is not here; marks them as used, unless `stamp` is None."""
+        at = self.places(keys)
+        if stamp is not None:
+            self.stamps[at] = stamp
+        return self.values[at]
+
+    # -- changing
+
+    def put(self, keys: Keys, becomes: Becomes, stamp: int) -> int:
+        """Give each of `keys` the value that follows on its present one, never 0. Returns for how many that was news."""
+        if len(keys) <= self._few:
+            return self._put_few(listed(keys), becomes, stamp)
+        distinct, news = _distinct(arrayed(keys)), 0
+        for start in range(0, len(distinct), step := min(_AT_ONCE, self.limit)):
+            at = self._claim(distinct[start : start + step])
+            self.stamps[at] = stamp
+            news += self._replace(at, becomes)
+        return news
+
+    def cut(self, keys: Keys, becomes: Becomes) -> int:
+        """As `put`, for those that are here; one whose next value is 0 is removed."""
+        if len(keys) <= self._few:
+            return self._cut_few(listed(keys), becomes)
+        at = self.places(arrayed(keys))
+        return self._replace(_distinct(at[self.values[at] != 0]), becomes)
+
+    def _put_few(self, keys: list[int], becomes: Becomes, stamp: int) -> int:
+        """`place` and all in one loop: most batches are small, and this is where they spend their time."""
+        next_of: dict[int, int] = {}
+        news = 0
+        key_at, value_at, stamp_at, room_at = self.key_at, self.value_at, self.stamp_at, self._room_at
+        for key in keys:
+            at = self._begin_at[key >> self._shift] | key & _INSIDE
+            while (found := key_at[at]) and found != key:
+                at = at & ~_INSIDE | at + 1 & _INSIDE
+            old = value_at[at]
+            new = next_of.get(old)
+            if new is None:
+                new = next_of[old] = becomes(old)
+            if not old:
+                if self.live >= self.limit:
+                    self._evict(1)
+                if not key_at[at]:
+                    if room_at[at >> _BITS] <= 0:
+                        self._renew(at >> _BITS, 1)
+                        at = self.place(key)
+                    key_at[at] = key
+                    room_at[at >> _BITS] -= 1
+                self.live += 1
+            stamp_at[at] = stamp
+            if new != old:
+                value_at[at] = new
+                news += 1
+        return news
+
+    def _cut_few(self, keys: list[int], becomes: Becomes) -> int:
+        next_of: dict[int, int] = {}
+        news = 0
+        key_at, value_at, begin_at, shift = self.key_at, self.value_at, self._begin_at, self._shift
+        for key in keys:
+            at = begin_at[key >> shift] | key & _INSIDE
+            while (found := key_at[at]) and found != key:
+                at = at & ~_INSIDE | at + 1 & _INSIDE
+            old = value_at[at]
+            if old:
+                new = next_of.get(old)
+                if new is None:
+                    new = next_of[old] = becomes(old)
+                if new != old:
+                    value_at[at] = new
+                    news += 1
+                    if not new:
+                        self.live -= 1
+        return news
+
+    def _replace(self, at: Places, becomes: Becomes) -> int:
+        before = self.values[at]
+        first = int(before[0]) if before.size else 0
+        if (before == first).all():  # as of a prompt that is new, or that one node has
+            after = becomes(first) if before.size else 0
+            self.values[at] = after
+            self.live += at.size * ((after > 0) - (first > 0))
+            return at.size * (after != first)
+        old, inverse = np.unique(before, return_inverse=True)
+        new = np.array([becomes(value) for value in old.tolist()], np.uint32)
+        self.values[at] = new[inverse]
+        self.live += int(np.count_nonzero(new[inverse])) - int(np.count_nonzero(old[inverse]))
+        return int(np.count_nonzero((old != new)[inverse]))
+
+    def _claim(self, keys: KeyArray) -> Places:
+        """Where each of the distinct `keys` is now; those that were not here have the value 0."""
+        if self.live + len(keys) > self.limit:
+            self._evict(len(keys))
+        while True:
+            at = self.places(keys)
+            segments = at[self.keys[at] == 0] >> _BITS
+            np.subtract.at(self._room, segments, 1)
+            short = self._room[segments] < 0
+            if not short.any():
+                return self._occupy(keys, at)
+            np.add.at(self._room, segments, 1)
+            for segment, needed in zip(*np.unique(segments[short], return_counts=True), strict=True):
+                self._renew(int(segment), int(needed))
+
+    def _occupy(self, keys: KeyArray, at: Places) -> Places:
+        """Write distinct keys where they are or would be alone; of those that meet, all but one go on."""
+        table = self.keys
+        left = np.flatnonzero(table[at] == 0)
+        while left.size:
+            wanted = at[left]
+            free = table[wanted] == 0
+            table[wanted[free]] = keys[left[free]]
+            left = left[table[wanted] != keys[left]]
+            at[left] = _next(at[left])
+        return at
+
+    # -- room
+
+    def _renew(self, segment: int, count: int) -> None:
+        """Have room for `count` more keys, at most `_AT_ONCE`, in a segment: less of what was removed, or in two."""
+        begin = segment << _BITS
+        here = slice(begin, begin + SEGMENT)
+        held = begin + np.flatnonzero(self.values[here])
+        if held.size + count > _SPLIT * _full(segment):
+            if self.segments < self._most_segments:
+                self._split(segment)
+            else:
+                self._drop_oldest(held, int(held.size + count - _SPLIT * _full(segment)) + 1)
+                held = held[self.values[held] != 0]
+        keys, values, stamps = self.keys[held], self.values[held], self.stamps[held]
+        self.keys[here] = 0
+        self.values[here] = 0
+        at = self._directory[keys >> np.uint64(self._shift)] | (keys & np.uint64(_INSIDE)).astype(np.intp)
+        at = self._occupy(keys, at)
+        self.values[at], self.stamps[at] = values, stamps
+        for one in {segment, *(at >> _BITS).tolist()}:
+            taken = int(np.count_nonzero(self.keys[one << _BITS : (one + 1) << _BITS]))
+            self._room_at[one] = _full(one) - taken
+
+    def _split(self, segment: int) -> None:
+        """A new segment for half of this one's keys, which stay where they are for now."""
+        new, (bits, prefix) = self.segments, self._prefixes[segment]
+        self.segments += 1
+        self._room_at[new] = _full(new)
+        self._prefixes[segment] = bits + 1, 2 * prefix
+        self._prefixes.append((bits + 1, 2 * prefix + 1))
+        if bits == 64 - self._shift:
+            self._directory = np.repeat(self._directory, 2)
+            self._begin_at = self._directory.data
+            self._shift -= 1
+        spare = 64 - self._shift - bits - 1
+        self._directory[(2 * prefix + 1) << spare : (2 * prefix + 2) << spare] = new << _BITS
+
+    def _evict(self, count: int) -> None:
+        """Have at least `count` entries less than `limit`."""
+        while (excess := self.live + count - self.limit) > 0:
+            begin = self._hand << _BITS
+            self._hand = (self._hand + 1) % self.segments
+            held = begin + np.flatnonzero(self.values[begin : begin + SEGMENT])
+            self._drop_oldest(held, max(len(held) // _EVICTED_AT_ONCE, -(-excess // self.segments)))
+
+    def _drop_oldest(self, held: Places, count: int) -> None:
+        if count < held.size:
+            held = held[np.argpartition(self.stamps[held], count)[:count]]
+        gone = self.values[held]
+        self.values[held] = 0
+        self.live -= gone.size
+        self._on_evict(gone)
+
+    def halve_stamps(self) -> None:
+        """Make room for later ones; what was used before stays before."""
+        self.stamps[: self.segments << _BITS] >>= 1
+
+    def renumber(self, numbers: Values, here: slice) -> None:
+        """Replace every value v of these slots by numbers[v]."""
+        old = self.values[here]
+        self.live -= int(np.count_nonzero(old))
+        self.values[here] = numbers[old]
+        self.live += int(np.count_nonzero(self.values[here]))
+
+
+def listed(keys: Keys) -> list[int]:
+    """To be handled one by one."""
+    return keys if isinstance(keys, KeyList) else keys.tolist()
+
+
+def arrayed(keys: Keys) -> KeyArray:
+    """To be handled all at once."""
+    return np.array(keys, np.uint64) if isinstance(keys, KeyList) else keys
+
+
+def _full(segment: int) -> int:
+    """How many keys fill a segment: differently many, so that not all are split at once."""
+    return int(SEGMENT * (_LEAST_FULL + _FULL_SPREAD * (segment * 0.6180339887 % 1)))
+
+
+def _distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """In order. `np.unique` imports much when it is first called, in the middle of serving."""
+    ordered = np.sort(values)
+    doubled = ordered[1:] == ordered[:-1]
+    return ordered[np.append(True, ~doubled)] if doubled.any() else ordered
+
+
+def _next(at: Places) -> Places:
+    """The places after these, each in its segment."""
+    return at & ~_INSIDE | at + 1 & _INSIDE

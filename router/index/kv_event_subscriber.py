@@ -1,0 +1,226 @@
+"""Keeps the prefix index equal to what the nodes publish in Redis: a snapshot of each, then its stream.
+
+Runs on the router's event loop. A node's stream is numbered without a gap: what is missing means another snapshot. While
+Redis is away the index stays as it is. See `common.cluster.kv_event_publisher` for the other end and docs/redis.md for the keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from common.base.clock import Clock, monotonic
+from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
+from common.cluster.redis_keys import Keys
+from common.control.messages import NodeLoad, NodeRecord, Tier
+from router.index.prefix_index import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.02
+"""Between two reads, so that entries of many nodes come in one answer."""
+_BLOCK_MS = 200
+"""A read waits at most so long for news; nodes that come meanwhile wait as long."""
+_READ_ENTRIES = 64
+_SCAN_BLOCKS = 2000
+_RETRY_S = 0.2
+SILENCE_S = 10.0
+"""A node that holds blocks and of which the index has none for so long has lost its way to us."""
+_JUDGE_S = 1.0
+_TIERS: dict[bytes, Tier] = {b"device": "device", b"host": "host", b"disk": "disk"}
+
+
+@dataclass
+class Followed:
+    """One incarnation's stream."""
+
+    incarnation: str
+    last: int | None = None
+    """Number of the newest entry applied; None: a snapshot is needed."""
+    unseen_since_s: float | None = None
+    """Since then it says that it holds blocks, and the index knows of none."""
+    silent: bool = False
+
+
+class Follower:
+    """Feeds `index`. `loads()` gives what nodes themselves say of their load, by incarnation."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        cluster: str,
+        index: PrefixIndex,
+        *,
+        loads: Callable[[], dict[str, NodeLoad]] = dict,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._client = connect(redis_url)
+        self._keys = Keys(cluster)
+        self._index = index
+        self._loads = loads
+        self._clock = clock
+        self._followed: dict[str, Followed] = {}
+        self._judged_s = clock()
+        self.away = False
+        """Redis did not answer last time."""
+        self.entries = self.blocks = self.gaps = self.snapshots = 0
+        """Stream entries, block events, gaps and snapshots so far."""
+        self.lag_s = 0.0
+        """Age of the entry applied last, by Redis' clock and ours."""
+
+    @property
+    def behind(self) -> list[str]:
+        """Incarnations whose blocks the index does not fully know at the moment."""
+        return [followed.incarnation for followed in self._followed.values() if followed.last is None]
+
+    @property
+    def silent(self) -> list[str]:
+        """Incarnations that hold blocks which never reached the index."""
+        return [followed.incarnation for followed in self._followed.values() if followed.silent]
+
+    def set_nodes(self, records: Iterable[NodeRecord]) -> None:
+        """Follow these incarnations and no others; the blocks of those that went are forgotten at once."""
+        wanted = {record.peer.incarnation for record in records}
+        for incarnation in set(self._followed) - wanted:
+            del self._followed[incarnation]
+        for incarnation in set(self._index.incarnations) - wanted:
+            self._index.drop(incarnation)
+        for incarnation in wanted - set(self._followed):
+            self._followed[incarnation] = Followed(incarnation)
+
+    async def run(self) -> None:
+        """Follow for ever; through any outage of Redis."""
+        try:
+            while True:
+                try:
+                    await self._round()
+                except UNREACHABLE as error:
+                    if not self.away:
+                        log.warning("Redis is away (%s); the prefix index stays as it is", short(error))
+                    self.away = True
+                    await forget_connections(self._client)
+                    await asyncio.sleep(_RETRY_S)
+                else:
+                    self.away = False
+                    await asyncio.sleep(PERIOD_S)
+                honour_cancellation()
+                while self._index.tidy():  # also without Redis: what this router expects goes on
+                    await asyncio.sleep(0)
+                self._judge()
+        finally:
+            await self._client.aclose()
+
+    async def _round(self) -> None:
+        for followed in [f for f in self._followed.values() if f.last is None]:
+            await self._snapshot(followed)
+        # Who was listed during these snapshots has its own in the next round.
+        streams = {self._keys.events(f.incarnation): f for f in self._followed.values() if f.last is not None}
+        if not streams:
+            await self._client.get(self._keys.epoch)  # whether Redis is there
+            await asyncio.sleep(_BLOCK_MS / 1000)
+        else:
+            after = {key: f"{followed.last}-0" for key, followed in streams.items()}
+            answer: Any = await self._client.xread(after, count=_READ_ENTRIES, block=_BLOCK_MS)
+            for key, entries in _streams(answer):
+                await self._apply(streams[key.decode()], entries)
+
+    def _follows(self, followed: Followed) -> bool:
+        return self._followed.get(followed.incarnation) is followed
+
+    # -- a snapshot
+
+    async def _snapshot(self, followed: Followed) -> None:
+        """The stream's last number first, then the set: entries that come meanwhile are applied once more."""
+        incarnation = followed.incarnation
+        newest: Any = await self._client.xrevrange(self._keys.events(incarnation), count=1)
+        pieces: list[list[bytes]] = []
+        cursor = 0
+        while newest:
+            cursor, members = await self._client.sscan(self._keys.blocks(incarnation), cursor, count=_SCAN_BLOCKS)
+            pieces.append(list(members))
+            if int(cursor) == 0:
+                break
+        if not self._follows(followed):
+            return
+        self._index.replace(incarnation, b"")
+        for piece in pieces:
+            self._store(incarnation, b"".join(piece), b"")
+            await asyncio.sleep(0)
+            if not self._follows(followed):
+                self._index.drop(incarnation)
+                return
+        followed.last = _number(newest[0][0]) if newest else 0
+        self.snapshots += 1
+
+    # -- the stream
+
+    async def _apply(self, followed: Followed, entries: list[Any]) -> None:
+        for entry_id, fields in entries:
+            if not self._follows(followed) or followed.last is None:
+                return
+            number = _number(entry_id)
+            if number != followed.last + 1:
+                self.gaps += 1
+                followed.last = None
+                return
+            if fields.get(b"kind") == b"reset":
+                self._index.replace(followed.incarnation, b"")
+            followed.last = number
+            self.entries += 1
+            at: bytes = fields.get(b"at", b"")
+            if at.isdigit():  # bytes of another writer must not end the following of all nodes
+                self.lag_s = max(0.0, time.time() - int(at) / 1000)
+            tier = _TIERS.get(fields.get(b"tier", b"device"))
+            if tier is None:
+                log.error("node %s published blocks of an unknown tier", followed.incarnation)
+            elif self._store(followed.incarnation, fields.get(b"stored", b""), fields.get(b"removed", b""), tier):
+                await asyncio.sleep(0)
+
+    def _store(self, incarnation: str, stored: bytes, removed: bytes, tier: Tier = "device") -> int:
+        """Returns how many blocks that were."""
+        try:
+            self._index.removed(incarnation, removed, tier)
+            self._index.stored(incarnation, stored, tier)
+        except ValueError as error:
+            log.error("node %s published malformed block hashes: %s", incarnation, error)
+        count = (len(stored) + len(removed)) // 16
+        self.blocks += count
+        return count
+
+    # -- is it true
+
+    def _judge(self) -> None:
+        """Say aloud that a node's blocks never come: prefix routing would be off without a sign."""
+        now = self._clock()
+        if now - self._judged_s < _JUDGE_S:
+            return
+        self._judged_s = now
+        loads = self._loads()
+        for followed in self._followed.values():
+            load = loads.get(followed.incarnation)
+            if self.away or load is None or load.kv_blocks_cached == 0 or self._index.held(followed.incarnation):
+                followed.unseen_since_s, followed.silent = None, False
+                continue
+            followed.unseen_since_s = followed.unseen_since_s or now
+            if now - followed.unseen_since_s > SILENCE_S and not followed.silent:
+                followed.silent = True
+                log.warning(
+                    "node incarnation %s holds %d cached blocks, but none of them ever reached the prefix index: "
+                    "prompts are routed to it as if it held nothing. Do router and node name the same Redis and cluster?",
+                    followed.incarnation,
+                    load.kv_blocks_cached,
+                )
+                followed.last = None
+
+
+def _streams(answer: Any) -> Iterable[tuple[bytes, list[Any]]]:
+    """An XREAD's answer, which is a map in one version of Redis' protocol and a list in the other."""
+    return answer.items() if hasattr(answer, "items") else answer or ()
+
+
+def _number(entry_id: bytes) -> int:
+    return int(entry_id.partition(b"-")[0])

@@ -1,0 +1,155 @@
+"""The model that this router serves: name, limits and tokenizer, from its configuration and from the nodes.
+
+Runs on the router's event loop; tokenizers are loaded on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common.base.errors import ConfigError, NotFound, Unavailable
+from common.config.options import GenerationConfig
+from common.control.messages import ModelInfo, NodeRecord
+from common.model.config import load_model_config, resolve_model
+from router.http.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
+from router.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is ready to be asked. `max_model_len`: prompt and answer together, in tokens."""
+
+    name: str
+    folder: Path
+    tokenizer: Tokenizer
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    sampling_defaults: SamplingDefaults = NEUTRAL
+
+
+def load(
+    name_or_path: str, name: str | None, chat_template: str | None, generation_config: GenerationConfig
+) -> ServedModel:
+    """Read what the router needs of a model folder. Takes a second for a large vocabulary.
+
+    Raises: ConfigError, one sentence.
+    """
+    folder = resolve_model(name_or_path)
+    config = load_model_config(folder)
+    tokenizer = Tokenizer(folder, chat_template=chat_template)
+    eos = set(config.eos_token_ids)
+    if tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    shown = name or Path(name_or_path).name
+    defaults = read_sampling_defaults(folder) if generation_config == "auto" else NEUTRAL
+    return ServedModel(shown, folder, tokenizer, config.max_context, config.vocab_size, frozenset(eos), defaults)
+
+
+class ModelCatalog:
+    """What `/v1/models` lists: one model, or none as long as neither the configuration nor a node names one."""
+
+    def __init__(
+        self,
+        *,
+        model: str | None,
+        served_model_name: str | None,
+        chat_template: str | None,
+        generation_config: GenerationConfig = "auto",
+    ) -> None:
+        self._configured = model
+        self._served_name = served_model_name
+        self._chat_template = chat_template
+        self._generation_config: GenerationConfig = generation_config
+        self._model: ServedModel | None = None
+        self._nodes_name: str | None = None
+        """The model name of the nodes that we use."""
+        self._loading: asyncio.Task[None] | None = None
+        self._loaded_path: str | None = None
+        self._problem = "no node has registered a model yet"
+
+    async def load_configured(self) -> None:
+        """Load the configured model, if there is one.
+
+        Raises: ConfigError when it cannot be used.
+        """
+        if self._configured is not None:
+            self._model = await asyncio.to_thread(
+                load, self._configured, self._served_name, self._chat_template, self._generation_config
+            )
+
+    def accept(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        """The nodes whose model is the one served here; learn from them what the configuration left open."""
+        names = [record.model.name for record in sorted(records, key=lambda record: record.started_at)]
+        if names and self._nodes_name not in names:
+            self._nodes_name = names[0]
+        mine = [record for record in records if record.model.name == self._nodes_name]
+        for record in records:
+            if record.model.name != self._nodes_name:
+                log.warning("%s serves %s, not %s: ignored", record.peer.node_id, record.model.name, self._nodes_name)
+        infos = [record.model for record in mine if record.role == "decode"] or [record.model for record in mine]
+        if infos:
+            self._learn(infos)
+        return mine
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model that a client named (None: whichever is served).
+
+        Raises: NotFound for another name, Unavailable when nothing is known yet.
+        """
+        model = self._model
+        if model is None:
+            raise Unavailable(f"the model is not known yet: {self._problem}")
+        if name is not None and name != model.name:
+            raise NotFound(
+                f"the model {name[:200]!r} does not exist; this server has {model.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    @property
+    def model(self) -> ServedModel | None:
+        """The served model, once it is known."""
+        return self._model
+
+    def close(self) -> None:
+        """Stop loading."""
+        if self._loading is not None:
+            self._loading.cancel()
+
+    def _learn(self, infos: list[ModelInfo]) -> None:
+        max_len = min(info.max_model_len for info in infos)
+        if self._configured is not None:
+            if self._model is not None:
+                self._adopt(self._model, infos[0], max_len)
+            return
+        path = infos[0].path
+        if self._model is not None and self._loaded_path == path:
+            self._adopt(self._model, infos[0], max_len)
+        elif self._loading is None or self._loading.done():
+            self._loading = asyncio.get_running_loop().create_task(self._load_from_node(infos[0], max_len))
+
+    async def _load_from_node(self, info: ModelInfo, max_len: int) -> None:
+        try:
+            model = await asyncio.to_thread(load, info.path, info.name, self._chat_template, self._generation_config)
+        except ConfigError as error:
+            self._problem = f"{error}; give the router a folder with --model"
+            log.error("cannot use the model that the nodes registered: %s", self._problem)
+            return
+        except Exception as error:  # whatever a model folder can hold, clients must be told that it does not load
+            self._problem = f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log"
+            log.exception("cannot load the model that the nodes registered")
+            return
+        self._loaded_path = info.path
+        self._adopt(model, info, max_len)
+        log.info("serving %s from %s", info.name, info.path)
+
+    def _adopt(self, model: ServedModel, info: ModelInfo, max_len: int) -> None:
+        name = self._served_name or info.name
+        self._model = replace(model, name=name, max_model_len=max_len, vocab_size=info.vocab_size)

@@ -1,0 +1,159 @@
+"""A circuit breaker per node: who failed again and again gets no new work for a while. Pure; the clock is injected.
+
+               `failures` in a row                open_s passed
+    CLOSED ------------------------> OPEN ------------------------> HALF_OPEN
+       ^                               ^                               |
+       |                               |   a failure (open_s doubles)  |
+       |                               +-------------------------------+
+       |                       `successes` in a row                    |
+       +---------------------------------------------------------------+
+
+An attempt's leg counts once: as a success with its first tokens, as a failure when the node is to blame for its
+end. Failures at the same moment count as one: a broken step or a cut link takes many attempts with it. A
+half-open node gets one attempt per `probe_every_s`. Whoever is not admitted is avoided, not excluded: if there is
+nobody else it is used all the same.
+
+Runs on the router's event loop; a new incarnation of a node starts closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from common.base.clock import Clock, monotonic
+from common.base.errors import ClientError, HandshakeRefused, KvRelayError, Overloaded
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"
+    HALF_OPEN = "half_open"
+    OPEN = "open"
+
+
+@dataclass(frozen=True)
+class BreakerSettings:
+    """When a breaker opens and how it closes again."""
+
+    failures: int = 3
+    """So many in a row open it."""
+    successes: int = 2
+    """So many in a row close a half-open one."""
+    open_s: float = 5.0
+    max_open_s: float = 60.0
+    probe_every_s: float = 1.0
+    burst_s: float = 0.25
+    """Failures within so long of the last counted one are the same event."""
+
+
+@dataclass
+class _Breaker:
+    state: BreakerState = BreakerState.CLOSED
+    failures: int = 0
+    successes: int = 0
+    opened: int = 0
+    """How often, without closing in between."""
+    opened_s: float = 0.0
+    failed_s: float = float("-inf")
+    probed_s: float = float("-inf")
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class BreakerView:
+    """One node's breaker, for metrics and operators."""
+
+    state: str
+    failures: int
+    """In a row."""
+    opened: int
+    """How often since it was last closed."""
+    reason: str
+    """Of the last failure."""
+
+
+class Breakers:
+    """All nodes', by incarnation. Nodes without failures take no memory."""
+
+    def __init__(self, settings: BreakerSettings | None = None, *, clock: Clock = monotonic) -> None:
+        self._settings = settings or BreakerSettings()
+        self._clock = clock
+        self._breakers: dict[str, _Breaker] = {}
+        self.times_opened = 0
+        """Of all nodes, since the start."""
+
+    def failed(self, incarnation: str, error: KvRelayError) -> None:
+        """An attempt ended by the fault of this node. Refusals of what cannot work anywhere or is too much are none."""
+        if isinstance(error, ClientError | Overloaded | HandshakeRefused):
+            return
+        breaker = self._breakers.setdefault(incarnation, _Breaker())
+        now = self._clock()
+        breaker.reason = error.message[:200]
+        if now - breaker.failed_s < self._settings.burst_s:
+            return
+        breaker.failed_s, breaker.successes = now, 0
+        breaker.failures += 1
+        half_open = self._state(breaker, now) is BreakerState.HALF_OPEN
+        if half_open or (breaker.state is BreakerState.CLOSED and breaker.failures >= self._settings.failures):
+            breaker.state, breaker.opened_s = BreakerState.OPEN, now
+            breaker.opened += 1
+            self.times_opened += 1
+
+    def succeeded(self, incarnation: str) -> None:
+        """An attempt got its first tokens from this node."""
+        breaker = self._breakers.get(incarnation)
+        if breaker is None:
+            return
+        if self._state(breaker, self._clock()) is BreakerState.CLOSED:
+            del self._breakers[incarnation]
+        elif breaker.state is BreakerState.HALF_OPEN:
+            breaker.successes += 1
+            if breaker.successes >= self._settings.successes:
+                del self._breakers[incarnation]
+
+    def chosen(self, incarnation: str) -> None:
+        """An attempt goes to this node; a half-open one then gets no other for a while."""
+        breaker = self._breakers.get(incarnation)
+        if breaker is not None:
+            breaker.probed_s = self._clock()
+
+    def not_admitted(self) -> frozenset[str]:
+        """The incarnations that should get no new work now."""
+        if not self._breakers:
+            return frozenset()
+        now = self._clock()
+        return frozenset(
+            incarnation for incarnation, breaker in self._breakers.items() if not self._admits(breaker, now)
+        )
+
+    def keep(self, incarnations: Iterable[str]) -> None:
+        """Forget all others: they are gone."""
+        known = set(incarnations)
+        for incarnation in [each for each in self._breakers if each not in known]:
+            del self._breakers[incarnation]
+
+    def view(self, incarnation: str) -> BreakerView:
+        """What is known of this node."""
+        breaker = self._breakers.get(incarnation, _Breaker())
+        state = self._state(breaker, self._clock())
+        return BreakerView(state.value, breaker.failures, breaker.opened, breaker.reason)
+
+    def _admits(self, breaker: _Breaker, now: float) -> bool:
+        match self._state(breaker, now):
+            case BreakerState.CLOSED:
+                return True
+            case BreakerState.OPEN:
+                return False
+            case BreakerState.HALF_OPEN:
+                return now - breaker.probed_s >= self._settings.probe_every_s
+
+    def _state(self, breaker: _Breaker, now: float) -> BreakerState:
+        """The state as of now: an open breaker becomes half-open by time alone."""
+        if breaker.state is BreakerState.OPEN:
+            settings = self._settings
+            open_s = min(settings.max_open_s, settings.open_s * 2 ** min(breaker.opened - 1, 16))
+            if now - breaker.opened_s >= open_s:
+                breaker.state, breaker.successes = BreakerState.HALF_OPEN, 0
+                breaker.probed_s = float("-inf")
+        return breaker.state

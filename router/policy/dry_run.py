@@ -1,0 +1,90 @@
+"""What the router would decide for a request now, with every candidate and its score. Pure; changes nothing.
+
+Runs on the router's event loop when an operator asks.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from common.base.errors import Overloaded, Unavailable
+from router.policy import POLICIES, Choice, Decision, Fleet, Memory, Query, place
+from router.requests.admission import Objectives, crowded
+
+
+def dry_run(
+    query: Query,
+    prefill: Fleet,
+    decode: Fleet,
+    *,
+    policy: str,
+    local_prefill_tokens: int | None,
+    memory: Memory,
+    objectives: Objectives | None = None,
+    held: int = 0,
+) -> dict[str, Any]:
+    """The decision and the candidates of both roles, best first (lower scores are better).
+
+    `held`: requests that are held back in this router. A node that `query` avoids is used only if there is no other;
+    it is named with its score all the same.
+    """
+    memory = copy.deepcopy(memory)
+    decision: Decision | None = None
+    complaint = ""
+    try:
+        decision = place(
+            query,
+            prefill,
+            decode,
+            policy=policy,
+            local_prefill_tokens=local_prefill_tokens,
+            memory=copy.deepcopy(memory),
+            shown_count=None,
+        )
+    except Unavailable as error:
+        complaint = error.message
+    memory.turn += 1  # as `place` does first
+    source, target = (None, None) if decision is None else (decision.prefill, decision.decode)
+    return {
+        "prompt_tokens": query.num_tokens,
+        "prompt_blocks": -(-query.num_tokens // query.block_size),
+        "policy": policy,
+        "mode": None if decision is None else decision.mode,
+        "reason": complaint if decision is None else decision.reason,
+        "admission": None if decision is None else _admission(decision, prefill, decode, objectives, held),
+        "ttft_s": None if decision is None else decision.ttft_s,
+        "tpot_s": None if decision is None else decision.tpot_s,
+        "prefill": _candidates(prefill, query, policy, memory, source),
+        "decode": _candidates(decode, query, policy, memory, target),
+    }
+
+
+def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Objectives | None, held: int) -> str:
+    """What a new request would meet; the wait of those before it is not counted."""
+    try:
+        if objectives is not None:
+            objectives.check(decision, prefill, decode, ahead_s=0.0)
+    except Overloaded as error:
+        return f"refused: {error.message}"
+    why = crowded(prefill, decode) or ("others wait before it" if held else "")
+    return f"waits: {why}" if why else "at once"
+
+
+def _candidates(fleet: Fleet, query: Query, policy: str, memory: Memory, leg: Choice | None) -> list[dict[str, Any]]:
+    if not len(fleet):
+        return []
+    scores = dict(zip(fleet.node_ids, POLICIES[policy].score(fleet, query, memory), strict=True))
+    scores |= {} if leg is None else leg.scores
+    rows = [
+        {
+            "node": node_id,
+            "picked": leg is not None and leg.picked.incarnation == incarnation,
+            "score": round(float(scores[node_id]), 6),
+            "hit_tokens": min(query.hits.get(incarnation, 0) * query.block_size, query.num_tokens),
+            "avoided": incarnation in query.avoid,
+            **{name: round(value, 6) for name, value in fleet.values(incarnation).items()},
+        }
+        for node_id, incarnation in zip(fleet.node_ids, fleet.incarnations, strict=True)
+    ]
+    return sorted(rows, key=lambda row: (not row["picked"], row["score"]))

@@ -1,0 +1,380 @@
+"""The life of one request as a state machine: events in, instructions out. Pure: no I/O, no clock, no text.
+
+              Placed              prefill's token        decode's tokens        a finish_reason
+    PLACING ---------> PREFILL ------------------> HANDOVER ----------> DECODE ----------------> DONE
+       ^                  |  (local prefill: straight to DECODE)           |
+       +------------------+------------------------------------------------+
+              a leg failed or its node is lost: the next attempt, with the tokens so far
+
+Two rules carry it. An attempt is only ever left for a higher one, and what an older one still says is ignored.
+Every token has an index (`TokenChunk.start`): what is known already is dropped, what comes too early waits for
+the other leg, and a hole that nobody can fill any more means a new attempt.
+
+Invariants: the tokens of all `Emit`s, joined, are what one undisturbed attempt would generate; exactly one of
+`Finish`, `Fail`, `Cancelled` is returned, after it nothing; each `Send` that opens a leg is matched by exactly
+one `Release` of it.
+
+How often it tries: an attempt in which the decode node brought tokens was worth it and is not counted, so that a
+long stream outlives any number of faults. `max_attempts` others in a row are the end, or the request's deadline.
+The first retry goes at once if there is another node; every further one waits, twice as long as the one before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, NamedTuple
+
+from common.base.errors import EngineError, KvRelayError, PeerLost, TransferError, Unavailable, from_code
+from common.control.messages import (
+    Abort,
+    AttemptKey,
+    DecodeRequest,
+    PeerRef,
+    PrefillRequest,
+    SamplingParams,
+    TokenChunk,
+)
+from router.requests.flow_events import (
+    Blame,
+    Cancelled,
+    Chunk,
+    ClientGone,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    GiveUp,
+    Instructions,
+    LegFailed,
+    NodeLost,
+    Note,
+    Place,
+    Placed,
+    Release,
+    Report,
+    Send,
+    StopFound,
+    Unplaceable,
+)
+
+
+class State(Enum):
+    PLACING = "placing"
+    PREFILL = "prefill"
+    """Both legs have their request; the attempt's first token is awaited."""
+    HANDOVER = "handover"
+    """The prefill node's token is there; the decode node has not spoken yet."""
+    DECODE = "decode"
+    """Only the decode node matters."""
+    DONE = "done"
+
+
+_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+
+
+def backoff_s(failures: int, jitter: float) -> float:
+    """How long to wait after `failures` in a row; `jitter` in [0, 1) shortens it by up to a half."""
+    return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** min(failures - 1, 10)) * (1 - jitter / 2)
+
+
+class FlowRequest(NamedTuple):
+    """What the client asked, in token ids."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+
+
+_Row = dict[type, Callable[..., Instructions]]
+"""What one state does about each kind of event."""
+
+
+@dataclass
+class _Leg:
+    peer: PeerRef
+    open: bool = True
+
+
+@dataclass
+class Flow:
+    """One request. Call `start` once, then `handle` with every event; carry the instructions out in order."""
+
+    request: FlowRequest
+    max_attempts: int = 3
+    """So many in a row may bring nothing."""
+    jitter: Callable[[], float] = random.random
+    state: State = State.PLACING
+    attempt: int = 0
+    token_ids: list[int] = field(default_factory=lambda: [])
+    """Generated so far, all attempts together; each of them was emitted."""
+    _prefill: _Leg | None = None
+    _decode: _Leg | None = None
+    _early: list[TokenChunk] = field(default_factory=lambda: [])
+    """The decode node's chunks that wait for the prefill node's token, without gaps among them."""
+    _avoid: set[str] = field(default_factory=lambda: set())
+    """Who failed since tokens last came."""
+    _failures: int = 0
+    """Attempts in a row that brought nothing."""
+    _enough: int = 0
+    """With more tokens than these the present attempt was worth it."""
+
+    def start(self) -> Instructions:
+        """The first instructions."""
+        return self._place()
+
+    def handle(self, event: Event) -> Instructions:
+        """What to do about `event`. Events that do not matter in this state give no instructions."""
+        method = self._TABLE[self.state].get(type(event))
+        return [] if method is None else method(self, event)
+
+    def __post_init__(self) -> None:
+        self.key = AttemptKey(self.request.request_id, self.attempt)
+        """Of the present attempt."""
+
+    @property
+    def prefill_peer(self) -> PeerRef | None:
+        """The present attempt's prefill node; None before placement and with local prefill."""
+        return None if self._prefill is None else self._prefill.peer
+
+    @property
+    def decode_peer(self) -> PeerRef | None:
+        """The present attempt's decode node; None before placement."""
+        return None if self._decode is None else self._decode.peer
+
+    # -- placing
+
+    def _place(self) -> Instructions:
+        self.state = State.PLACING
+        self.attempt += 1
+        self.key = AttemptKey(self.request.request_id, self.attempt)
+        self._prefill = self._decode = None
+        self._early.clear()
+        num_tokens = len(self.request.prompt_ids) + len(self.token_ids)
+        last = self._failures > 0 and self._failures + 1 >= self.max_attempts
+        wait_s = backoff_s(self._failures, self.jitter()) if self._failures else 0.0
+        return [Place(self.attempt, num_tokens, frozenset(self._avoid), last, wait_s, self._failures == 1)]
+
+    def _on_placed(self, event: Placed) -> Instructions:
+        self.state = State.PREFILL
+        self._enough = len(self.token_ids) + (event.prefill is not None)
+        self._decode = _Leg(event.decode)
+        ids = self.request.prompt_ids + self.token_ids
+        prompt_len, sampling, salt = len(self.request.prompt_ids), self.request.sampling, self.request.cache_salt
+        priority = self.request.priority
+        timeout_s = event.timeout_s
+        # The decode node first: the prefill node's offer then finds it prepared.
+        ask = DecodeRequest(self.key, ids, prompt_len, sampling, event.prefill, timeout_s, salt, priority)
+        instructions: Instructions = [Send(event.decode, ask)]
+        if event.prefill is not None:
+            self._prefill = _Leg(event.prefill)
+            order = PrefillRequest(self.key, ids, prompt_len, sampling, event.decode, timeout_s, salt, priority)
+            instructions.append(Send(event.prefill, order))
+        return instructions
+
+    def _on_unplaceable(self, event: Unplaceable) -> Instructions:
+        return self._end(Fail(event.error))
+
+    # -- tokens
+
+    def _on_chunk(self, event: Chunk) -> Instructions:
+        chunk, leg = event.chunk, self._leg(event.incarnation)
+        if leg is None or chunk.key.attempt != self.attempt:
+            return []
+        if leg is self._prefill:
+            return self._on_first_token(leg, chunk)
+        if self._first_token_awaited and chunk.start > len(self.token_ids):
+            last = self._early[-1] if self._early else None
+            expected = len(self.token_ids) + 1 if last is None else last.start + len(last.token_ids)
+            if chunk.start > expected:
+                return self._on_gap(leg, chunk)
+            if chunk.start + len(chunk.token_ids) > expected or chunk.finish_reason is not None:
+                self._early.append(chunk)
+            return []
+        return self._on_decoded(leg, chunk)
+
+    @property
+    def _first_token_awaited(self) -> bool:
+        return self.state is State.PREFILL and self._prefill is not None
+
+    def _on_first_token(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
+        if chunk.start > len(self.token_ids):
+            return self._on_gap(leg, chunk)
+        instructions: Instructions = []
+        if self.state is State.PREFILL:
+            instructions.append(self._note(self._first_event, leg))
+        instructions += self._accept(leg, chunk)
+        if self.state is State.PREFILL:
+            self.state = State.HANDOVER
+            early, self._early = self._early, []
+            for waiting in early:
+                if self.state in (State.HANDOVER, State.DECODE) and self._decode is not None:
+                    instructions += self._on_decoded(self._decode, waiting)
+        return instructions
+
+    def _on_decoded(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
+        if chunk.start > len(self.token_ids):
+            return self._on_gap(leg, chunk)
+        instructions = self._close_leg(self._prefill)  # it has spoken, or the decode node spoke for it
+        if self.state is not State.DECODE:
+            instructions.append(self._note(self._first_event if self.state is State.PREFILL else "handover", leg))
+            self.state = State.DECODE
+        return instructions + self._accept(leg, chunk)
+
+    def _accept(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
+        """Emit what is new in a chunk that leaves no gap, and end with it if it is the last."""
+        instructions: Instructions = []
+        if chunk.stats is not None:
+            instructions.append(Report(leg is self._prefill, chunk.stats, leg.peer.incarnation))
+        known = len(self.token_ids) - chunk.start
+        fresh = chunk.token_ids[known:]
+        if fresh:
+            start = len(self.token_ids)
+            logprobs = None if chunk.logprobs is None else chunk.logprobs[known:]
+            ended = chunk.finish_reason == "stop" and fresh[-1] in self.request.sampling.stop_token_ids
+            self.token_ids += fresh
+            instructions.append(Emit(start, fresh, logprobs, ended))
+        if chunk.finish_reason is not None:
+            leg.open, closed = False, leg.open
+            if closed:
+                instructions.append(Release(leg.peer.incarnation, self.key))
+            instructions += self._end(Finish(chunk.finish_reason))
+        return instructions
+
+    def _on_gap(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
+        message = f"{leg.peer.node_id} sent token {chunk.start} where {len(self.token_ids)} was expected"
+        return [self._note("gap", leg, message), *self._retry(EngineError(message), None)]
+
+    # -- things that go wrong
+
+    def _on_leg_failed(self, event: LegFailed) -> Instructions:
+        leg = self._leg(event.incarnation)
+        if leg is None or event.failure.key.attempt != self.attempt:
+            return []
+        if leg is self._prefill and self.state is State.DECODE:
+            return []
+        leg.open = False
+        error = from_code(event.failure.code, event.failure.message)
+        blamed = self._blamed(leg, error)
+        failed: Instructions = [
+            Release(leg.peer.incarnation, self.key),
+            self._note("leg_failed", leg, f"{error.code}: {error.message}", blamed=blamed.peer.node_id),
+            Blame(blamed.peer.incarnation, error),
+        ]
+        return failed + self._retry(error, blamed)
+
+    def _blamed(self, reporter: _Leg, error: KvRelayError) -> _Leg:
+        """A lost peer is the reporter's other end. Any other failed transfer says little about who is at fault;
+        another source is what can be had without giving up the decode node. The rest is the reporter's own trouble.
+        """
+        if self._prefill is None or self._decode is None or not isinstance(error, TransferError):
+            return reporter
+        if isinstance(error, PeerLost) and reporter is self._prefill:
+            return self._decode
+        return self._prefill
+
+    def _on_node_lost(self, event: NodeLost) -> Instructions:
+        leg = self._leg(event.incarnation)
+        if leg is None or (leg is self._prefill and self.state is State.DECODE):
+            return []
+        leg.open = False
+        error = Unavailable(f"node {leg.peer.node_id} was lost: {event.reason}")
+        # It may still live behind a cut link: the abort waits for a new one.
+        gone: Instructions = [Release(leg.peer.incarnation, self.key), Send(leg.peer, Abort(self.key))]
+        return [*gone, self._note("node_lost", leg, event.reason), *self._retry(error, leg)]
+
+    def _retry(self, error: KvRelayError, blamed: _Leg | None) -> Instructions:
+        if len(self.token_ids) > self._enough:
+            self._failures = 0
+            self._avoid.clear()
+        self._failures += 1
+        if blamed is not None:
+            self._avoid.add(blamed.peer.incarnation)
+        sampling = self.request.sampling
+        if len(self.token_ids) >= sampling.max_tokens:  # only the finish itself was lost
+            return self._end(Finish("length"))
+        if not error.retryable:
+            return self._end(Fail(error))
+        if self._failures >= self.max_attempts:
+            tries = f" (after {self.attempt} attempts)" if self.attempt > 1 else ""
+            return self._end(Fail(type(error)(error.message + tries)))
+        closed = self._close_legs()
+        note = Note("retry", error.message, {"failures_in_a_row": self._failures, "tokens_so_far": len(self.token_ids)})
+        return [*closed, note, *self._place()]
+
+    def _note(self, event: str, leg: _Leg, reason: str = "", **data: object) -> Note:
+        about = {"attempt": self.attempt, "node": leg.peer.node_id, "role": self._role(leg), **data}
+        return Note(event, reason, about)
+
+    @property
+    def _first_event(self) -> str:
+        """What the present attempt's first token is called in the story."""
+        return "resumed" if self.token_ids else "first_token"
+
+    def _role(self, leg: _Leg) -> str:
+        return "prefill" if leg is self._prefill else "decode"
+
+    def _on_client_gone(self, _: ClientGone) -> Instructions:
+        return self._end(Cancelled())
+
+    def _on_give_up(self, event: GiveUp) -> Instructions:
+        return self._end(Fail(event.error))
+
+    def _on_stop_found(self, _: StopFound) -> Instructions:
+        return self._end(Finish("stop"))
+
+    # -- legs
+
+    def _leg(self, incarnation: str) -> _Leg | None:
+        """The open leg at this incarnation."""
+        for leg in (self._prefill, self._decode):
+            if leg is not None and leg.open and leg.peer.incarnation == incarnation:
+                return leg
+        return None
+
+    def _close_leg(self, leg: _Leg | None) -> Instructions:
+        if leg is None or not leg.open:
+            return []
+        leg.open = False
+        return [Release(leg.peer.incarnation, self.key)]
+
+    def _close_legs(self) -> Instructions:
+        """Abort whatever still runs."""
+        instructions: Instructions = []
+        for leg in (self._prefill, self._decode):
+            if leg is not None and leg.open:
+                instructions += [Send(leg.peer, Abort(self.key)), *self._close_leg(leg)]
+        return instructions
+
+    def _end(self, last: Finish | Fail | Cancelled) -> Instructions:
+        instructions = self._close_legs()
+        self.state = State.DONE
+        self._early.clear()
+        return [*instructions, last]
+
+    _PLACING: ClassVar[_Row] = {
+        Placed: _on_placed,
+        Unplaceable: _on_unplaceable,
+        ClientGone: _on_client_gone,
+        GiveUp: _on_give_up,
+        StopFound: _on_stop_found,
+    }
+    _RUNNING: ClassVar[_Row] = {
+        Chunk: _on_chunk,
+        LegFailed: _on_leg_failed,
+        NodeLost: _on_node_lost,
+        ClientGone: _on_client_gone,
+        GiveUp: _on_give_up,
+        StopFound: _on_stop_found,
+    }
+    _TABLE: ClassVar[dict[State, _Row]] = {
+        State.PLACING: _PLACING,
+        State.PREFILL: _RUNNING,
+        State.HANDOVER: _RUNNING,
+        State.DECODE: _RUNNING,
+        State.DONE: {},
+    }

@@ -1,0 +1,163 @@
+"""What a request's flow is told and what it answers; see `router.requests.flow` for the machine between. Pure data.
+
+Named tuples, not frozen dataclasses: a request has dozens of them, and these are made in a third of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from common.base.errors import KvRelayError
+from common.control.messages import (
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    FinishReason,
+    PeerRef,
+    PrefillRequest,
+    TokenChunk,
+    TokenLogprobs,
+)
+
+# ---------------------------------------------------------------- events
+
+
+class Placed(NamedTuple):
+    """The answer to `Place`. `prefill` is None where the decode node computes the prompt itself."""
+
+    prefill: PeerRef | None
+    decode: PeerRef
+    timeout_s: float
+
+
+class Unplaceable(NamedTuple):
+    """The other answer to `Place`: nobody can serve this."""
+
+    error: KvRelayError
+
+
+class Chunk(NamedTuple):
+    """Tokens from the node with this incarnation."""
+
+    incarnation: str
+    chunk: TokenChunk
+
+
+class LegFailed(NamedTuple):
+    """The node with this incarnation gave its leg up."""
+
+    incarnation: str
+    failure: AttemptFailed
+
+
+class NodeLost(NamedTuple):
+    """This incarnation is gone, silent or replaced. Nothing more will come from it."""
+
+    incarnation: str
+    reason: str
+
+
+class ClientGone(NamedTuple):
+    """Nobody reads the answer any more."""
+
+
+class GiveUp(NamedTuple):
+    """The router ends the request: its time is up, or the router stops."""
+
+    error: KvRelayError
+
+
+class StopFound(NamedTuple):
+    """The text of the tokens emitted so far contains a stop string."""
+
+
+Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveUp | StopFound
+
+
+# ---------------------------------------------------------------- instructions
+
+
+class Place(NamedTuple):
+    """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event.
+
+    `last`: there will be no other attempt, unless this one brings tokens. Before it is placed `backoff_s` must
+    pass; with `at_once` only if no other nodes than those in `avoid` can be had.
+    """
+
+    attempt: int
+    num_tokens: int
+    """To be prefilled: the prompt and what earlier attempts generated."""
+    avoid: frozenset[str]
+    last: bool = False
+    backoff_s: float = 0.0
+    at_once: bool = False
+
+
+class Send(NamedTuple):
+    """Send to this incarnation. A node that cannot be reached is answered with `NodeLost`."""
+
+    peer: PeerRef
+    message: PrefillRequest | DecodeRequest | Abort
+
+
+class Release(NamedTuple):
+    """The leg `key` at this incarnation is over for us; it no longer counts as in flight."""
+
+    incarnation: str
+    key: AttemptKey
+
+
+class Emit(NamedTuple):
+    """Tokens for the client; `start` is the index of the first one."""
+
+    start: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    ended_by_token: bool = False
+    """The last token is a stop token."""
+
+
+class Report(NamedTuple):
+    """A leg's account of how it served the attempt."""
+
+    role_is_prefill: bool
+    stats: AttemptStats
+    incarnation: str
+
+
+class Blame(NamedTuple):
+    """It is this incarnation's fault that the attempt goes no further."""
+
+    incarnation: str
+    error: KvRelayError
+
+
+class Note(NamedTuple):
+    """For the request's story (`router.requests.story`)."""
+
+    event: str
+    reason: str = ""
+    data: Mapping[str, object] | None = None
+
+
+class Finish(NamedTuple):
+    """Terminal: the answer is complete."""
+
+    reason: FinishReason
+
+
+class Fail(NamedTuple):
+    """Terminal: the client must be told."""
+
+    error: KvRelayError
+
+
+class Cancelled(NamedTuple):
+    """Terminal: there is nobody to tell."""
+
+
+Instruction = Place | Send | Release | Emit | Report | Blame | Note | Finish | Fail | Cancelled
+Instructions = list[Instruction]

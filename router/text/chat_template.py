@@ -1,0 +1,104 @@
+"""Chat templates with Hugging Face's meaning, in jinja2's sandbox. Runs in the router process, on any thread.
+
+A template comes with the model and is not trusted: it runs in the immutable sandbox and sees only plain
+strings, lists and dicts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from common.base.errors import BadRequest, ConfigError
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what a model said, for training; here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # jinja's own filter escapes <, >, & and ', which would change the prompt.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    `special_tokens`: bos_token, eos_token and the like, by name, as the template sees them.
+    Raises: ConfigError when the source does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals.update(helpers)
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template does not compile: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. `kwargs` are the client's extra template variables.
+
+        A `developer` is what OpenAI calls the `system` of its later models; most templates know only that name, and would
+        leave out, without a word, what the other one says.
+        Raises: BadRequest when the template refuses the messages.
+        """
+        if not self._knows_developer:
+            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+        variables = {
+            **(kwargs or {}),
+            **self._special_tokens,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            return self._template.render(variables)
+        # A template is a program: besides jinja's own errors it can hit any of these on unexpected messages.
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise BadRequest(f"the chat template refused the messages: {error}", param="messages") from error

@@ -1,0 +1,105 @@
+"""From generated token ids to the text a client may see: detokenization, then stop strings. Pure.
+
+Runs in the router process, on its event loop, once per generated token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from router.text.detokenizer import Detokenizer, TokenPieces
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that comes in pieces, and holds back what may become one.
+
+    Of several matches the one that is complete first wins (of those, the one that starts first), so the
+    result does not depend on where the pieces were cut.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """(text that can no longer belong to a stop string, the stop string found or None)."""
+        if not self._stops or not delta:
+            return delta, None
+        text = self._held + delta
+        found = self._first_match(text)
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return text[:start], stop
+        keep = self._undecided_from(text)
+        self._held = text[keep:]
+        return text[:keep], None
+
+    def flush(self) -> str:
+        """What was held back, when no more text follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _undecided_from(self, text: str) -> int:
+        """The first index from which `text` is the beginning of a stop string; its length if there is none."""
+        first = len(text)
+        for stop in self._stops:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1), first)
+            while at >= 0:
+                if stop.startswith(text[at:]):
+                    first = at
+                    break
+                at = text.find(stop[0], at + 1, first)
+        return first
+
+
+class TextDelta(NamedTuple):
+    """What some new tokens brought: `consumed` of them count, the rest came after a stop string."""
+
+    text: str
+    consumed: int
+    stop: str | None = None
+
+
+class TextStream:
+    """The visible text of one generation.
+
+    Stop strings are looked for in the text of the tokens after the first `min_tokens`.
+    """
+
+    def __init__(
+        self, pieces: TokenPieces, stops: Sequence[str], *, min_tokens: int = 0, skip_special_tokens: bool = True
+    ) -> None:
+        self._detokenizer = Detokenizer(pieces, skip_special_tokens=skip_special_tokens)
+        self._matcher = StopMatcher(stops)
+        self._immune_tokens = min_tokens
+
+    def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> TextDelta:
+        """Take the next tokens. `ended_by_token`: the last of them is a stop token, which has no text."""
+        parts: list[str] = []
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            delta = "" if ended_by_token and index == last else self._detokenizer.push(token_id)
+            if self._immune_tokens > 0:
+                self._immune_tokens -= 1
+                parts.append(delta)
+                continue
+            text, stop = self._matcher.push(delta)
+            parts.append(text)
+            if stop is not None:
+                return TextDelta("".join(parts), index + 1, stop)
+        return TextDelta("".join(parts), len(token_ids))
+
+    def flush(self) -> str:
+        """The rest of the text, at the end of a generation that no stop string ended."""
+        text, stop = self._matcher.push(self._detokenizer.flush())
+        return text if stop is not None else text + self._matcher.flush()

@@ -1,0 +1,120 @@
+"""Text to token ids: tokenizer.json through the `tokenizers` library, and the model's chat template.
+
+Runs in the router process. Loading reads files and may take seconds for a large vocabulary: do it off the loop.
+`encode` releases the interpreter lock, so long texts may be encoded on a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import Tokenizer as RawTokenizer
+
+from common.base.errors import BadRequest, ConfigError
+from common.model.config import read_json_object
+from router.text.chat_template import ChatTemplate
+from router.text.detokenizer import TokenPieces
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty if there is no such file."""
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; each may be written as a string or as an object with its content."""
+    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = merged.get(name)
+        text = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _template_source(folder: Path, config: Mapping[str, Any], override: str | None) -> str | None:
+    """The text of the template to use: the operator's file, the model's file, or the one in its configuration."""
+    file = folder / "chat_template.jinja" if override is None else Path(override)
+    if override is not None or file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the chat template {file}: {error}") from error
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name; the one for plain chat is called "default"
+        named: dict[str, str] = {}
+        for entry in cast("list[Any]", found):
+            fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+            name, template = fields.get("name"), fields.get("template")
+            if not isinstance(name, str) or not isinstance(template, str):
+                raise ConfigError(
+                    f"chat_template in {folder}/tokenizer_config.json must list names with their templates"
+                )
+            named[name] = template
+        found = named.get("default", next(iter(named.values()), None))
+    return found if isinstance(found, str) else None
+
+
+class Tokenizer:
+    """The tokenizer and chat template of one model folder. Immutable after construction, safe on any thread.
+
+    Raises: ConfigError, one sentence, when files are missing or broken.
+    """
+
+    def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"no tokenizer.json in {folder}; the router needs a fast tokenizer file there")
+        try:
+            self._raw = RawTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for every kind of broken file
+            raise ConfigError(f"cannot load {file}: {error}") from error
+        self._raw.no_truncation()
+        self._raw.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(folder, config)
+        source = _template_source(folder, config, chat_template)
+        self._template = None if source is None else ChatTemplate(source, special)
+        self.pieces = TokenPieces(self._raw)
+        self.eos_token_id: int | None = self._raw.token_to_id(special["eos_token"]) if "eos_token" in special else None
+
+        vocab = self._raw.get_vocab(with_added_tokens=True)
+        self._longest_token = max((len(token) for token in vocab), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain text, with the bos token and the like where the model wants them."""
+        # "fast" leaves out where each token stood in the text.
+        return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def min_tokens(self, text: str) -> int:
+        """A lower bound of the text's length in tokens, at no cost: spares encoding what cannot fit."""
+        if self.pieces.kind == "text":
+            return 0  # such a tokenizer may fold any word that it does not know into one token
+        return len(text) // self._longest_token
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`, it has its own.
+
+        Raises: BadRequest when there is no template or it refuses the messages.
+        """
+        if self._template is None:
+            raise BadRequest(
+                "this model has no chat template; use /v1/completions, or start the router with --chat-template FILE",
+                param="messages",
+            )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+
+    def text_of(self, token_id: int) -> str:
+        """How one token is shown in log-probabilities."""
+        return self.pieces.piece(token_id).decode(errors="replace")

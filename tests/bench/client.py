@@ -1,0 +1,38 @@
+"""What benchmarks ask of `common.tools.load.stream`: exact completions, and what their streams say about decoding."""
+
+from __future__ import annotations
+
+import itertools
+
+from common.tools.load.stream import RequestFailed, Stream, post, run
+
+__all__ = ["RequestFailed", "Stream", "complete", "decode_rate", "gaps", "post", "run"]
+
+
+async def complete(url: str, model: str, prompt: list[int] | str, max_tokens: int) -> Stream:
+    """A streamed greedy completion of exactly `max_tokens` tokens, their ids with them."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    return await post(f"{url}/v1/completions", body)
+
+
+def gaps(streams: list[Stream], since_s: float = 0.0, until_s: float = float("inf")) -> list[tuple[float, float]]:
+    """(arrival, seconds since the one before) for everything with tokens that arrived in [since, until)."""
+    found = []
+    for stream in streams:
+        times = [arrived for arrived, _ in stream.token_times()]
+        found += [(b, b - a) for a, b in itertools.pairwise(times) if since_s <= b < until_s]
+    return found
+
+
+def decode_rate(stream: Stream) -> float:
+    """Tokens/s after the first event."""
+    times = stream.token_times()
+    return sum(count for _, count in times[1:]) / (times[-1][0] - times[0][0])

@@ -1,0 +1,113 @@
+"""A decode node's engine side in this process: the node's real logic, scheduler, executor and outbox, no sockets.
+
+What a round costs beside the model's forward is Python that holds the interpreter lock, so the encoding of what
+goes to the router is counted too, although a real node does it on another thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.base.clock import monotonic
+from common.control.messages import Abort, AttemptKey, DecodeRequest, ModelInfo, PeerRef, SamplingParams, encode
+from common.engine.executor import LocalExecutor, Runner
+from common.engine.scheduler import Scheduler
+from common.engine.step import SampledToken, StepInput, StepOutput
+from common.kv.layout import KVLayout
+from common.node.events import FromClient, Outbox, Outgoing
+from decode_node.node import DecodeNode
+from kvtransfer.base import IncomingTransfer
+
+_WARM_UP_ROUNDS = 5
+
+
+class StubRunner:
+    """Computes nothing: what is left of a round is the engine's own work."""
+
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> _Computed:
+        """As `Runner.launch`."""
+        return _Computed(StepOutput(step.step_id, [SampledToken(1 + step.step_id % 7) for _ in step.samples], 0.0))
+
+
+@dataclass(frozen=True)
+class _Computed:
+    output: StepOutput
+
+    def wait(self) -> StepOutput:
+        return self.output
+
+
+class NoReceiver:
+    """Nothing is ever relayed here."""
+
+    address = "none"
+
+    def open(self, transfer: IncomingTransfer) -> bool:
+        raise AssertionError("no transfer was asked for")
+
+    def abort(self, key: AttemptKey) -> None:
+        """Nothing to stop."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class OverheadNode:
+    """One measurement; the scheduler's pool is whole again when `measure` returns."""
+
+    def __init__(self, layout: KVLayout, model: ModelInfo, scheduler: Scheduler, runner: Runner) -> None:
+        self._executor = LocalExecutor(runner)
+        self._outbox = Outbox(self._deliver)
+        self._sent_bytes = 0
+        self._node = DecodeNode(
+            PeerRef("bench", "0" * 16, "none", ["none"]),
+            layout,
+            model.vocab_size,
+            scheduler,
+            self._executor,
+            NoReceiver(),
+            self._outbox,
+            monotonic,
+            max_accepted=1024,
+            transfer_timeout_s=60.0,
+            early_s=3.0,
+        )
+
+    def measure(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Run all prompts until each has generated, then time `steps` rounds in which all of them decode."""
+        # Long enough that none of them ends before all are running and all steps are timed.
+        sampling = SamplingParams(seed=1, max_tokens=steps + 2048, temperature=0.0)
+        keys = [AttemptKey(f"bench-{i}", 1) for i in range(len(prompts))]
+        for key, prompt in zip(keys, prompts, strict=True):
+            request = DecodeRequest(key, prompt, len(prompt), sampling, prefill=None, timeout_s=3600.0)
+            self._node.handle(FromClient(b"router", request))
+        scheduler = self._node.scheduler
+        while scheduler.waiting or any(seq.num_uncomputed > 1 for seq in scheduler.running.values()):
+            self._round()
+        for _ in range(_WARM_UP_ROUNDS):
+            self._round()
+        assert len(scheduler.running) == len(prompts)
+        busy_s = self._executor.busy_s
+        started = time.perf_counter()
+        for _ in range(steps):
+            self._round()
+        wall_s = time.perf_counter() - started
+        forward_s = self._executor.busy_s - busy_s
+        for key in keys:
+            self._node.handle(FromClient(b"router", Abort(key)))
+        self._outbox.flush()
+        scheduler.pool.check_integrity()
+        assert scheduler.pool.num_used == 0
+        return {"wall_s": wall_s, "forward_s": forward_s, "steps": steps, "sent_bytes": self._sent_bytes}
+
+    def _round(self) -> None:
+        """As one round of `EngineLoop`."""
+        self._node.on_time(monotonic())
+        assert self._node.step()
+        self._outbox.flush()
+
+    def _deliver(self, messages: list[Outgoing]) -> None:
+        self._sent_bytes += sum(len(encode(outgoing.message)) for outgoing in messages)

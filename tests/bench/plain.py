@@ -1,0 +1,90 @@
+"""The engine without a service around it, for comparison and for what cannot be seen from outside. A worker process.
+
+`decode` and `prefill` are the plain eager loop over the very model code that the nodes run. `overhead` drives a
+decode node's own logic, scheduler and executor, without sockets.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from bench.overhead_node import OverheadNode, StubRunner
+
+from common.base.hashing import BLOCK_SIZE
+from common.base.torch_setup import configure_torch
+from common.config.options import DecodeConfig
+from common.control.messages import SamplingParams
+from common.engine.step import SampleSpec, StepInput
+from common.node.plan import make_scheduler, plan_node
+from common.node.worker import load_rank
+from common.parallel.mesh import SOLO
+
+_GREEDY = SamplingParams(seed=0, max_tokens=1 << 30, temperature=0.0)
+
+
+class Plain:
+    """One loaded model. Sequences lie in blocks 0, 1, 2, ... of its KV storage, none of them kept between calls."""
+
+    def __init__(self, folder: str) -> None:
+        config = DecodeConfig(model=folder, load_format="dummy", dtype="bfloat16", kv_memory_gb=0.5)
+        configure_torch(None)
+        blueprint = self._blueprint = plan_node(config)
+        loaded = load_rank(blueprint, config, SOLO, small_batches=True)
+        loaded.lay_out(loaded.max_blocks)
+        self._runner = loaded.runner
+        self._scheduler = make_scheduler(config, blueprint, loaded.max_blocks, prefill_chunk=config.local_prefill_chunk)
+        self._rng = random.Random(1)
+        self._step_id = 0
+
+    def decode(self, batch: int, context: int, steps: int) -> dict[str, float]:
+        """Greedy tokens for `batch` sequences that begin with `context` slots of KV. Returns tokens/s and step times."""
+        blocks_each = -(-(context + steps) // BLOCK_SIZE)
+        tables = [list(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(batch)]
+        tokens = self._random_tokens(batch)
+        times = []
+        for step in range(steps):
+            started = time.perf_counter()
+            tokens = self._run(tokens, [1] * batch, [context + step + 1] * batch, tables, sample=True)
+            times.append(time.perf_counter() - started)
+        return {"tokens_per_s": batch * steps / sum(times), "median_step_s": sorted(times)[len(times) // 2]}
+
+    def prefill(self, tokens: int, chunk: int) -> float:
+        """Seconds for a prompt in chunks, its first token drawn."""
+        table = [list(range(-(-tokens // BLOCK_SIZE)))]
+        prompt = self._random_tokens(tokens)
+        started = time.perf_counter()
+        for at in range(0, tokens, chunk):
+            rows = prompt[at : at + chunk]
+            self._run(rows, [len(rows)], [at + len(rows)], table, sample=at + chunk >= tokens)
+        return time.perf_counter() - started
+
+    def overhead(self, batch: int, prompt: int, steps: int, stub: bool) -> dict[str, Any]:
+        """Wall and forward time of a decode node's rounds with `batch` running sequences."""
+        runner = StubRunner() if stub else self._runner
+        node = OverheadNode(self._blueprint.layout, self._blueprint.model, self._scheduler, runner)
+        return node.measure([self._random_tokens(prompt) for _ in range(batch)], steps)
+
+    def _random_tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(self._blueprint.model.vocab_size) for _ in range(count)]
+
+    def _run(
+        self, rows: list[int], query_lens: list[int], context_lens: list[int], tables: list[list[int]], *, sample: bool
+    ) -> list[int]:
+        self._step_id += 1
+        positions = [position for q, c in zip(query_lens, context_lens, strict=True) for position in range(c - q, c)]
+        owners = [i for i, q in enumerate(query_lens) for _ in range(q)]
+        step = StepInput(
+            step_id=self._step_id,
+            token_ids=rows,
+            positions=positions,
+            slot_mapping=[
+                tables[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in zip(owners, positions, strict=True)
+            ],
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=tables,
+            samples=[SampleSpec(i, _GREEDY, context_lens[i], 0) for i in range(len(query_lens))] if sample else [],
+        )
+        return [drawn.token_id for drawn in self._runner.execute(step).sampled]

@@ -1,0 +1,129 @@
+"""Batches with known K and V in scattered blocks, for every attention backend, on any device."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from common.base.device import CPU
+from common.kernels.float8 import narrow, widen, words_of
+from common.kv.layout import KVLayout, blocks_for
+from common.kv.storage import KVStorage
+
+MakeBackend = Callable[[KVStorage, AttentionShape], AttentionBackend]
+
+NUM_BLOCKS = 160
+LAYERS = 2
+
+LENS: dict[str, list[tuple[int, int]]] = {
+    "a single token": [(1, 1)],
+    "decode over block borders": [(1, 15), (1, 16), (1, 17), (1, 100)],
+    "decode with one long context": [(1, 900), (1, 3), (1, 40), (1, 500)],
+    "whole prompts": [(2, 2), (16, 16), (33, 33)],
+    "chunks after a cached context": [(5, 21), (16, 48), (40, 300)],
+    "decode and chunks interleaved": [(1, 30), (20, 20), (1, 600), (7, 100), (1, 5)],
+}
+"""(rows, context length) of each sequence."""
+
+
+def reference(q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    """One sequence, row by row, head by head: row r attends to the first `first + r + 1` keys. All float64."""
+    group = q.size(1) // keys.size(1)
+    out = torch.empty(q.shape, dtype=torch.float64)
+    q, keys, values = q.double(), keys.double(), values.double()
+    for row in range(q.size(0)):
+        for head in range(q.size(1)):
+            k, v = (side[: first + row + 1, head // group] for side in (keys, values))
+            out[row, head] = (k @ q[row, head] / math.sqrt(q.size(2))).softmax(0) @ v
+    return out
+
+
+class Case:
+    """Sequences with known K and V in scattered blocks of a cache that is otherwise full of garbage."""
+
+    def __init__(
+        self,
+        make_backend: MakeBackend,
+        shape: tuple[int, int, int],
+        lens: list[tuple[int, int]],
+        dtype: str,
+        scales: tuple[tuple[float, float], ...] = (),
+        query_dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
+        """shape: query heads, KV heads, head size; dtype: of the cache."""
+        q_heads, kv_heads, dim = shape
+        generator = torch.Generator().manual_seed(len(lens))
+        layout = KVLayout("f", LAYERS, kv_heads, dim, dtype)
+        self.storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, str(device), scales=scales)
+        self.storage.data.copy_(torch.full((), min(1e4, torch.finfo(self.storage.data.dtype).max)))
+        self.block_size = layout.block_size
+        self.device = device
+        self.backend = make_backend(
+            self.storage, AttentionShape(q_heads, kv_heads, dim, query_dtype, layout.block_size)
+        )
+        free = list(range(NUM_BLOCKS))
+        random.Random(1).shuffle(free)
+        self.lens = lens
+        # One block more than needed, as a scheduler that allocates ahead would give.
+        self.tables = [[free.pop() for _ in range(blocks_for(context) + 1)] for _, context in lens]
+        self.kv = [self.kept(torch.randn(2, c, kv_heads, dim, generator=generator)) for _, c in lens]
+        self.q = [torch.randn(n, q_heads, dim, generator=generator).to(query_dtype) for n, _ in lens]
+
+    def kept(self, kv: Tensor) -> Tensor:
+        """What the cache's dtype keeps of K and V of the last layer, where its scales put them. kv: [2, T, ...]."""
+        sides = [
+            widen(narrow(x * scale, self.storage.data.dtype, scale)) * scale
+            for x, scale in zip(kv, self.storage.scales[-1], strict=True)
+        ]
+        return torch.stack(sides)
+
+    def slots(self, i: int, lo: int, hi: int) -> list[int]:
+        return [self.tables[i][p // self.block_size] * self.block_size + p % self.block_size for p in range(lo, hi)]
+
+    def stored(self, layer: int) -> Tensor:
+        """[2, num_blocks * block_size, kv_heads, head_dim]: a copy of the layer in host memory, slot by slot."""
+        return self.storage.data[layer].cpu().transpose(2, 3).flatten(1, 2)
+
+    def put(self, layer: int) -> None:
+        """Put what was computed before the step into the cache."""
+        dtype = self.storage.data.dtype
+        pages = words_of(self.storage.data[layer]).transpose(2, 3)
+        for i, (n, context) in enumerate(self.lens):
+            before = torch.tensor(self.slots(i, 0, context - n), dtype=torch.int64, device=self.device)
+            where = (before // self.block_size, before % self.block_size)
+            for side, x, scale in zip(pages, self.kv[i], self.storage.scales[layer], strict=True):
+                side.index_put_(where, words_of(narrow(x[: context - n], dtype, scale)).to(self.device))
+
+    def metadata(self) -> AttentionMetadata:
+        slots = [slot for i, (n, context) in enumerate(self.lens) for slot in self.slots(i, context - n, context)]
+        return AttentionMetadata(
+            [n for n, _ in self.lens], [c for _, c in self.lens], self.tables, torch.tensor(slots, device=self.device)
+        )
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the step, as a model gives them: parts of one tensor."""
+        k, v = (torch.cat([kv[j, c - n :] for kv, (n, c) in zip(self.kv, self.lens, strict=True)]) for j in (0, 1))
+        q = torch.cat(self.q)
+        qkv = torch.cat((q, k.to(q.dtype), v.to(q.dtype)), 1).to(self.device)
+        heads = (q.size(1), k.size(1), v.size(1))
+        parts = qkv.split(heads, 1)
+        return parts[0], parts[1], parts[2]
+
+    def split(self, out: Tensor) -> list[Tensor]:
+        return list(out.cpu().split([n for n, _ in self.lens]))
+
+    def run(self, layer: int) -> list[Tensor]:
+        """Put what was computed before into the cache, then run the step. One result per sequence."""
+        self.put(layer)
+        self.backend.plan(self.metadata())
+        return self.split(self.backend.forward(layer, *self.rows()))
+
+    def expected(self, i: int) -> Tensor:
+        n, context = self.lens[i]
+        return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n)

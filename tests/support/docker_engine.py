@@ -1,0 +1,164 @@
+"""A Docker engine for tests: whether there is one, our image in it, and compose projects that leave nothing behind.
+
+The image is built as a user builds it, from a copy of what `.dockerignore` lets through. Where this machine's pip has
+sources of its own (find-links), PyTorch comes from there, by way of compose/wheels: no source is named in the project.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.paths import ROOT
+from support.system import wait_until
+
+IMAGE = "kvrelay:under-test"
+BASE_IMAGE = "python:3.11-slim-bookworm"
+_CONTEXT = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore", "compose")
+_PACKAGES = ("common", "kvtransfer", "router", "prefill_node", "decode_node")
+# The stand-in for a network that has no DNS of its own: packages are fetched as the host fetches them.
+_HOST_NETWORK = "services:\n  router: {build: {network: host}}\n"
+
+
+def run(*command: str, env: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> str:
+    """Standard output. Raises: AssertionError with everything that it said if it failed."""
+    done = subprocess.run(
+        command, env=dict(env) if env else None, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def why_not() -> str | None:
+    """Why no container can be run here; None if one can."""
+    if shutil.which("docker") is None:
+        return "no Docker"
+    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
+        return "no Docker engine answers"
+    return None if compose_command() else "neither docker compose nor docker-compose"
+
+
+@functools.cache
+def compose_command() -> tuple[str, ...]:
+    """The plugin, or else the standalone program; empty if there is neither."""
+    for command in (("docker", "compose"), ("docker-compose",)):
+        if shutil.which(command[0]) and not subprocess.run([*command, "version"], capture_output=True).returncode:
+            return command
+    return ()
+
+
+def build_image(folder: Path) -> Path:
+    """Build `IMAGE` from a copy of the sources in `folder`. Returns that folder's compose directory.
+
+    The image stays in the engine, so that the next build finds its layers; the one that it replaces goes.
+    """
+    for name in _CONTEXT + _PACKAGES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.whl", ".env"))
+        else:
+            shutil.copy(source, folder / name)
+    env = {**os.environ, "IMAGE": IMAGE, "BASE_IMAGE": BASE_IMAGE}
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    if "find-links" in run(*pip, "config", "list"):
+        wanted = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "-c", str(ROOT / "constraints.txt")]
+        run(*pip, "download", "-q", *wanted, "-d", str(folder / "compose/wheels"), "torch", timeout_s=600)
+        env["PIP_EXTRA_INDEX_URL"] = ""
+    (folder / "host-network.yaml").write_text(_HOST_NETWORK)
+    files = ["-f", str(folder / "compose/compose.yaml"), "-f", str(folder / "host-network.yaml")]
+    before = _image_ids()
+    run(*compose_command(), *files, "build", "router", env=env, timeout_s=900)
+    for replaced in before - _image_ids():
+        subprocess.run(["docker", "rmi", replaced], capture_output=True, check=False)
+    return folder / "compose"
+
+
+def _image_ids() -> set[str]:
+    """What `IMAGE` names now: one id or none."""
+    return set(run("docker", "images", "-q", "--no-trunc", IMAGE).split())
+
+
+@dataclass
+class Project:
+    """One compose project: on one host everything, else what one host runs."""
+
+    name: str
+    file: Path
+    settings: dict[str, str]
+    _env: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Neither the tester's own settings nor an .env beside the file may have a say.
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "DOCKER_HOST") if name in os.environ}
+        env_file = self.file.parent / f"{self.name}.env"
+        env_file.write_text("".join(f"{name}={value}\n" for name, value in self.settings.items()))
+        self._env = inherited
+        self._made_s = int(time.time())
+        self._command = [*compose_command(), "--env-file", str(env_file), "-p", self.name, "-f", str(self.file)]
+
+    def compose(self, *args: str, timeout_s: float = 300.0) -> str:
+        return run(*self._command, *args, env=self._env, timeout_s=timeout_s)
+
+    def container(self, service: str) -> str:
+        """The id of the one container of `service`."""
+        return self.compose("ps", "-q", service).strip()
+
+    def inspect(self, service: str, what: str) -> str:
+        """A Go template over `docker inspect`'s answer."""
+        return run("docker", "inspect", "-f", what, self.container(service)).strip()
+
+    def restarts(self, service: str) -> int:
+        """How often the engine has started the service's container again."""
+        return int(self.inspect(service, "{{.RestartCount}}"))
+
+    def history(self) -> list[str]:
+        """What happened so far, the oldest first: `start SERVICE` and `health_status: healthy SERVICE`."""
+        mine = f"label=com.docker.compose.project={self.name}"
+        kinds = ("--filter", "event=start", "--filter", "event=health_status", "--filter", mine)
+        line = '{{.Status}} {{index .Actor.Attributes "com.docker.compose.service"}}'
+        span = ("--since", str(self._made_s), "--until", str(int(time.time()) + 1))
+        return run("docker", "events", *span, *kinds, "--format", line).splitlines()
+
+    def wait_healthy(self, *services: str, timeout_s: float = 90.0) -> None:
+        def healthy() -> bool:
+            return all(self.inspect(service, "{{.State.Health.Status}}") == "healthy" for service in services)
+
+        try:
+            wait_until(healthy, timeout_s, f"{', '.join(services)} healthy")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.compose('ps')}\n{self.compose('logs', '--tail=30')}") from error
+
+    def crash(self, service: str) -> None:
+        """Kill -9 the service's own process from inside: to the engine that is a crash, not an operator's stop."""
+        code = "import os; os.kill(int(open('/proc/1/task/1/children').read().split()[0]), 9)"
+        run("docker", "exec", self.container(service), "python", "-c", code)
+
+    def left(self) -> str:
+        """Containers, networks and volumes of this project that exist."""
+        mine = ("--filter", f"label=com.docker.compose.project={self.name}", "-q")
+        kinds = (("ps", "-a"), ("network", "ls"), ("volume", "ls"))
+        return "".join(run("docker", *kind, *mine) for kind in kinds)
+
+
+@contextlib.contextmanager
+def project(name: str, file: Path, settings: dict[str, str], *up: str) -> Iterator[Project]:
+    """`up -d UP...` until the block ends, then `down`; nothing may be left."""
+    running = Project(name, file, settings)
+    try:
+        running.compose("up", "-d", "--no-build", *up)
+        yield running
+    except BaseException:
+        with contextlib.suppress(AssertionError):
+            print(running.compose("logs", "--tail=40"))
+        raise
+    finally:
+        running.compose("down", "-v", "--remove-orphans")
+    assert not running.left()

@@ -1,0 +1,217 @@
+"""A model and a transport without tensors, for tests of scheduling and of the two nodes' logic.
+
+The fake model's KV slot holds the identity of the whole prefix up to its token, so that any step that reads a
+wrong, stale or overwritten slot is caught at once; its next token is a function of that prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from common.base.hashing import BLOCK_SIZE
+from common.control.messages import AttemptKey, Grant
+from common.engine.step import SampledToken, StepInput, StepOutput
+from kvtransfer.base import (
+    DestinationReleased,
+    IncomingTransfer,
+    OutgoingTransfer,
+    Received,
+    ReceiverEvent,
+    SenderEvent,
+    SourceReleased,
+)
+
+VOCAB = 1000
+
+
+def prefix_identity(token_ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(repr(list(token_ids)).encode(), digest_size=12).digest()
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The fake model's greedy choice after `token_ids`."""
+    return int.from_bytes(prefix_identity(token_ids)[:4], "little") % VOCAB
+
+
+def generate(token_ids: Sequence[int], count: int, stop: Sequence[int] = (), min_tokens: int = 0) -> list[int]:
+    """What a request for `count` tokens must answer; less if one of `stop` comes after `min_tokens`."""
+    tokens = list(token_ids)
+    for index in range(count):
+        tokens.append(_choose(tokens, stop if index < min_tokens else ()))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(token_ids) :]
+
+
+def _choose(token_ids: Sequence[int], banned: Sequence[int]) -> int:
+    token = next_token(token_ids)
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+class Computed:
+    """A step whose output is there."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def wait(self) -> StepOutput:
+        return self._output
+
+
+class FakeRunner:
+    """Runs steps on slots of prefix identities, and checks all that it reads."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.slots: list[tuple[bytes, tuple[int, ...]] | None] = [None] * (num_blocks * BLOCK_SIZE)
+        self.fail_next: Exception | None = None
+        self.steps = 0
+        self._drawn: dict[int, list[int]] = {}
+        """What each step drew, for one that carries these tokens."""
+
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Computed:
+        return Computed(self.execute(step, on_layer))
+
+    def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        self.steps += 1
+        token_ids = list(step.token_ids)
+        for row, sample in step.carried:
+            token_ids[row] = self._drawn[step.carried_from][sample]
+        sequences, row = [], 0
+        for query_len, context_len, table in zip(step.query_lens, step.context_lens, step.block_tables, strict=True):
+            cached = context_len - query_len
+            before = self._tokens(table, cached)
+            tokens = before + tuple(token_ids[row : row + query_len])
+            assert step.positions[row : row + query_len] == list(range(cached, context_len))
+            for offset in range(query_len):
+                position = cached + offset
+                slot = step.slot_mapping[row + offset]
+                assert slot == table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                prefix = tokens[: position + 1]
+                self.slots[slot] = (prefix_identity(prefix), prefix)
+            sequences.append(tokens)
+            row += query_len
+        if on_layer is not None:
+            on_layer(0)
+        sampled = []
+        for spec in step.samples:
+            assert spec.position == len(sequences[spec.seq_index])
+            tokens, params = sequences[spec.seq_index], spec.params
+            banned = params.stop_token_ids if spec.num_generated < params.min_tokens else ()
+            sampled.append(SampledToken(_choose(tokens, banned)))
+        self._drawn[step.step_id] = [token.token_id for token in sampled]
+        return StepOutput(step.step_id, sampled, 0.0)
+
+    def _tokens(self, table: list[int], count: int) -> tuple[int, ...]:
+        """The tokens whose KV lies in the first `count` slots; asserts that they are one prefix."""
+        if count == 0:
+            return ()
+        slot = table[(count - 1) // BLOCK_SIZE] * BLOCK_SIZE + (count - 1) % BLOCK_SIZE
+        last = self.slots[slot]
+        assert last is not None, "a step reads KV that was never written"
+        tokens = last[1]
+        assert len(tokens) == count, "a step reads KV of another position"
+        for position in range(count):
+            here = self.slots[table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE]
+            assert here is not None
+            assert here[0] == prefix_identity(tokens[: position + 1]), "a step reads KV of another sequence"
+        return tokens
+
+
+class FakeWire:
+    """Both ends of a transport between two `FakeRunner`s. `pump` moves what may move; nothing moves by itself."""
+
+    def __init__(self, source: FakeRunner, destination: FakeRunner) -> None:
+        self.source, self.destination = source, destination
+        self.on_sender_event: Callable[[SenderEvent], None]
+        self.on_receiver_event: Callable[[ReceiverEvent], None]
+        self.outgoing: dict[AttemptKey, OutgoingTransfer] = {}
+        self.final: dict[AttemptKey, int] = {}
+        self.grants: dict[AttemptKey, Grant] = {}
+        self.incoming: dict[AttemptKey, IncomingTransfer] = {}
+        self.sent: dict[AttemptKey, int] = {}
+        self.blocks_moved = 0
+        self.disconnected: list[str] = []
+        self.sender = _FakeSender(self)
+        self.receiver = _FakeReceiver(self)
+
+    def pump(self) -> bool:
+        """One block of one transfer, if any can move."""
+        for key, grant in list(self.grants.items()):
+            transfer = self.outgoing[key]
+            index = self.sent.setdefault(key, grant.held_blocks)
+            if index < min(self.final.get(key, 0), len(transfer.src_blocks)):
+                incoming = self.incoming.get(key)
+                if incoming is not None:
+                    self._copy(transfer.src_blocks[index], incoming.dst_blocks[index])
+                    self.blocks_moved += 1
+                self.sent[key] += 1
+                return True
+            if index == len(transfer.src_blocks):
+                self._end_source(key, None)
+                if key in self.incoming:
+                    del self.incoming[key]
+                    self.on_receiver_event(Received(key, 1))
+                    self.on_receiver_event(DestinationReleased(key))
+                return True
+        return False
+
+    def _copy(self, src: int, dst: int) -> None:
+        for offset in range(BLOCK_SIZE):
+            self.destination.slots[dst * BLOCK_SIZE + offset] = self.source.slots[src * BLOCK_SIZE + offset]
+
+    def _end_source(self, key: AttemptKey, error: Exception | None) -> None:
+        del self.outgoing[key]
+        self.grants.pop(key, None)
+        self.on_sender_event(SourceReleased(key, 1, error))
+
+
+class _FakeSender:
+    def __init__(self, wire: FakeWire) -> None:
+        self.wire = wire
+
+    def open(self, transfer: OutgoingTransfer) -> None:
+        self.wire.outgoing[transfer.key] = transfer
+        self.wire.final[transfer.key] = transfer.final_blocks
+
+    def grant(self, grant: Grant) -> None:
+        if grant.key in self.wire.outgoing:
+            self.wire.grants[grant.key] = grant
+
+    def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
+        self.wire.final[key] = num_blocks
+
+    def abort(self, key: AttemptKey) -> None:
+        if key in self.wire.outgoing:
+            self.wire._end_source(key, None)
+
+    def disconnect(self, incarnation: str) -> None:
+        self.wire.disconnected.append(incarnation)
+
+    def close(self) -> None:
+        for key in list(self.wire.outgoing):
+            self.abort(key)
+
+
+class _FakeReceiver:
+    address = "fake"
+
+    def __init__(self, wire: FakeWire) -> None:
+        self.wire = wire
+
+    def open(self, transfer: IncomingTransfer) -> bool:
+        self.wire.incoming[transfer.key] = transfer
+        return True
+
+    def abort(self, key: AttemptKey) -> None:
+        if self.wire.incoming.pop(key, None) is not None:
+            self.wire.on_receiver_event(DestinationReleased(key))
+
+    def close(self) -> None:
+        for key in list(self.wire.incoming):
+            self.abort(key)

@@ -1,0 +1,73 @@
+"""Turns the results of the fault matrix into docs/faults.md: `python tests/support/fault_report.py RESULTS.jsonl OUT.md`.
+
+A cell that ran more than once is shown as it went the last time.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from support.fault_cells import CUT_S, STOP_S, Fault, Moment, Target
+from support.fault_run import read_results
+from support.fault_streams import STREAMS
+
+_HEAD = f"""# The fault matrix
+
+Made by `make test-faults`; the machine is the one it ran on. {STREAMS} streams at once through two routers, two prefill nodes (one of
+two ranks) and two decode nodes (one of two pipeline stages), every process on a host of its own (network namespaces); in float32.
+Half of the streams are greedy, half sampled with seeds; among them are log-probabilities, stop strings, stop tokens,
+penalties, chats, and an answer of a single token. In the moment that the column names, the process that the row names is
+hurt:
+
+| fault | what is done |
+|---|---|
+| SIGKILL | the process is killed; it is started again when the streams are over |
+| SIGSTOP 10 s | the process stands still for {STOP_S:.0f} s, its connections stay open |
+| restart | the process is told to end, and started again under the same name and address at once |
+| network cut | its host's packets are lost both ways for {CUT_S:.0f} s; nobody is told |
+
+A cell is **ok** when every stream's text, token ids, log-probabilities (1e-4), usage and finish reason are those of a
+run without a fault; no client had to ask again (but those of a router that ended: their connection breaks, they ask
+again, and get the same tokens, of whose prompt more may be cached now); no key of a dead incarnation is left in Redis after its lease; every pool is whole and every
+load counter zero; and a node that was not killed works on under its old incarnation. The number is the longest time from
+the fault on, in seconds, in which one of the {STREAMS} streams got nothing (also because it was still queued).
+"""
+
+
+def render(results: dict[tuple[str, str, str], dict[str, Any]]) -> str:
+    """The page."""
+    lines = [_HEAD, "| hurt | fault | " + " | ".join(Moment) + " |", "|---|---|" + "---|" * len(Moment)]
+    for target in Target:
+        for fault in Fault:
+            cells = [_cell(results.get((target, fault, moment))) for moment in Moment]
+            lines.append(f"| {target} | {fault} | " + " | ".join(cells) + " |")
+    ok = [result for result in results.values() if not result["problem"]]
+    total = len(Target) * len(Fault) * len(Moment)
+    hit = sum(1 for result in results.values() if result["retried"] or result["repeats"])
+    lines += [
+        "",
+        f"{len(ok)} ok, {len(results) - len(ok)} failed, {total - len(results)} not run, of {total}. In {hit} cells streams "
+        f"had to be placed anew ({sum(result['retried'] for result in results.values()):.0f} further attempts in all), in the "
+        "others the fault met nobody who needed that process any more, or only cost time.",
+    ]
+    failed = [result for result in results.values() if result["problem"]]
+    if failed:
+        lines += ["", "## What failed", ""]
+        lines += [f"- {r['target']}, {r['fault']}, {r['moment']}: {_first(r['problem'])}" for r in failed]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "not run"
+    return f"{'**failed**' if result['problem'] else 'ok'} {result['longest_gap_s']:.1f}"
+
+
+def _first(problem: str) -> str:
+    return problem.splitlines()[0][:300]
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(render(read_results(Path(sys.argv[1]))))

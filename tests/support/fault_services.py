@@ -1,0 +1,106 @@
+"""What the system of the fault matrix consists of: each service, its host, its command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.network_hosts import Host, Network
+
+from common.cluster.redis_server import find_redis_binary, free_port
+
+LEASE_S = 3.0
+CLUSTER = "faults"
+
+HOSTS = ("redis", "router-0", "router-1", "prefill-0", "prefill-1", "pre-1b", "decode-0", "decode-1", "dec-1b")
+"""The last letters of `pre-1b` and `dec-1b` say whose second rank lives there."""
+RANK_HOSTS = {"prefill-1": "pre-1b", "decode-1": "dec-1b"}
+NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+ROUTERS = ("router-0", "router-1")
+
+
+@dataclass
+class Service:
+    """One process that the test started, over all its restarts."""
+
+    name: str
+    command: list[str]
+    host: Host | None
+    log_file: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, env: dict[str, str]) -> None:
+        assert not self.alive
+        with self.log_file.open("ab") as log:
+            if self.host is not None:
+                self.process = self.host.start(self.command, log, env)
+            else:
+                self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+@dataclass
+class Layout:
+    """Where everything is, and what runs there."""
+
+    commands: dict[str, list[str]] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
+    """Of each node's control socket."""
+    urls: dict[str, str] = field(default_factory=dict)
+    """Of each router."""
+    redis_url: str = ""
+
+
+def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
+    """Every service, on hosts of its own if there is a network."""
+    made = Layout()
+
+    def at(name: str) -> str:
+        return "127.0.0.1" if network is None else network.hosts[name].address
+
+    def port(own: int) -> int:
+        return free_port() if network is None else own
+
+    kvrelay = [sys.executable, "-m", "common.cli"]
+    redis_port = port(6379)
+    made.redis_url = f"redis://{at('redis')}:{redis_port}/0"
+    redis_args = ["--bind", at("redis"), "--port", str(redis_port), "--protected-mode", "no", "--save", ""]
+    commands = made.commands = {"redis": [find_redis_binary(), *redis_args, "--dir", str(folder)]}
+    everybody = ["--redis-url", made.redis_url, "--cluster", CLUSTER, "--lease-s", str(LEASE_S)]
+    node = [*everybody, "--model", str(model), "--dtype", "float32", "--kv-blocks", "1400", "--threads", "1"]
+    sizes = {
+        "prefill": ["--max-num-seqs", "5", "--max-num-batched-tokens", "96"],
+        "decode": ["--max-num-seqs", "16"],
+    }
+    for name in NODES:
+        role, index = name.split("-")
+        own = [*kvrelay, role, *node, *sizes[role], "--node-id", name]
+        control = port(5000)
+        made.addresses[name] = f"tcp://{at(name)}:{control}"
+        ranked = [] if index == "0" else ["--tp" if role == "prefill" else "--pp", "2"]
+        commands[name] = [*own, *ranked, "--host", at(name), "--port", str(control)]
+        if ranked and network is not None:
+            spread = ["--nnodes", "2", "--master-addr", at(name), "--master-port", "5900"]
+            commands[name] += [*spread, "--node-rank", "0"]
+            commands[RANK_HOSTS[name]] = [*own, *ranked, "--host", at(RANK_HOSTS[name]), *spread, "--node-rank", "1"]
+    for name in ROUTERS:
+        http = port(8000)
+        made.urls[name] = f"http://{at(name)}:{http}"
+        commands[name] = [*kvrelay, "router", "--host", at(name), "--port", str(http), *everybody]
+        # By load, so that every node has streams to lose: estimates may find the node of two stages too slow to use.
+        commands[name] += ["--local-prefill-tokens", "0", "--policy", "least_load"]
+    return made

@@ -1,0 +1,44 @@
+"""What the tests of a card share. GPU_SUITE_DEVICE=cpu runs those that can on a processor: that proves their own code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from support.runner_cases import NUM_BLOCKS
+
+from common.config.options import DecodeConfig
+from common.engine.runner import ModelRunner
+from common.node.plan import plan_node
+from common.node.worker import load_rank
+from common.parallel.mesh import SOLO
+
+DEVICE: Any = os.environ.get("GPU_SUITE_DEVICE", "cuda")
+IS_CARD = DEVICE != "cpu"
+
+
+def make_runner(model: Path, **options: Any) -> ModelRunner:
+    """The runner of a decode node with `options`, its steps recorded as a node records them."""
+    options = {"kv_blocks": NUM_BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 2048, **options}
+    config = DecodeConfig(model=str(model), device=DEVICE, **options)
+    loaded = load_rank(plan_node(config), config, SOLO, small_batches=True)
+    loaded.lay_out(NUM_BLOCKS)
+    loaded.record()
+    return loaded.runner
+
+
+def sanitized(*tests: str) -> tuple[int, str]:
+    """Run tests under compute-sanitizer. Returns its exit status, 9 for a wrong access to memory, and what was said.
+
+    Calls of CUDA that fail are none of its business: libraries ask in that way what a driver has.
+    """
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    assert sanitizer is not None, "this needs compute-sanitizer, a part of the CUDA toolkit"
+    options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
+    command = [sanitizer, *options, sys.executable, "-m", "pytest", *tests]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return done.returncode, done.stdout + done.stderr

@@ -1,0 +1,139 @@
+"""The logic of a prefill and a decode node side by side, with a fake model and a fake wire; a test carries the messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.fake_engine import VOCAB, FakeRunner, FakeWire
+
+from common.base.clock import MockClock
+from common.control.messages import (
+    AttemptKey,
+    DecodeRequest,
+    Message,
+    PeerRef,
+    PrefillRequest,
+    SamplingParams,
+    TokenBatch,
+)
+from common.engine.executor import LocalExecutor
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.kv.layout import KVLayout
+from common.kv.pool import BlockPool
+from common.node.events import FromClient, FromPeer, Outbox, Outgoing, ToClient, ToPeer
+from decode_node.node import DecodeNode
+from prefill_node.node import PrefillNode
+
+LAYOUT = KVLayout("fake", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+P_REF = PeerRef("p", "p1", "tcp://p", [])
+D_REF = PeerRef("d", "d1", "tcp://d", ["tcp://d-data"])
+ROUTER, P_LINK = b"router", b"p-link"
+KEY = AttemptKey("r", 1)
+PROMPT = list(range(40))
+
+
+class Pair:
+    """Both nodes; messages are carried by hand."""
+
+    def __init__(self, *, p_blocks: int = 32, d_blocks: int = 32, d_layout: KVLayout = LAYOUT, chunk: int = 16) -> None:
+        self.clock = MockClock()
+        self.p_out: list[Outgoing] = []
+        self.d_out: list[Outgoing] = []
+        self.p_runner, self.d_runner = FakeRunner(p_blocks), FakeRunner(d_blocks)
+        self.wire = FakeWire(self.p_runner, self.d_runner)
+        self.p = PrefillNode(
+            P_REF,
+            LAYOUT,
+            VOCAB,
+            Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(p_blocks)),
+            LocalExecutor(self.p_runner, self.wire.sender.blocks_final),
+            self.wire.sender,
+            Outbox(self.p_out.extend),
+            self.clock,
+            max_accepted=4,
+            transfer_timeout_s=60.0,
+        )
+        self.d = DecodeNode(
+            D_REF,
+            d_layout,
+            VOCAB,
+            Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(d_blocks)),
+            LocalExecutor(self.d_runner),
+            self.wire.receiver,
+            Outbox(self.d_out.extend),
+            self.clock,
+            max_accepted=4,
+            transfer_timeout_s=60.0,
+            early_s=3.0,
+        )
+        self.wire.on_sender_event = self.p.handle
+        self.wire.on_receiver_event = self.d.handle
+
+    def request(
+        self,
+        key: AttemptKey = KEY,
+        prompt: list[int] = PROMPT,
+        max_tokens: int = 5,
+        *,
+        router: bytes = ROUTER,
+        **sampling: Any,
+    ) -> None:
+        params = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, **sampling)
+        self.d.handle(FromClient(router, DecodeRequest(key, prompt, len(prompt), params, P_REF, 600.0)))
+        self.p.handle(FromClient(router, PrefillRequest(key, prompt, len(prompt), params, D_REF, 600.0)))
+
+    def step_prefill(self) -> None:
+        self.p.step()
+        self.p.outbox.flush()
+
+    def step_decode(self) -> None:
+        self.d.step()
+        self.d.outbox.flush()
+
+    def to_decode(self, kind: type | None = None) -> list[Message]:
+        """Carry what the prefill node sent to the decode node (of one kind, if given)."""
+        sent = [out.message for out in self.p_out if isinstance(out, ToPeer)]
+        sent = [message for message in sent if kind is None or isinstance(message, kind)]
+        self.p_out[:] = [out for out in self.p_out if isinstance(out, ToClient) or out.message not in sent]
+        for message in sent:
+            self.d.handle(FromClient(P_LINK, message))
+        return sent
+
+    def to_prefill(self) -> list[Message]:
+        """Carry what the decode node sent to the prefill node."""
+        self.d.outbox.flush()
+        sent = [out.message for out in self.d_out if isinstance(out, ToClient) and out.identity == P_LINK]
+        self.d_out[:] = [out for out in self.d_out if out.message not in sent]
+        for message in sent:
+            self.p.handle(FromPeer(D_REF.incarnation, message))
+        return sent
+
+    def run(self, rounds: int = 100) -> None:
+        """Until both are idle."""
+        for _ in range(rounds):
+            self.step_prefill()
+            self.to_decode()
+            self.step_decode()
+            self.to_prefill()
+            while self.wire.pump():
+                pass
+
+    def heard(self, out: list[Outgoing], router: bytes = ROUTER) -> list[Message]:
+        """What the router got."""
+        return [o.message for o in out if isinstance(o, ToClient) and o.identity == router]
+
+    def tokens(self, key: AttemptKey = KEY, router: bytes = ROUTER) -> list[int]:
+        chunks = [
+            chunk
+            for message in self.heard(self.p_out, router) + self.heard(self.d_out, router)
+            if isinstance(message, TokenBatch)
+            for chunk in message.chunks
+            if chunk.key == key
+        ]
+        return [token for chunk in sorted(chunks, key=lambda chunk: chunk.start) for token in chunk.token_ids]
+
+    def assert_whole(self) -> None:
+        for node in (self.p, self.d):
+            assert not node.attempts
+            assert node.scheduler.pool.num_used == 0
+            node.scheduler.check_integrity()

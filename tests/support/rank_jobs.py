@@ -1,0 +1,258 @@
+"""What the ranks of `rank_processes` do: exchanges on a mesh, and recorded steps on a share of a model."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from common.attention.base import AttentionShape
+from common.attention.cpu import CpuAttention
+from common.base.errors import RankLost
+from common.engine.runner import ModelRunner
+from common.engine.step import StepInput, StepOutput
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from common.model.config import load_model_config
+from common.model.loader import load_model
+from common.model.sharding import head_range
+from common.parallel.connect import RankMesh, connect_mesh
+from common.parallel.mesh import Mesh, RankPlace
+
+BLOCK = 16
+LOOPBACK = "127.0.0.1"
+
+
+def connect(
+    place: RankPlace, port: int, listener: socket.socket | None, same_host: bool, timeout_s: float = 30.0
+) -> Mesh:
+    return connect_mesh(
+        place,
+        master_address=LOOPBACK,
+        master_port=port,
+        interface=LOOPBACK,
+        timeout_s=timeout_s,
+        same_host=same_host,
+        listener=listener,
+    )
+
+
+# Sums, gathers, hidden states
+
+
+def exchange(place: RankPlace, port: int, listener: socket.socket | None, *, same_host: bool) -> dict[str, Any]:
+    """Sums and gathers of many sizes against what one process computes; how it listens meanwhile, what is left after."""
+    torch.set_num_threads(1)
+    mesh = connect(place, port, listener, same_host)
+    assert isinstance(mesh, RankMesh)
+    kind = type(mesh.group).__name__
+    listens = sorted({c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN})
+    with torch.inference_mode():
+        bits = [_sum(mesh, dtype, numel) for dtype in (torch.float32, torch.bfloat16) for numel in SIZES]
+        for rows, columns in ((1, 3), (5, 70_000), (3, 600_000)):
+            _gather(mesh, rows, columns)
+    mesh.close()
+    del mesh
+    left = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return {"kind": kind, "listens": listens, "bits": bits, "left": left}
+
+
+SIZES = (1, 896, 5000, 16 * 1024 + 1, 64 * 1024, 300_001, 1_200_003)
+
+
+def _values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + numel % 997)).to(dtype)
+
+
+def _sum(mesh: Mesh, dtype: torch.dtype, numel: int) -> int:
+    """A number made of all bits of the sum, to compare among ranks."""
+    x = _values(mesh.place.rank, dtype, numel)
+    expected = torch.stack([_values(r, dtype, numel).float() for r in mesh.place.tp_peers]).sum(0)
+    assert mesh.all_reduce(x) is x
+    tolerance = 1e-5 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(x.float(), expected, atol=tolerance, rtol=tolerance)
+    words = x.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).long()
+    return int((words * (torch.arange(numel) % 8191 + 1)).sum())
+
+
+def _gather(mesh: Mesh, rows: int, columns: int) -> None:
+    tp = mesh.place.tp_rank
+    out = mesh.gather_columns(torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + tp)
+    if tp != 0:
+        assert out is None
+        return
+    assert out is not None
+    assert out.shape == (rows, columns * mesh.place.tp_size)
+    base = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    assert torch.equal(out, torch.cat([base + other for other in range(mesh.place.tp_size)], 1))
+
+
+def pipe(place: RankPlace, port: int, listener: socket.socket | None, *, messages: int) -> float:
+    """Every stage adds one to each of many messages of changing size; returns how long the first stage was busy.
+
+    The last stage starts late: nobody before it may have to wait for that as long as its sends are few.
+    """
+    mesh = connect(place, port, listener, same_host=True)
+    mesh.agree("start", "now")
+    started = time.monotonic()
+    for i in range(messages):
+        rows = 1 + 97 * (i % 5)
+        x = torch.full((rows, 64), float(i)) if place.is_first_stage else mesh.recv_hidden(rows, 64, torch.float32)
+        assert torch.equal(x, torch.full((rows, 64), float(i + place.pp_rank)))
+        if not place.is_last_stage:
+            mesh.send_hidden(x + 1)
+    busy_s = time.monotonic() - started
+    mesh.agree("end", "now")
+    mesh.close()
+    return busy_s
+
+
+def sends_do_not_wait(place: RankPlace, port: int, listener: socket.socket | None) -> list[float]:
+    """The first stage sends as many as there are stages before the second receives any, which would else deadlock."""
+    mesh = connect(place, port, listener, same_host=True)
+    got: list[float] = []
+    if place.is_first_stage:
+        for i in range(place.pp_size):
+            mesh.send_hidden(torch.full((512, 1024), float(i)))
+        mesh.agree("sent", "all")
+    else:
+        mesh.agree("sent", "all")
+        got = [mesh.recv_hidden(512, 1024, torch.float32)[0, 0].item() for _ in range(place.pp_size)]
+    mesh.agree("received", "all")
+    mesh.close()
+    return got
+
+
+# Trouble
+
+
+def lose_a_rank(
+    place: RankPlace,
+    port: int,
+    listener: socket.socket | None,
+    *,
+    lost: int,
+    how: int,
+    same_host: bool,
+    timeout_s: float,
+) -> str:
+    """All ranks sum and pass on until rank `lost` sends itself the signal `how`."""
+    mesh = connect(place, port, listener, same_host, timeout_s)
+    x = torch.ones(1, 64)
+    started = time.monotonic()
+    try:
+        for i in range(10**6):
+            started = time.monotonic()
+            if place.rank == lost and i == 20:
+                os.kill(os.getpid(), how)
+            mesh.all_reduce(x.fill_(1.0))
+            if not place.is_first_stage:
+                mesh.recv_hidden(1, 64, torch.float32)
+            if not place.is_last_stage:
+                mesh.send_hidden(torch.ones(1, 64))
+    except RankLost as error:
+        assert time.monotonic() - started < 2 * timeout_s
+        return str(error)
+    finally:
+        mesh.close()
+    return "nothing happened"
+
+
+def meet(place: RankPlace, port: int, listener: socket.socket | None, *, same_host: bool, timeout_s: float) -> None:
+    connect(place, port, listener, same_host, timeout_s).close()
+
+
+def disagree(place: RankPlace, port: int, listener: socket.socket | None) -> None:
+    """Each rank believes in another size of the node than the first."""
+    other = RankPlace(place.tp_rank, place.tp_size + place.rank, place.pp_rank, place.pp_size)
+    connect(other, port, listener, same_host=True, timeout_s=2.0).close()
+
+
+# Models
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Steps of an unsharded runner, what they drew, and the KV that they left."""
+
+    steps: list[StepInput]
+    outputs: list[StepOutput]
+    kv: torch.Tensor
+
+
+def replay(
+    place: RankPlace,
+    port: int,
+    listener: socket.socket | None,
+    *,
+    model: str,
+    recording: str,
+    pp_layers: list[int],
+    same_host: bool,
+) -> dict[str, Any]:
+    """Run a recording's steps on this rank's share of the model, as fast as the stages let it.
+
+    Returns the drawn tokens and their log-probabilities, and how far the KV is from the recorded slice.
+    """
+    torch.set_num_threads(1)
+    recorded: Recording = pickle.loads(Path(recording).read_bytes())
+    mesh = connect(place, port, listener, same_host)
+    config = load_model_config(Path(model))
+    pp = tuple(pp_layers)
+    layout = KVLayout(
+        "f", config.num_layers, config.num_kv_heads, config.head_dim, "float32", tp_size=place.tp_size, pp_layers=pp
+    )
+    shard = layout.shard(place.tp_rank, place.pp_rank)
+    storage = KVStorage(layout, shard, recorded.kv.size(2))
+    storage.data.fill_(1e4)
+    heads = head_range(config, place.tp_rank, place.tp_size)
+    shape = AttentionShape(heads.num_q, heads.num_kv, config.head_dim, torch.float32, BLOCK)
+    share = load_model(
+        Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp
+    )
+    runner = ModelRunner(share, storage, CpuAttention(storage, shape))
+    announced: list[int] = []
+    outputs = [runner.execute(step, announced.append) for step in recorded.steps]
+    assert announced == list(range(shard.layer_hi - shard.layer_lo)) * len(recorded.steps)
+    mesh.agree("replayed", "all")
+    mesh.close()
+    expected = recorded.kv[shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi]
+    drawn = [token for output in outputs for token in output.sampled]
+    return {
+        "tokens": [token.token_id for token in drawn],
+        "logprobs": [token.logprobs.logprob for token in drawn if token.logprobs],
+        "kv_error": (storage.data - expected).abs().max().item(),
+    }
+
+
+def lose_a_rank_in_a_step(
+    place: RankPlace, port: int, listener: socket.socket | None, *, model: str, recording: str, lost: int
+) -> str:
+    """As `replay`, but rank `lost` is killed after a few steps; returns what the runner raised on the others."""
+    mesh = connect(place, port, listener, True, 5.0)
+    config = load_model_config(Path(model))
+    recorded: Recording = pickle.loads(Path(recording).read_bytes())
+    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32", tp_size=place.tp_size)
+    storage = KVStorage(layout, layout.shard(place.tp_rank, 0), recorded.kv.size(2))
+    heads = head_range(config, place.tp_rank, place.tp_size)
+    shape = AttentionShape(heads.num_q, heads.num_kv, config.head_dim, torch.float32, BLOCK)
+    share = load_model(Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh)
+    runner = ModelRunner(share, storage, CpuAttention(storage, shape))
+    try:
+        for i, step in enumerate(recorded.steps):
+            if i == 3 and place.rank == lost:
+                os.kill(os.getpid(), signal.SIGKILL)
+            runner.execute(step)
+    except RankLost as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return "nothing happened"

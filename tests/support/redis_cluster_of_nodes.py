@@ -1,0 +1,118 @@
+"""Nodes and routers of a test as far as Redis sees them: registered, publishing, following. No engine, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from common.base.clock import Clock, monotonic
+from common.cluster.kv_event_publisher import Publisher
+from common.cluster.membership import LEASE_IN_REDIS, Directory, Registrar
+from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
+from common.kv.journal import BlockJournal
+from common.kv.layout import KVLayout
+from router.index.kv_event_subscriber import Follower
+from router.index.prefix_index import PrefixIndex
+
+LEASE_S = 0.6
+
+
+def make_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
+    """A new incarnation's record."""
+    peer = PeerRef(node_id, secrets.token_hex(8), "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
+    layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+    return NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, started_at)
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    """Block hashes that nobody else uses."""
+    return [hashlib.blake2b(str(i).encode(), digest_size=16).digest() for i in range(first, first + count)]
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Wait for `condition`. Raises: TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class ANode:
+    """The Redis side of a node, and the journal of a pool that it does not have."""
+
+    def __init__(
+        self, url: str, cluster: str, record: NodeRecord, lease_s: float = LEASE_S, clock: Clock = monotonic
+    ) -> None:
+        self.record = record
+        self.journal = BlockJournal()
+        self.load = NodeLoad()
+        self.registrar = Registrar(url, cluster, record, lease_s=lease_s, load=lambda: self.load)
+        self.publisher = Publisher(url, cluster, record.peer, self.journal, lease_s=lease_s, clock=clock)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def incarnation(self) -> str:
+        return self.record.peer.incarnation
+
+    def stored(self, blocks: list[bytes]) -> None:
+        for block in blocks:
+            self.journal.stored(block)
+
+    def removed(self, blocks: list[bytes]) -> None:
+        for block in blocks:
+            self.journal.removed(block)
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self.registrar.run()), asyncio.create_task(self.publisher.run())]
+
+    async def die(self) -> None:
+        """End without a word, as by SIGKILL."""
+        await _end(self._tasks)
+        self._tasks = []
+
+    async def stop(self) -> None:
+        """End in order."""
+        await self.die()
+        await self.registrar.deregister()
+
+
+class ARouter:
+    """The Redis side of a router."""
+
+    def __init__(self, url: str, cluster: str, lease_s: float = LEASE_S, clock: Clock = monotonic) -> None:
+        self.index = PrefixIndex(1_000_000, clock=clock)
+        self.loads: dict[str, NodeLoad] = {}
+        self.follower = Follower(url, cluster, self.index, loads=lambda: self.loads, clock=clock)
+        poll_s = lease_s * (1 - LEASE_IN_REDIS)
+        self.directory = Directory(url, cluster, self.follower.set_nodes, poll_s, grace_s=lease_s, clock=clock)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def holds(self, incarnation: str, blocks: list[bytes]) -> bool:
+        """Whether the index knows that it holds these and no others."""
+        return self.index.held(incarnation) == len(blocks) == self.index.match(blocks).get(incarnation, 0)
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self.directory.run()), asyncio.create_task(self.follower.run())]
+
+    async def stop(self) -> None:
+        await _end(self._tasks)
+
+
+@asynccontextmanager
+async def running(*parts: ANode | ARouter) -> AsyncIterator[None]:
+    """Start these; stop them at the end."""
+    for part in parts:
+        part.start()
+    try:
+        yield
+    finally:
+        for part in parts:
+            await part.stop()

@@ -1,0 +1,107 @@
+"""Driving a runner as a scheduler would, and holding what it draws against `transformers`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+from support.oracle import agreed, first_difference, greedy
+
+from common.attention.base import AttentionShape
+from common.attention.cpu import CpuAttention
+from common.control.messages import SamplingParams
+from common.engine.runner import ModelRunner
+from common.engine.step import SampleSpec, StepInput, StepOutput
+from common.kv.layout import KVLayout, blocks_for
+from common.kv.storage import KVStorage
+from common.model.config import load_model_config
+from common.model.loader import load_model
+
+BLOCK = 16
+NUM_BLOCKS = 400
+NUM_TOKENS = 24
+
+
+class Runner(Protocol):
+    """What runs a step."""
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Compute all rows, draw all samples."""
+        ...
+
+
+def make_runner(path: Path, dtype: str = "float32", kv_dtype: str | None = None) -> ModelRunner:
+    config = load_model_config(path)
+    model = load_model(path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True)
+    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype)
+    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, scales=model.kv_scales)
+    # What a reused block may hold must never reach a result.
+    storage.data.fill_(min(1e4, torch.finfo(storage.data.dtype).max))
+    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, BLOCK)
+    return ModelRunner(model, storage, CpuAttention(storage, shape))
+
+
+@dataclass
+class Sequence:
+    """One request as a scheduler would see it."""
+
+    tokens: list[int]
+    blocks: list[int]
+    want: int = NUM_TOKENS
+    computed: int = 0
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_TOKENS) -> list[Sequence]:
+    """All prompts together, at most `chunk` prompt tokens of each per step, greedy, in scattered blocks."""
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(len(prompts))).tolist()
+    sequences = [Sequence(list(p), [free.pop() for _ in range(blocks_for(len(p) + want) + 1)], want) for p in prompts]
+    while running := [s for s in sequences if len(s.generated) < s.want]:
+        lens = [min(chunk, len(s.tokens) - s.computed) for s in running]
+        samples = [
+            SampleSpec(i, SamplingParams(0, want, temperature=0.0, logprobs=2), len(s.tokens), len(s.generated))
+            for i, (s, n) in enumerate(zip(running, lens, strict=True))
+            if s.computed + n == len(s.tokens)
+        ]
+        places = [(s, p) for s, n in zip(running, lens, strict=True) for p in range(s.computed, s.computed + n)]
+        output = runner.execute(
+            StepInput(
+                step_id=1,
+                token_ids=[s.tokens[p] for s, p in places],
+                positions=[p for _, p in places],
+                slot_mapping=[s.blocks[p // BLOCK] * BLOCK + p % BLOCK for s, p in places],
+                query_lens=lens,
+                context_lens=[s.computed + n for s, n in zip(running, lens, strict=True)],
+                block_tables=[s.blocks for s in running],
+                samples=samples,
+            )
+        )
+        for s, n in zip(running, lens, strict=True):
+            s.computed += n
+        for spec, drawn in zip(samples, output.sampled, strict=True):
+            assert drawn.logprobs is not None
+            assert drawn.logprobs.top_ids[0] == drawn.token_id
+            s = running[spec.seq_index]
+            s.tokens.append(drawn.token_id)
+            s.generated.append(drawn.token_id)
+            s.logprobs.append(drawn.logprobs.logprob)
+    return sequences
+
+
+def prompt(length: int, vocab: int) -> list[int]:
+    return [(37 * i + 11 * length) % (vocab - 3) + 3 for i in range(length)]
+
+
+def check(path: Path, prompts: list[list[int]], sequences: list[Sequence], want: int = NUM_TOKENS) -> None:
+    excused = 0
+    for tokens, sequence in zip(prompts, sequences, strict=True):
+        expected = greedy(path, tokens, want)
+        assert first_difference(expected, sequence.generated) is None, (len(tokens), expected.gaps)
+        same = agreed(expected, sequence.generated)
+        excused += same < want
+        assert sequence.logprobs[:same] == pytest.approx(expected.logprobs[:same], abs=1e-4)
+    print(f"excused divergences: {excused} of {len(prompts)}")

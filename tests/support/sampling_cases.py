@@ -1,0 +1,48 @@
+"""Batches in which every sequence samples in another way, for samplers that must agree."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from common.control.messages import SamplingParams
+from common.engine.sampling.penalties import TokenCounter, counts_tokens
+from common.engine.step import SampleSpec
+
+VOCAB = 1999
+
+
+def random_specs(rows: int, seed: int) -> list[SampleSpec]:
+    """Any mix of parameters, with histories."""
+    draw = random.Random(seed)
+    specs = []
+    for row in range(rows):
+        params = SamplingParams(
+            seed=draw.randrange(2**63),
+            max_tokens=100,
+            temperature=draw.choice([0.0, 0.3, 1.0, 1.0, 2.5]),
+            top_p=draw.choice([1.0, 1.0, 0.0, 0.1, 0.5, 0.9, 0.999]),
+            top_k=draw.choice([0, 0, 1, 2, 20, 500, VOCAB + 9]),
+            min_p=draw.choice([0.0, 0.0, 0.001, 0.1, 1.0]),
+            stop_token_ids=[draw.randrange(VOCAB) for _ in range(draw.choice([0, 3]))] + [10**6],
+            min_tokens=draw.choice([0, 50]),
+            logprobs=draw.choice([None, None, 0, 1, 20]),
+            presence_penalty=draw.choice([0.0, 0.0, 1.5]),
+            frequency_penalty=draw.choice([0.0, 0.0, -0.7]),
+            repetition_penalty=draw.choice([1.0, 1.0, 1.3]),
+            logit_bias=draw.choice([[], [], [(3, 5.0), (7, -100.0), (10**6, 1.0)]]),
+        )
+        seen = None
+        if counts_tokens(params):
+            counter = TokenCounter([draw.randrange(VOCAB) for _ in range(40)], params)
+            counter.add([draw.randrange(20) for _ in range(draw.randrange(30))])
+            seen = counter.seen()
+        specs.append(SampleSpec(row, params, draw.randrange(10**6), draw.choice([3, 60]), seen))
+    return specs
+
+
+def logits_of(rows: int, spread: float, seed: int, *, coarse: bool = False) -> Tensor:
+    logits = spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return (logits * 4).round() / 4 if coarse else logits  # coarse: many are equal

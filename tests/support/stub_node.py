@@ -1,0 +1,332 @@
+"""Fake prefill and decode nodes for tests and benchmarks of the router: the real protocol over the real
+control links, no engine. What they generate is a script: the token at index i of any request is `script(i)`.
+
+Runs on the caller's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from common.base.errors import Unavailable
+from common.config.options import RouterConfig
+from common.control.links import Identity, Server
+from common.control.messages import (
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    FinishReason,
+    Message,
+    ModelInfo,
+    NodeLoad,
+    NodeRecord,
+    PeerRef,
+    Ping,
+    Pong,
+    PrefillRequest,
+    Role,
+    TokenBatch,
+    TokenChunk,
+    TokenLogprobs,
+)
+from common.kv.layout import KVLayout
+from router.service import Router, bind, http_server
+
+MAX_LEN = 512
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_model_folder(folder: Path, *, vocab_size: int = 400) -> Path:
+    """A model folder without weights: a byte-level tokenizer, a chat template, a Llama config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, again and again."] * 3, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True, **flags},
+        "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": tokenizer.token_to_id("</s>"),
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(model))
+    return folder
+
+
+@dataclass
+class Sequence:
+    """One request at a node."""
+
+    identity: Identity
+    request: PrefillRequest | DecodeRequest
+    generated: int
+    """Tokens known, by all attempts and legs."""
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.request.key
+
+
+@dataclass
+class StubNode:
+    """One node. With `automatic` it answers by script as soon as `gate` is open; else the test calls `step`."""
+
+    role: Role
+    node_id: str
+    model_path: str = ""
+    script: Callable[[int], int] = lambda index: 65 + index % 26
+    automatic: bool = True
+    step_s: float = 0.0
+    pings_answered: bool = True
+    step_age_s: float = 0.0
+    draining: bool = False
+    max_len: int = MAX_LEN
+    fingerprint: str = "stub"
+    vocab_size: int = 400
+    cached_tokens: int = 0
+    max_num_seqs: int = 64
+    prefill_s: float | None = None
+    """What it reports of every prompt that it computes; None: nothing that a router could learn from."""
+    fail_with: tuple[str, str] | None = None
+    """(code, message): refuse every request so."""
+    running: dict[AttemptKey, Sequence] = field(default_factory=dict)
+    received: list[Message] = field(default_factory=list)
+    remembers: bool = True
+    """Whether `received` is kept, and `until` can be asked; not so where thousands arrive in a second."""
+
+    def __post_init__(self) -> None:
+        self.incarnation = secrets.token_hex(4)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._news = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._server = Server("127.0.0.1", 0, self._on_message)
+        self._loop = asyncio.get_running_loop().create_task(self._run())
+        self._notes: set[asyncio.Task[None]] = set()
+
+    @property
+    def peer(self) -> PeerRef:
+        return PeerRef(self.node_id, self.incarnation, self._server.address, [])
+
+    @property
+    def record(self) -> NodeRecord:
+        layout = KVLayout(self.fingerprint, 2, 2, 16, "float32")
+        model = ModelInfo("stub-model", self.model_path, self.vocab_size, self.max_len)
+        return NodeRecord(self.role, self.peer, model, layout, 1000, time.time(), self.max_num_seqs)
+
+    def requests(self) -> list[PrefillRequest | DecodeRequest]:
+        """The requests received, in order."""
+        return [message for message in self.received if isinstance(message, PrefillRequest | DecodeRequest)]
+
+    def aborts(self) -> list[AttemptKey]:
+        """The aborts received, in order."""
+        return [message.key for message in self.received if isinstance(message, Abort)]
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Wait until `condition` holds; it is looked at after every message received."""
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(condition)
+
+    def step(self) -> int:
+        """Generate one token for every running sequence; how many there were."""
+        batches: dict[Identity, list[TokenChunk]] = {}
+        for sequence in list(self.running.values()):
+            batches.setdefault(sequence.identity, []).append(self._next_chunk(sequence))
+        for identity, chunks in batches.items():
+            with contextlib.suppress(Unavailable):
+                self._server.send(identity, TokenBatch(chunks))
+        return sum(len(chunks) for chunks in batches.values())
+
+    def say(self, sequence: Sequence, message: Message) -> None:
+        """Send anything about a sequence."""
+        self._server.send(sequence.identity, message)
+
+    def fail(self, key: AttemptKey, code: str, text: str = "scripted") -> None:
+        """Give one sequence up."""
+        sequence = self.running.pop(key)
+        self.say(sequence, AttemptFailed(key, code, text))
+
+    async def close(self) -> None:
+        """Die: the connection breaks, nothing is said."""
+        self._loop.cancel()
+        await asyncio.gather(self._loop, *self._notes, return_exceptions=True)
+        await self._server.close()
+
+    def _next_chunk(self, sequence: Sequence) -> TokenChunk:
+        sampling = sequence.request.sampling
+        index = sequence.generated
+        token = self.script(index)
+        sequence.generated += 1
+        finish: FinishReason | None = None
+        if token in sampling.stop_token_ids and index >= sampling.min_tokens:
+            finish = "stop"
+        elif sequence.generated >= sampling.max_tokens:
+            finish = "length"
+        logprobs = None
+        if sampling.logprobs is not None:
+            others = [token + 1 + i for i in range(sampling.logprobs)]
+            logprobs = [TokenLogprobs(-0.5, others, [-1.0 - i for i in range(sampling.logprobs)])]
+        last = finish is not None or self.role == "prefill"
+        stats = self._stats(sequence) if last else None
+        if last:
+            self.running.pop(sequence.key, None)
+        return TokenChunk(sequence.key, index, [token], logprobs, finish, stats)
+
+    def _stats(self, sequence: Sequence) -> AttemptStats:
+        stats = AttemptStats(cached_tokens=self.cached_tokens, relayed_bytes=4096, prefill_s=0.01)
+        if self.prefill_s is None:
+            return stats
+        return stats._replace(prefill_s=self.prefill_s, computed_tokens=len(sequence.request.token_ids))
+
+    def _on_message(self, identity: Identity, message: Message) -> None:
+        match message:
+            case Ping():
+                if self.pings_answered:
+                    load = NodeLoad(
+                        running=len(self.running),
+                        kv_blocks_total=1000,
+                        step_age_s=self.step_age_s,
+                        draining=self.draining,
+                    )
+                    self._server.send(identity, Pong(self.node_id, self.incarnation, load))
+                return
+            case PrefillRequest() | DecodeRequest():
+                known = len(message.token_ids) - message.prompt_len
+                if isinstance(message, DecodeRequest) and message.prefill is not None:
+                    known += 1  # the prefill node's
+                if self.fail_with is not None:
+                    self._server.send(identity, AttemptFailed(message.key, *self.fail_with))
+                elif known < message.sampling.max_tokens:
+                    self.running[message.key] = Sequence(identity, message, known)
+                self._news.set()
+            case Abort(key):
+                self.running.pop(key, None)
+            case _:
+                pass
+        if not self.remembers:
+            return
+        self.received.append(message)
+        note = asyncio.get_running_loop().create_task(self._note())
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
+
+    async def _note(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _run(self) -> None:
+        while self.automatic:
+            await self.gate.wait()
+            if not self.step():
+                self._news.clear()
+                await self._news.wait()
+            await asyncio.sleep(self.step_s)
+
+
+@dataclass
+class Stack:
+    """A router with its HTTP server and the nodes it knows."""
+
+    router: Router
+    port: int
+    nodes: list[StubNode]
+    _server: uvicorn.Server
+    _tasks: list[asyncio.Task[None]]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def list_nodes(self, *nodes: StubNode) -> None:
+        """What membership lists from now on."""
+        self.nodes = list(nodes)
+        self.router.set_nodes([node.record for node in nodes])
+
+    async def usable(self, prefill: int, decode: int) -> None:
+        """Wait until exactly so many nodes are usable and the model is known."""
+        table = self.router.dispatcher.nodes
+        async with asyncio.timeout(10):
+            while (
+                len(table.usable("prefill")) != prefill
+                or len(table.usable("decode")) != decode
+                or self.router.catalog.model is None
+            ):
+                await asyncio.sleep(0.002)
+
+    async def settled(self) -> None:
+        """Wait until no request is left anywhere, then check that every counter is back at zero."""
+        async with asyncio.timeout(20):
+            while self.router.dispatcher.running or any(node.running for node in self.nodes):
+                await asyncio.sleep(0.002)
+        assert self.router.dispatcher.waiting == 0
+        for node in self.router.dispatcher.nodes.known():
+            assert not node.legs, node.node_id
+
+
+@contextlib.asynccontextmanager
+async def running_stack(config: RouterConfig, *nodes: StubNode) -> AsyncIterator[Stack]:
+    """A router on a free port without Redis, told of `nodes`; closes them all."""
+    sock = bind("127.0.0.1", 0)
+    router = Router(config)
+    await router.catalog.load_configured()
+    server = http_server(router, config, None)
+    tasks: list[asyncio.Task[None]] = [
+        asyncio.create_task(server.serve(sockets=[sock])),
+        asyncio.create_task(router.dispatcher.run()),
+    ]
+    stack = Stack(router, sock.getsockname()[1], [], server, tasks)
+    try:
+        stack.list_nodes(*nodes)
+        while not server.started:
+            await asyncio.sleep(0.002)
+        roles = [node.role for node in nodes if node.pings_answered]
+        if roles:
+            await stack.usable(roles.count("prefill"), roles.count("decode"))
+        yield stack
+    finally:
+        router.dispatcher.fail_all(Unavailable("the test is over"))
+        server.should_exit = True
+        await tasks[0]
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        router.close()
+        for node in {id(node): node for node in [*nodes, *stack.nodes]}.values():
+            await node.close()

@@ -1,0 +1,8 @@
+"""As decode_node/cli.py."""
+
+from __future__ import annotations
+
+from common.config.options import PrefillConfig
+from decode_node.cli import node_app
+
+app = node_app(PrefillConfig, "prefill")

@@ -1,0 +1,227 @@
+"""Two nodes' worth of transport ends over real storages, for the tests of `kvtransfer`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from common.base.clock import Clock, monotonic
+from common.base.hashing import hash_blocks, root_hash
+from common.control.messages import AttemptKey, Grant, PeerRef
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from kvtransfer.base import (
+    DestinationReleased,
+    IncomingTransfer,
+    OutgoingTransfer,
+    Received,
+    ReceiveFailed,
+    SourceReleased,
+)
+
+DEADLINE_S = 20.0
+PATTERN = 0xA5
+
+
+def layout(
+    *, tp: int = 1, pp: tuple[int, ...] = (), heads: int = 2, dtype: str = "bfloat16", layers: int = 4
+) -> KVLayout:
+    return KVLayout("model", layers, heads, 8, dtype, block_size=4, tp_size=tp, pp_layers=pp)
+
+
+class Recorder:
+    """Collects one end's events, whichever thread they come on."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.threads: set[str] = set()
+        self._changed = threading.Condition()
+
+    def __call__(self, event: Any) -> None:
+        with self._changed:
+            self.events.append(event)
+            self.threads.add(threading.current_thread().name)
+            self._changed.notify_all()
+
+    def of(self, key: AttemptKey, kind: type | tuple[type, ...]) -> list[Any]:
+        return [e for e in list(self.events) if e.key == key and isinstance(e, kind)]
+
+    def wait(self, key: AttemptKey, kind: type | tuple[type, ...]) -> Any:
+        """The first event of that kind about `key`; fails after the deadline."""
+        with self._changed:
+            ok = self._changed.wait_for(lambda: self.of(key, kind), DEADLINE_S)
+            assert ok, f"no {kind} of {key} within {DEADLINE_S} s; got {self.events}"
+        return self.of(key, kind)[0]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that has no event; fails after the deadline."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {DEADLINE_S} s"
+        time.sleep(0.001)
+
+
+@dataclass
+class Rank:
+    """One rank of either node."""
+
+    end: Any
+    storage: KVStorage
+    recorder: Recorder
+
+
+@dataclass
+class Cluster:
+    """A prefill node and a decode node. `transport` has `sender(...)` and `receiver(...)` factories."""
+
+    transport: Any
+    src_layout: KVLayout
+    dst_layout: KVLayout
+    num_blocks: int = 32
+    clock: Clock = monotonic
+    senders: list[Rank] = field(default_factory=list)
+    receivers: list[Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for rank, shard in enumerate(self.dst_layout.shards()):
+            storage, recorder = KVStorage(self.dst_layout, shard, self.num_blocks), Recorder()
+            end = self.transport.receiver(storage, self.dst_layout, rank, recorder, self.clock)
+            self.receivers.append(Rank(end, storage, recorder))
+        for rank, shard in enumerate(self.src_layout.shards()):
+            storage, recorder = KVStorage(self.src_layout, shard, self.num_blocks), Recorder()
+            end = self.transport.sender(storage, self.src_layout, rank, recorder, self.clock)
+            self.senders.append(Rank(end, storage, recorder))
+
+    @property
+    def dst(self) -> PeerRef:
+        return PeerRef("decode", "dst-1", "", [r.end.address for r in self.receivers])
+
+    def close(self) -> None:
+        for rank in [*self.senders, *self.receivers]:
+            rank.end.close()
+
+    def transfer(
+        self,
+        request: str = "r",
+        *,
+        attempt: int = 1,
+        tokens: int = 14,
+        held: int = 0,
+        seed: int = 0,
+        timeout_s: float = 60.0,
+    ) -> Transfer:
+        return Transfer(self, AttemptKey(request, attempt), tokens, held, seed, timeout_s)
+
+
+class Transfer:
+    """One attempt between the two nodes of a cluster, with its true KV."""
+
+    def __init__(self, cluster: Cluster, key: AttemptKey, tokens: int, held: int, seed: int, timeout_s: float) -> None:
+        self.cluster, self.key, self.held, self.timeout_s = cluster, key, held, timeout_s
+        self.tokens = tokens
+        rng = np.random.default_rng(seed)
+        src = cluster.src_layout
+        self.total = -(-tokens // src.block_size)
+        self.hashes = hash_blocks(
+            root_hash(src.fingerprint),
+            [seed + i for i in range(tokens)],
+            block_size=src.block_size,
+            include_partial=True,
+        )
+        ids = rng.permutation(cluster.num_blocks)
+        self.src_blocks: list[int] = ids[: self.total].tolist()
+        self.dst_blocks: list[int] = rng.permutation(cluster.num_blocks)[: self.total].tolist()
+        words = cluster.senders[0].storage.words
+        assert words is not None
+        shape = (src.num_layers, 2, self.total, src.num_kv_heads, src.block_size, src.head_dim)
+        self.truth = rng.integers(1, 2 ** (8 * words.itemsize) - 1, shape, dtype=words.dtype)
+
+    def compute(self) -> None:
+        """Put the true KV into the source blocks of every sending rank."""
+        for rank, shard in zip(self.cluster.senders, self.cluster.src_layout.shards(), strict=True):
+            rank.storage.words[:, :, self.src_blocks] = self.truth[
+                shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi
+            ]
+
+    def open_receivers(self, *, src_incarnation: str = "src-1", hashes: list[bytes] | None = None) -> None:
+        src = PeerRef("prefill", src_incarnation, "", [])
+        for rank in self.cluster.receivers:
+            rank.end.open(
+                IncomingTransfer(
+                    self.key,
+                    src,
+                    self.cluster.src_layout,
+                    self.dst_blocks,
+                    hashes or self.hashes,
+                    self.held,
+                    self.timeout_s,
+                )
+            )
+
+    def open_senders(self) -> None:
+        for rank in self.cluster.senders:
+            rank.end.open(
+                OutgoingTransfer(self.key, "src-1", self.src_blocks, self.hashes, self.tokens, self.timeout_s)
+            )
+
+    def grant(self, dst: PeerRef | None = None) -> None:
+        for rank in self.cluster.senders:
+            rank.end.grant(
+                Grant(self.key, dst or self.cluster.dst, self.cluster.dst_layout, self.held, self.dst_blocks)
+            )
+
+    def final(self, num_blocks: int | None = None, layers: range | None = None) -> None:
+        """Every sending rank's `layers` (its own numbering; all of them by default) are final."""
+        for rank in self.cluster.senders:
+            for layer in layers or range(rank.storage.data.shape[0]):
+                rank.end.blocks_final(self.key, layer, self.total if num_blocks is None else num_blocks)
+
+    def hand_over(self, num_blocks: int | None = None) -> None:
+        """Open every end, grant, and give what is computed (`num_blocks` of it) over to be sent."""
+        self.open_receivers()
+        self.open_senders()
+        self.grant()
+        self.final(num_blocks)
+
+    def run(self) -> None:
+        """The whole relay, checked at the end."""
+        self.compute()
+        self.hand_over()
+        self.check_received()
+
+    def check_received(self) -> None:
+        """Wait for success at every rank; bytes are as the layout says and in their places."""
+        received = 0
+        for rank in self.cluster.receivers:
+            event = rank.recorder.wait(self.key, (Received, ReceiveFailed))
+            assert isinstance(event, Received), event
+            received += event.bytes_received
+            rank.recorder.wait(self.key, DestinationReleased)
+        sent = 0
+        for rank in self.cluster.senders:
+            released = rank.recorder.wait(self.key, SourceReleased)
+            assert released.error is None, released
+            sent += released.bytes_sent
+        dst = self.cluster.dst_layout
+        replicas = max(1, dst.tp_size // dst.num_kv_heads)
+        assert sent == received == dst.bytes_per_block * (self.total - self.held) * replicas
+        self.check_content()
+
+    def check_content(self) -> None:
+        for rank, shard in zip(self.cluster.receivers, self.cluster.dst_layout.shards(), strict=True):
+            want = self.truth[shard.layer_lo : shard.layer_hi, :, self.held :, shard.head_lo : shard.head_hi]
+            np.testing.assert_array_equal(rank.storage.words[:, :, self.dst_blocks[self.held :]], want)
+
+    def poison_destination(self) -> None:
+        for rank in self.cluster.receivers:
+            rank.storage.words[:] = PATTERN
+
+    def check_destination_untouched(self) -> None:
+        for rank in self.cluster.receivers:
+            assert (rank.storage.words == PATTERN).all()

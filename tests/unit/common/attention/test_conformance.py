@@ -1,0 +1,167 @@
+"""What every attention backend must do. A new backend joins by one line in `BACKENDS`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import fake_flashinfer
+from support.attention_cases import LENS, Case, MakeBackend
+
+from common.attention import gathered
+from common.attention.cpu import CpuAttention
+from common.attention.flashinfer import FlashInferAttention
+from common.attention.gathered import GatheredAttention
+from common.kernels.flashinfer_kernels import HEAD_DIMS
+from common.kv.layout import blocks_for
+
+BACKENDS: dict[str, MakeBackend] = {
+    "cpu": CpuAttention,
+    "gathered": GatheredAttention,
+    "flashinfer": partial(FlashInferAttention, flashinfer=fake_flashinfer),
+}
+"""On a CPU, and flashinfer stood in for by plain operations; tests/gpu has the real one."""
+SHAPES = {"1:1": (4, 4, 16), "2:1": (4, 2, 32), "7:1": (14, 2, 64), "one kv head": (3, 1, 8)}
+
+
+def make_case(backend: str, shape: tuple[int, int, int], *args: Any, **kwargs: Any) -> Case:
+    q_heads, kv_heads, dim = shape
+    if backend == "flashinfer":
+        dim = max(dim, HEAD_DIMS[0])
+    return Case(BACKENDS[backend], (q_heads, kv_heads, dim), *args, **kwargs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
+def test_attends_causally_over_pages(backend: str, shape: tuple[int, int, int], lens: list[tuple[int, int]]) -> None:
+    case = make_case(backend, shape, lens, "float32")
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_chunk_after_context_crosses_query_blocks(backend: str) -> None:
+    case = make_case(backend, (14, 2, 16), [(150, 700), (300, 300)], "float32")
+    for i, out in enumerate(case.run(layer=0)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_cache_costs_no_more_than_the_rounding_of_k_and_v(backend: str) -> None:
+    case = make_case(backend, (4, 2, 32), [(1, 40), (20, 60)], "bfloat16")
+    for i, out in enumerate(case.run(layer=0)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_writes_only_the_slots_of_the_step_in_its_layer(backend: str) -> None:
+    case = make_case(backend, (4, 2, 16), [(1, 20), (9, 30)], "float32")
+    case.run(layer=1)
+    written = (case.stored(1)[0] != 1e4).flatten(1).any(1).nonzero().flatten().tolist()
+    assert sorted(written) == sorted(case.slots(0, 0, 20) + case.slots(1, 0, 30))
+    assert (case.storage.data[0] == 1e4).all()
+    for i, (_, context) in enumerate(case.lens):
+        assert torch.equal(case.stored(1)[:, case.slots(i, 0, context)], case.kv[i])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sequence_with_broken_values_leaves_its_neighbours_alone(backend: str) -> None:
+    case = make_case(backend, (4, 2, 16), [(1, 20), (1, 300), (8, 24)], "float32")
+    case.kv[0].fill_(math.nan)
+    out = case.run(layer=0)
+    assert out[0].isnan().all()
+    for i in (1, 2):
+        torch.testing.assert_close(out[i].double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("left", [math.nan, math.inf])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
+def test_broken_values_that_a_sequence_left_in_its_blocks_do_not_touch_the_next_one_there(
+    backend: str, left: float, lens: list[tuple[int, int]]
+) -> None:
+    case = make_case(backend, (4, 2, 16), lens, "float32")
+    case.storage.data.fill_(left)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_result_has_the_dtype_of_the_queries(backend: str) -> None:
+    case = make_case(backend, (4, 2, 16), [(1, 20), (8, 24)], "bfloat16", query_dtype=torch.bfloat16)
+    assert {out.dtype for out in case.run(layer=0)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp8_cache_costs_no_more_than_the_rounding_of_k_and_v(backend: str) -> None:
+    case = make_case(backend, (4, 2, 32), [(1, 40), (20, 60), (1, 300)], "float8_e4m3")
+    for i, out in enumerate(case.run(layer=0)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp8_cache_multiplies_what_it_holds_by_the_layers_scales(backend: str) -> None:
+    """K and V far outside of e4m3's range come back through scales that bring them into it."""
+    scales = ((1.0, 1.0), (8.0, 64.0))
+    case = make_case(backend, (4, 2, 32), [(1, 40), (20, 60), (1, 300)], "float8_e4m3", scales=scales)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3"])
+def test_a_backend_for_graphs_reads_each_step_from_the_same_memory(backend: str, dtype: str) -> None:
+    scales = ((1.0, 1.0), (0.5, 2.0)) if dtype == "float8_e4m3" else ()
+    case = make_case(backend, (14, 2, 64), [(1, 40), (1, 3), (1, 300)], dtype, scales=scales)
+    planned = case.backend.for_graph(3)
+    # What is replayed has seen no plan but the first: of the others it knows what they left in memory.
+    recorded = copy.copy(planned)
+    case.backend = SimpleNamespace(plan=planned.plan, forward=recorded.forward)  # pyright: ignore[reportAttributeAccessIssue]
+    whole = case.kv
+    for contexts in ([40, 3, 300], [33, 2, 17], [16, 1, 256]):
+        case.lens = [(1, context) for context in contexts]
+        case.kv = [kv[:, :context] for kv, context in zip(whole, contexts, strict=True)]
+        for i, out in enumerate(case.run(layer=1)):
+            torch.testing.assert_close(out.double(), case.expected(i), atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows_at_once", "sizes"), [(3.5, [3, 3, 1]), (0.5, [1] * 7)])
+def test_gathered_rows_that_decode_are_taken_some_at_a_time(
+    rows_at_once: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lens = [(1, 40), (1, 3), (1, 300), (1, 16), (1, 17), (1, 90), (1, 1)]
+    case = make_case("gathered", (4, 2, 16), lens, "float32")
+    seen: list[int] = []
+    gather = gathered._Pages.gather
+
+    def watched(pages: gathered._Pages, layer: int, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(len(wanted))
+        return gather(pages, layer, wanted, dtype)
+
+    monkeypatch.setattr(gathered._Pages, "gather", watched)
+    of_one = 2 * blocks_for(300) * case.block_size * 2 * 16
+    monkeypatch.setattr(gathered, "_GATHERED", int(rows_at_once * of_one))
+    for backend in (case.backend, case.backend.for_graph(len(lens))):
+        case.backend = backend
+        for i, out in enumerate(case.run(layer=1)):
+            torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+        assert seen[: len(sizes)] == sizes
+    assert len(seen) == len(sizes) + len(lens), "a recorded one gathers the longest context for every row"
+
+
+def test_smaller_graph_backends_do_not_disturb_larger_ones() -> None:
+    case = make_case("flashinfer", (4, 2, 64), [(1, 40), (1, 30)], "float32")
+    both, one = case.backend.for_graph(2), case.backend.for_graph(1)
+    for backend, count in ((both, 2), (one, 1), (both, 2)):
+        case.backend = backend
+        part = copy.copy(case)
+        part.lens, part.kv, part.q = case.lens[:count], case.kv[:count], case.q[:count]
+        part.tables = case.tables[:count]
+        for i, out in enumerate(part.run(layer=0)):
+            torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)

@@ -1,0 +1,94 @@
+"""How our processes end: at once, with all that they said and the code that they meant."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"), [("None", 0, ""), ("0", 0, ""), ("78", 78, ""), ("'no parent'", 1, "no parent\n")]
+)
+def test_output_and_exit_code_are_those_of_sys_exit(code: str, status: int, error: str) -> None:
+    said = "x" * 10_000  # more than a buffer that nobody flushes holds back
+    program = (
+        f"import sys; from common.base.process import end_process; sys.stdout.write('{said}'); end_process({code})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, said, error)
+
+
+@pytest.mark.parametrize(("code", "status"), [("0", 120), ("3", 3)])
+def test_output_that_was_lost_is_no_success(code: str, status: int) -> None:
+    program = f"from common.base.process import end_process; print('x'); end_process({code})"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_a_process_without_standard_output_ends_as_it_means_and_forks() -> None:
+    program = (
+        "from common.node.ranks.forked import ForkedRank; from common.base.process import end_process\n"
+        "fork = ForkedRank(lambda *_: None); fork.begin({}, 1, ''); end_process(fork.wait(30) + 7)"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, program], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
+def test_a_reader_that_has_gone_does_not_keep_it() -> None:
+    program = "from common.base.process import end_process; print('x' * 100); end_process(3)"
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 3
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_a_service_ends_the_compiler_that_it_waits_for() -> None:
+    program = """
+import subprocess
+from common.base.process import end_process, on_own_thread, run_service
+compiler = ["sh", "-c", "trap 'sleep 0.2; kill $!; echo ended; exit 1' TERM; sleep 60 & echo compiles; wait"]
+run_service(lambda: on_own_thread(lambda: subprocess.run(compiler), "start"))
+print("node ended")
+end_process(0)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "compiles\n"
+        process.send_signal(signal.SIGTERM)
+        # To the end of the output that the compiler shares. It was waited for, as it takes its own children with it.
+        assert process.communicate(timeout=30)[0] == "ended\nnode ended\n"
+        assert process.returncode == 0
+
+
+def test_a_child_that_has_ended_is_not_waited_for_though_nobody_asked_for_its_code() -> None:
+    """As the forked ranks of a node whose port is taken, which is to say so at once."""
+    program = """
+import os, subprocess, time
+from common.base.process import end_children
+child = subprocess.Popen(["sleep", "60"])
+began_s = time.monotonic()
+end_children(os.getpid())
+print(time.monotonic() - began_s < 0.9, child.wait(10))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("True -15\n", "")

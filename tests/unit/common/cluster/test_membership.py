@@ -1,0 +1,421 @@
+"""Registration and discovery over a real Redis, through its outages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+from support.steady import SteadyTime
+
+from common.base.errors import ConfigError
+from common.cluster.membership import Directory, Registrar
+from common.cluster.redis_client import check_redis, connect
+from common.cluster.redis_keys import Keys
+from common.cluster.redis_server import RedisServer
+from common.control.messages import PROTOCOL_VERSION, ModelInfo, NodeRecord, PeerRef
+from common.kv.layout import KVLayout
+
+LEASE_S = 0.6
+
+
+def a_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
+    peer = PeerRef(node_id, secrets.token_hex(4), "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
+    layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+    return NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, started_at)
+
+
+class View:
+    """A running `Directory` and all that it ever reported."""
+
+    def __init__(self, redis_url: str, cluster: str) -> None:
+        self.changes: list[list[NodeRecord]] = []
+        self.directory = Directory(redis_url, cluster, self.changes.append, poll_s=0.02, grace_s=3 * LEASE_S)
+
+    @property
+    def ids(self) -> list[str]:
+        return [record.peer.node_id for record in self.directory.records]
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 8.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def watching(redis_url: str, cluster: str) -> AsyncIterator[View]:
+    view = View(redis_url, cluster)
+    task = asyncio.create_task(view.directory.run())
+    try:
+        yield view
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def registered(redis_url: str, cluster: str, record: NodeRecord) -> AsyncIterator[asyncio.Task[None]]:
+    registrar = Registrar(redis_url, cluster, record, lease_s=LEASE_S)
+    task = asyncio.create_task(registrar.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await registrar.deregister()
+
+
+def test_node_is_seen_while_registered_and_gone_once_it_deregisters(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        record = a_record("d0")
+        async with watching(redis_server.url, cluster) as view:
+            async with registered(redis_server.url, cluster, record):
+                await view.until(lambda: view.directory.records == [record])
+                await asyncio.sleep(3 * LEASE_S)  # long enough that a lease not renewed would have run out
+                assert view.changes == [[record]]
+            with SteadyTime() as since_it_went:
+                await view.until(lambda: view.directory.records == [])
+                assert since_it_went.passed_s < LEASE_S / 2
+
+    asyncio.run(main())
+
+
+def test_node_that_dies_without_a_word_is_gone_after_its_lease(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        async with (
+            watching(redis_server.url, cluster) as view,
+            registered(redis_server.url, cluster, a_record("d0")) as t,
+        ):
+            await view.until(lambda: view.ids == ["d0"])
+            t.cancel()
+            await view.until(lambda: view.ids == [], timeout_s=3 * LEASE_S)
+
+    asyncio.run(main())
+
+
+def test_clusters_do_not_see_each_other(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        here, there = cluster, cluster + "-b"
+        async with (
+            watching(redis_server.url, there) as view,
+            registered(redis_server.url, here, a_record("d0")),
+            registered(redis_server.url, there, a_record("d1")),
+        ):
+            await view.until(lambda: view.ids == ["d1"])
+            assert view.changes == [view.directory.records]
+
+    asyncio.run(main())
+
+
+def test_newer_incarnation_takes_the_id_over_and_the_older_one_ends(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        old, new = a_record("d0", started_at=1.0), a_record("d0", started_at=2.0)
+        async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, old) as old_task:
+            await view.until(lambda: view.directory.records == [old])
+            async with registered(redis_server.url, cluster, new):
+                await view.until(lambda: view.directory.records == [new])
+                with pytest.raises(ConfigError, match="'d0' was taken by a node that started later"):
+                    await asyncio.wait_for(old_task, 20)
+                await asyncio.sleep(2 * LEASE_S)
+                assert view.changes == [[old], [new]]
+
+    asyncio.run(main())
+
+
+def test_node_whose_clock_is_hours_ahead_makes_no_other_vanish(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        right, ahead = a_record("d0"), a_record("d1")
+        async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, right):
+            await view.until(lambda: view.ids == ["d0"])
+            clock = time.time
+            monkeypatch.setattr("common.cluster.membership.time.time", lambda: clock() + 7200)
+            registrar = Registrar(redis_server.url, cluster, ahead, lease_s=60.0)
+            task = asyncio.create_task(registrar.run())
+            await registrar.registered.wait()
+            monkeypatch.undo()
+            await view.until(lambda: "d1" in view.ids)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert view.ids == ["d0", "d1"]
+            await asyncio.sleep(2 * LEASE_S)
+            assert all("d0" in [record.peer.node_id for record in change] for change in view.changes)
+            await registrar.deregister()
+
+    asyncio.run(main())
+
+
+def test_older_incarnation_that_deregisters_late_does_not_take_the_newer_away(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    async def main() -> None:
+        old, new = a_record("d0", started_at=1.0), a_record("d0", started_at=2.0)
+        async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, new):
+            await view.until(lambda: view.directory.records == [new])
+            await Registrar(redis_server.url, cluster, old, lease_s=LEASE_S).deregister()
+            await asyncio.sleep(0.2)
+            assert view.directory.records == [new]
+
+    asyncio.run(main())
+
+
+def test_of_two_with_the_same_start_exactly_one_stays(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        first, second = a_record("d0"), a_record("d0")
+        async with (
+            registered(redis_server.url, cluster, first) as a,
+            registered(redis_server.url, cluster, second) as b,
+        ):
+            done, _ = await asyncio.wait([a, b], timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(2 * LEASE_S)
+            assert len([task for task in (a, b) if task.done()]) == len(done) == 1
+
+    asyncio.run(main())
+
+
+def test_renewals_that_fail_are_tried_again_within_the_lease(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node's own connection breaks, those of routers do not."""
+
+    async def main() -> None:
+        registrar = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=3.0)
+        real_eval, failures = registrar._client.eval, 0
+
+        async def eval_in_the_end(*args: Any) -> Any:
+            nonlocal failures
+            if failures < 3:
+                failures += 1
+                raise redis.ConnectionError("Connection closed by server")
+            return await real_eval(*args)
+
+        monkeypatch.setattr(registrar._client, "eval", eval_in_the_end)
+        with SteadyTime() as since_the_first:
+            task = asyncio.create_task(registrar.run())
+            await asyncio.wait_for(registrar.registered.wait(), 10)
+            assert since_the_first.passed_s < 1.5
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await registrar.deregister()
+
+    asyncio.run(main())
+
+
+def test_view_survives_a_crash_of_redis_and_the_nodes_register_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "common.cluster.membership")
+
+    async def main() -> None:
+        with RedisServer() as server:
+            async with watching(server.url, "c") as view, registered(server.url, "c", a_record("d0")):
+                await view.until(lambda: view.ids == ["d0"])
+                await asyncio.to_thread(server.kill)
+                await view.until(lambda: view.directory.degraded)
+                await asyncio.sleep(2 * LEASE_S)
+                assert view.ids == ["d0"]
+                await asyncio.to_thread(server.restart)
+                await view.until(lambda: not view.directory.degraded)
+                with redis.Redis.from_url(server.url) as client:
+                    await view.until(lambda: client.exists("kvrelay:{c}:node:d0") == 1)
+                await asyncio.sleep(4 * LEASE_S)
+                assert len(view.changes) == 1
+
+    asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records]
+    for beginning in ("Redis is away (", "Redis is back"):
+        assert len([line for line in lines if line.startswith(beginning)]) == 2, lines  # one of each end
+
+
+def test_node_that_died_during_the_outage_is_dropped_after_the_grace(cluster: str) -> None:
+    async def main() -> None:
+        with RedisServer() as server:
+            async with watching(server.url, cluster) as view, registered(server.url, cluster, a_record("d0")):
+                async with registered(server.url, cluster, a_record("d1")) as dying:
+                    await view.until(lambda: view.ids == ["d0", "d1"])
+                    await asyncio.to_thread(server.kill)
+                    dying.cancel()
+                    await asyncio.to_thread(server.restart)
+                    await view.until(lambda: view.ids == ["d0"])
+                assert len(view.changes) <= 3
+
+    asyncio.run(main())
+
+
+def test_flushed_redis_makes_no_node_vanish(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        records = [a_record(f"d{i}") for i in range(3)]
+        async with AsyncExitStack() as stack:
+            view = await stack.enter_async_context(watching(redis_server.url, cluster))
+            for record in records:
+                await stack.enter_async_context(registered(redis_server.url, cluster, record))
+            await view.until(lambda: view.directory.records == records)
+            seen = len(view.changes)
+            with redis.Redis.from_url(redis_server.url) as client:
+                client.delete(*client.keys(f"kvrelay:{{{cluster}}}:*"))
+            await asyncio.sleep(5 * LEASE_S)
+            assert view.directory.records == records
+            assert len(view.changes) == seen
+
+    asyncio.run(main())
+
+
+def test_redis_that_comes_back_with_an_old_state_between_two_looks_makes_no_node_vanish(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    """Killed and started anew with its last file: the same epoch, and of all nodes only the ids are left."""
+
+    async def main() -> None:
+        keys, ids = Keys(cluster), ["d0", "d1"]
+        async with watching(redis_server.url, cluster) as view, AsyncExitStack() as nodes:
+            for node_id in ids:
+                await nodes.enter_async_context(registered(redis_server.url, cluster, a_record(node_id)))
+            await view.until(lambda: view.ids == ids)
+            seen = len(view.changes)
+            with redis.Redis.from_url(redis_server.url) as client, client.pipeline() as at_once:
+                for node_id in ids:
+                    at_once.delete(keys.node(node_id), keys.fence(node_id), keys.load(node_id))
+                    at_once.zincrby(keys.nodes, -60, node_id)
+                at_once.execute()
+                await view.until(lambda: client.exists(*map(keys.node, ids)) == 2)
+            await asyncio.sleep(0.2)
+            assert view.changes[seen:] == []
+            assert view.ids == ids
+
+    asyncio.run(main())
+
+
+def test_redis_that_takes_no_writes_costs_no_node_that_answers(cluster: str) -> None:
+    """It is full, or cannot save: reads are answered, records end."""
+
+    async def main() -> None:
+        with RedisServer() as server:
+            async with watching(server.url, cluster) as view, AsyncExitStack() as nodes:
+                answering = {"d0", "d1"}
+                view.directory._answers = lambda incarnation: any(
+                    record.peer.incarnation == incarnation and record.peer.node_id in answering
+                    for record in view.directory.records
+                )
+                for node_id in ("d0", "d1"):
+                    await nodes.enter_async_context(registered(server.url, cluster, a_record(node_id)))
+                await view.until(lambda: view.ids == ["d0", "d1"])
+                with redis.Redis.from_url(server.url) as client:
+                    client.config_set("maxmemory", 1)
+                    keys = Keys(cluster)
+                    await view.until(lambda: client.exists(keys.node("d0"), keys.node("d1")) == 0)
+                    await asyncio.sleep(0.2)
+                    assert view.ids == view.directory.unrenewed == ["d0", "d1"]
+                    answering.discard("d1")
+                    await view.until(lambda: view.ids == ["d0"])
+                    client.config_set("maxmemory", 0)
+                await view.until(lambda: view.ids == ["d0", "d1"])
+                assert view.directory.unrenewed == []
+
+    asyncio.run(main())
+
+
+def test_malformed_record_is_skipped_loudly_and_once(
+    redis_server: RedisServer, cluster: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.zadd(f"kvrelay:{{{cluster}}}:nodes", {"bad": 4e9, "old": 4e9, b"\xff": 4e9})  # never forgotten
+            client.set(f"kvrelay:{{{cluster}}}:node:bad", b"\x00garbage")
+            of_before = msgpack.packb([PROTOCOL_VERSION - 1, "NodeRecord", {}])
+            client.set(f"kvrelay:{{{cluster}}}:node:old", of_before)
+        async with watching(redis_server.url, cluster) as view, registered(redis_server.url, cluster, a_record("d0")):
+            await view.until(lambda: view.ids == ["d0"])
+            await asyncio.sleep(0.3)
+            assert view.ids == ["d0"]
+
+    asyncio.run(main())
+    for name in ("bad", "old"):
+        assert len([r for r in caplog.records if f"ignoring node '{name}'" in r.getMessage()]) == 1
+    assert f"theirs is {PROTOCOL_VERSION - 1}, ours is {PROTOCOL_VERSION}" in caplog.text
+
+
+def test_node_started_before_redis_registers_once_it_is_there(free_port: int) -> None:
+    async def main() -> None:
+        url = f"redis://127.0.0.1:{free_port}/0"
+        async with registered(url, "c", a_record("d0")), watching(url, "c") as view:
+            await view.until(lambda: view.directory.degraded)
+            with RedisServer(port=free_port):
+                await view.until(lambda: view.ids == ["d0"])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "redis://nowhere.invalid:6379/0", "unix:///nowhere.sock"])
+def test_unreachable_redis_is_one_sentence_soon(url: str) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(ConfigError, match="cannot reach Redis at") as caught:
+        asyncio.run(check_redis(url))
+    assert time.monotonic() - started_s < 6
+    assert "\n" not in str(caught.value)
+
+
+def test_redis_that_accepts_and_says_nothing_is_told_soon() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="cannot reach Redis"):
+        asyncio.run(asyncio.wait_for(check_redis(f"redis://127.0.0.1:{silent.getsockname()[1]}/0"), 6))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:secret@127.0.0.1:1/0",
+        "redis://:sec/secret@127.0.0.1:1/0",
+        "redis://:secret/x@127.0.0.1:1/0",
+        "redis://:secret#x@127.0.0.1:1/0",
+        "redis://:[secret@127.0.0.1:1/0",
+        "redis://127.0.0.1:1/0?password=secret&protocol=3",
+        "redis+sentinel://:secret/x@127.0.0.1:1/kv",
+        "user:secret@127.0.0.1:1",
+    ],
+)
+def test_password_is_never_shown(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(check_redis(url))
+    assert "secret" not in str(caught.value)
+    assert "127.0.0.1:1" in str(caught.value)
+
+
+def test_sentinels_are_checked_against_the_same_authority_as_the_server_they_name() -> None:
+    pool = connect("rediss+sentinel://:pw@127.0.0.1:1/kv?ssl_ca_certs=/ca.pem").connection_pool
+    assert pool.connection_kwargs["ssl_ca_certs"] == "/ca.pem"
+    watcher = pool.sentinel_manager.sentinels[0].connection_pool
+    assert watcher.connection_kwargs["ssl_ca_certs"] == "/ca.pem"
+    assert watcher.connection_kwargs.get("password") is None
+
+
+def test_cancellation_that_the_client_swallows_still_ends_the_loops(
+    redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def swallow(self: object) -> tuple[None, dict[str, bytes]]:
+        # What asyncio.wait_for of Python 3.11 does when its wait is over in the moment of the cancellation.
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return None, {}
+
+    monkeypatch.setattr(Directory, "_fetch", swallow)
+    monkeypatch.setattr(Registrar, "_renew", swallow)
+
+    async def main() -> None:
+        loops = [
+            Directory(redis_server.url, cluster, lambda records: None).run(),
+            Registrar(redis_server.url, cluster, a_record("d0"), lease_s=LEASE_S).run(),
+        ]
+        for loop in loops:
+            task = asyncio.create_task(loop)
+            await asyncio.sleep(0)
+            task.cancel()
+            _, pending = await asyncio.wait([task], timeout=5)
+            assert not pending
+
+    asyncio.run(main())

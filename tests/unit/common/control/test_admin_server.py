@@ -1,0 +1,110 @@
+"""The admin port: who gets in, and what a bad request meets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from common.base.errors import ConfigError, NotFound
+from common.control.admin_server import MAX_BODY_BYTES, AdminRoute, AdminServer, Call
+
+TOKEN = "tökén-of-this-testà"  # ends with a byte that `str` takes for a space
+
+
+def _fail(call: Call) -> object:
+    raise NotFound(f"no {call.path['name']}")
+
+
+def _bug(call: Call) -> object:
+    raise RuntimeError("secret detail")
+
+
+ROUTES = [
+    AdminRoute("GET", "/status", lambda call: {"query": dict(call.query)}),
+    AdminRoute("POST", "/echo", lambda call: dict(call.body)),
+    AdminRoute("GET", "/things/{name}", _fail),
+    AdminRoute("GET", "/bug", _bug),
+]
+
+
+def play(scene: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def main() -> None:
+        server = AdminServer("127.0.0.1", 0, TOKEN)
+        server.start(ROUTES)
+        try:
+            async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=5) as client:
+                await scene(client)
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def bearer(token: str, scheme: str = "Bearer") -> dict[bytes, bytes]:
+    return {b"authorization": f"{scheme} {token}".encode()}
+
+
+def test_nothing_is_told_without_the_token() -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        wrong = [{}, bearer("x"), bearer(TOKEN + "x"), bearer(TOKEN[:-1]), bearer(TOKEN, "Basic"), bearer("ÿ")]
+        for headers in wrong:
+            for method, path in (("GET", "/status"), ("POST", "/echo"), ("GET", "/nowhere"), ("DELETE", "/status")):
+                answer = await client.request(method, path, headers=headers)
+                assert answer.status_code == 401, (headers, path)
+                assert answer.json() == {
+                    "error": {"code": "invalid_api_key", "message": "the admin token is missing or wrong"}
+                }
+
+    play(scene)
+
+
+def test_with_the_token_routes_answer_and_mistakes_have_their_status() -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        client.headers = httpx.Headers(bearer(TOKEN))
+        assert (await client.get("/status?limit=3")).json() == {"query": {"limit": "3"}}
+        assert (await client.post("/echo", json={"a": [1]})).json() == {"a": [1]}
+        assert (await client.post("/echo")).json() == {}
+        for method, path, content, status, words in (
+            ("GET", "/nowhere", b"", 404, "/nowhere"),
+            ("DELETE", "/status", b"", 405, "DELETE"),
+            ("GET", "/things/box", b"", 404, "no box"),
+            ("POST", "/echo", b"{", 400, "not JSON"),
+            ("POST", "/echo", b"[" * 100_000, 400, "not JSON"),
+            ("POST", "/echo", b"[1]", 400, "not a JSON object"),
+            ("POST", "/echo", b'"' + b"a" * MAX_BODY_BYTES + b'"', 413, "larger than"),
+            ("GET", "/bug", b"", 500, "internal error"),
+        ):
+            answer = await client.request(method, path, content=content)
+            assert answer.status_code == status, (path, answer.text)
+            assert words in answer.json()["error"]["message"]
+            assert "secret detail" not in answer.text
+        assert (await client.get("/status")).status_code == 200
+
+    play(scene)
+
+
+def test_without_a_token_there_is_no_admin_port() -> None:
+    with pytest.raises(ConfigError, match="token"):
+        AdminServer("127.0.0.1", 0, "")
+
+
+@pytest.mark.parametrize("token", ["hidden\n", " hidden", "hid\x7fden"])
+def test_token_that_no_header_can_carry_is_refused_at_the_start_and_not_shown(token: str) -> None:
+    with pytest.raises(ConfigError, match="line end") as caught:
+        AdminServer("127.0.0.1", 0, token)
+    assert "hid" not in str(caught.value)
+
+
+def test_port_that_is_taken_is_said_in_one_sentence() -> None:
+    async def main() -> None:
+        first = AdminServer("127.0.0.1", 0, TOKEN)
+        try:
+            with pytest.raises(ConfigError, match="cannot listen on"):
+                AdminServer("127.0.0.1", first.port, TOKEN)
+        finally:
+            await first.close()
+
+    asyncio.run(main())

@@ -1,0 +1,239 @@
+"""Control links: what one turn of the loop sends, in order, whatever is among it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+from common.base.clock import monotonic
+from common.base.errors import ConfigError, Unavailable
+from common.control import frames, links
+from common.control.links import Link, Server
+from common.control.messages import MAX_MESSAGE_BYTES, Abort, AttemptFailed, AttemptKey, Message, encode, join
+
+
+def abort(number: int) -> Abort:
+    return Abort(AttemptKey(str(number), 1))
+
+
+def test_what_one_turn_sends_arrives_in_order_and_junk_among_it_is_dropped() -> None:
+    async def main() -> None:
+        received: list[Message] = []
+        lost: list[str] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lost.append)
+        for number in range(50):
+            link.send(abort(number))
+        await until(lambda: len(received) == 50)
+        assert received == [abort(number) for number in range(50)]
+        junk = b"\xa4junk"  # a string where a message should be
+        assert link._connection is not None
+        for frame in (join([encode(abort(50)), junk]), junk, b"\xc1", join([encode(abort(51))])):
+            link._connection.send(frame)
+        await until(lambda: len(received) == 52)
+        assert received[50:] == [abort(50), abort(51)]
+        assert not lost
+        link.close()
+        with pytest.raises(Unavailable):
+            link.send(abort(52))
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_a_full_queue_did_not_get_rid_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "QUEUE_BYTES", len(encode(abort(1))))
+
+    async def main() -> None:
+        lost: list[str] = []
+        link = Link("tcp://127.0.0.1:9", lambda _: None, lost.append)  # nobody listens there
+        link.send(abort(1))
+        await asyncio.sleep(0)
+        assert not lost
+        link.send(abort(2))
+        link.send(abort(3))
+        await until(lambda: lost)
+        assert link.refused == [abort(1), abort(2), abort(3)]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_large_and_small_frames_in_pieces_of_any_size_arrive_whole_and_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TCP keeps no frames together; and a thousand that came at once do not keep the loop from everything else."""
+
+    async def main() -> None:
+        received: list[Message] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        sent: list[Message] = [abort(number) for number in range(1000)]
+        sent[500] = AttemptFailed(AttemptKey("500", 1), "code", "x" * 300_000)
+        stream = b"".join(frames.on_the_wire(join([encode(message)])) for message in sent)
+        place = urlsplit(server.address)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        assert await reader.readexactly(5) == b"\0\0\0\1\x90"
+        for byte in range(10):
+            writer.write(stream[byte : byte + 1])
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.write(stream[10:])
+        most = before = 0
+        while len(received) < 1000:
+            await asyncio.sleep(0)
+            most, before = max(most, len(received) - before), len(received)
+        assert received == sent
+        assert most <= 2 * frames._FRAMES_PER_TURN
+        writer.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_came_before_the_end_of_a_connection_counts() -> None:
+    async def main() -> None:
+        received, lost = list[Message](), list[str]()
+        server = Server("127.0.0.1", 0, lambda _, message: None)
+        identity: list[bytes] = []
+        server._on_message = lambda who, _: identity.append(who)
+        link = Link(server.address, received.append, lost.append)
+        link.send(abort(0))
+        await until(lambda: identity)
+        for number in range(500):
+            server.send(identity[0], abort(number))
+        await server.close()
+        await until(lambda: lost)
+        assert received == [abort(number) for number in range(500)]
+        assert lost == [f"connection to {server.address} broke"]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_who_speaks_another_protocol_is_sent_away_and_costs_nobody_else_anything(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        received, lost = list[Message](), list[str]()
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lost.append)
+        place = urlsplit(server.address)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert await reader.read() == b"\0\0\0\1\x90"
+        writer.close()
+        link.send(abort(1))
+        await until(lambda: received)
+        assert not lost
+        link.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert "does not speak our protocol: a frame of 1195725856 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["é..b", "192.0.2.1", "no such host"])
+def test_a_host_that_is_not_ours_is_told_in_one_sentence(host: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=f"cannot listen on {host}:0: "):
+            Server(host, 0, lambda *_: None)
+
+    asyncio.run(main())
+
+
+def test_a_link_to_something_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(greeting: bytes) -> str:
+        async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(greeting)
+
+        lost: list[str] = []
+        listening = await asyncio.start_server(greet, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        link = Link(f"tcp://127.0.0.1:{port}", lambda _: None, lost.append)
+        link.send(abort(1))
+        await until(lambda: lost)
+        assert link.closed
+        listening.close()
+        return lost[0]
+
+    monkeypatch.setattr(links, "_GREETING_S", 0.1)
+    assert "does not speak our protocol" in asyncio.run(main(b"SSH-2.0-OpenSSH_9.2\r\n"))
+    assert "does not speak our protocol" in asyncio.run(main(b"\xff\0\0\0\0\0\0\0\1\x7f\3"))  # ZMQ, as we did before
+    assert "said nothing" in asyncio.run(main(b""))
+
+
+def test_a_link_that_reached_itself_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP connects a socket with itself where nobody listens on the port that it was given by chance."""
+
+    async def main() -> None:
+        with socket.socket() as itself:
+            itself.bind(("127.0.0.1", 0))
+            itself.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(itself, itself.getsockname())
+            create, lost = loop.create_connection, list[str]()
+            monkeypatch.setattr(loop, "create_connection", lambda factory, *_, **__: create(factory, sock=itself))
+            Link("tcp://127.0.0.1:9", lambda _: None, lost.append)
+            await until(lambda: lost)
+            assert "reached only itself" in lost[0]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_large_messages_of_one_turn_do_not_add_up_to_a_frame_that_is_refused() -> None:
+    async def main() -> None:
+        received: list[Message] = []
+        lost: list[str] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lost.append)
+        large = [
+            AttemptFailed(AttemptKey(str(number), 1), "code", "x" * (MAX_MESSAGE_BYTES // 3)) for number in range(4)
+        ]
+        for message in large:
+            link.send(message)
+        await until(lambda: len(received) == 4 or lost)
+        assert received == large
+        assert not lost
+        link.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_connecting_is_tried_again_every_other_second_however_long_the_other_end_was_away() -> None:
+    """TCP tries less and less often: after 7 seconds not before the 11th. Here the other end drops what comes for 8."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as fillers:
+            listener.setblocking(False)
+            for _ in range(2):  # more than its queue holds
+                filler = fillers.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(listener.getsockname())
+            await asyncio.sleep(0.2)
+            link = Link(f"tcp://127.0.0.1:{listener.getsockname()[1]}", lambda _: None, lambda _: None)
+            link.send(abort(0))
+            await asyncio.sleep(8)
+            loop, away_until_s = asyncio.get_running_loop(), monotonic()
+            while True:
+                connection, _ = await loop.sock_accept(listener)
+                fillers.enter_context(connection)
+                connection.setblocking(False)
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    await loop.sock_sendall(connection, b"\0\0\0\1\x90")
+                    async with asyncio.timeout(0.1):
+                        if await loop.sock_recv(connection, 1):
+                            break
+            assert monotonic() - away_until_s < 2.5
+            link.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def until(condition: object) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)

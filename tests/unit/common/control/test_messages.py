@@ -1,0 +1,140 @@
+"""Whatever comes off a socket is either a checked message or a `ProtocolError`, never another exception."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.base.errors import ProtocolError
+from common.control.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    Grant,
+    ModelInfo,
+    NodeLoad,
+    NodeRecord,
+    Offer,
+    PeerRef,
+    Ping,
+    Pong,
+    PrefillDone,
+    PrefillRequest,
+    SamplingParams,
+    TokenBatch,
+    TokenChunk,
+    TokenLogprobs,
+    TransferAbort,
+    TransferReceived,
+    check,
+    decode,
+    encode,
+    join,
+    split,
+)
+from common.kv.layout import KVLayout
+
+KEY = AttemptKey("r", 2)
+PEER = PeerRef("n", "i", "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
+LAYOUT = KVLayout("f", 3, 2, 64, "bfloat16", tp_size=2, pp_layers=(1, 2))
+SAMPLING = SamplingParams(seed=2**63, max_tokens=4, stop_token_ids=[1], logprobs=0)
+MESSAGES = [
+    PrefillRequest(KEY, [1, 2], 1, SAMPLING, PEER, 1.5, "salt"),
+    DecodeRequest(KEY, [1, 2], 2, SAMPLING, None, 1.5),
+    Abort(KEY),
+    Ping("router", 3.0),
+    Pong("n", "i", NodeLoad(running=1)),
+    TokenBatch([TokenChunk(KEY, 0, [5], [TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0])], "stop", AttemptStats(16))]),
+    AttemptFailed(KEY, "code", "message"),
+    Offer(KEY, PEER, LAYOUT, 17, [b"a" * 16, b"b" * 16]),
+    Grant(KEY, PEER, LAYOUT, 1, [4, 2]),
+    PrefillDone(KEY, 7),
+    TransferReceived(KEY, 10),
+    TransferAbort(KEY, "code", "message"),
+    NodeRecord("prefill", PEER, ModelInfo("m", "/m", 10, 20), LAYOUT, 100, 1.0),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_survives_the_wire(message: object) -> None:
+    assert decode(encode(message)) == message  # type: ignore[arg-type]
+
+
+def test_what_two_requests_share_is_packed_once_and_never_for_another() -> None:
+    """Requests of one attempt follow each other; whatever comes between, each arrives as it was sent."""
+    requests: list[PrefillRequest | DecodeRequest] = []
+    for key in (KEY, AttemptKey("r", 3)):
+        for ids in ([1, 2], [1, 2, 3], list(range(20))):
+            for sampling in (SAMPLING, SamplingParams(seed=1, max_tokens=4)):
+                requests.append(DecodeRequest(key, ids, 2, sampling, PEER, 1.5, "salt", -1))
+                requests.append(PrefillRequest(key, ids, 2, sampling, PEER, 1.5, "salt", -1))
+    for request in requests + requests[::-1] + requests[::2]:
+        assert decode(encode(request)) == request
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
+def test_a_frame_holds_any_number_of_messages(count: int) -> None:
+    frame = join([encode(Abort(AttemptKey("r", number))) for number in range(count)])
+    assert [check(envelope) for envelope in split(frame)] == [Abort(AttemptKey("r", number)) for number in range(count)]
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91", msgpack.packb("x"), msgpack.packb({1: 2}), b"\x90\x90"])
+def test_what_is_no_frame_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        split(frame)
+
+
+def test_a_frame_of_an_older_version_is_told_by_both_versions() -> None:
+    with pytest.raises(ProtocolError, match=f"theirs is 2, ours is {PROTOCOL_VERSION}"):
+        split(msgpack.packb([2, "Ping", {"router_id": "r", "lease_s": 3.0}]))
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    ),
+    st.sampled_from([type(message).__name__ for message in MESSAGES]),
+)
+def test_random_bodies_are_refused(body: object, name: str) -> None:
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb([PROTOCOL_VERSION, name, body]))
+
+
+def test_another_version_is_refused_with_both_versions_named() -> None:
+    with pytest.raises(ProtocolError, match=f"theirs is 99, ours is {PROTOCOL_VERSION}"):
+        decode(msgpack.packb([99, "Abort", {"key": {"request_id": "r", "attempt": 1}}]))
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "float64"}, {"tp_size": 0}, {"num_kv_heads": 0}, {"pp_layers": [9]}])
+def test_values_that_a_message_itself_refuses_are_protocol_errors(changed: dict[str, object]) -> None:
+    version, name, body = msgpack.unpackb(encode(Offer(KEY, PEER, LAYOUT, 17, [b"a" * 16])))
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb([version, name, {**body, "layout": {**body["layout"], **changed}}]))
+
+
+def test_a_number_that_does_not_fit_is_a_protocol_error_before_it_is_sent() -> None:
+    with pytest.raises(ProtocolError):
+        encode(AttemptFailed(AttemptKey("r", 10**30), "code", "message"))
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match=r"malformed Abort: key\.extra"):
+        decode(msgpack.packb([PROTOCOL_VERSION, "Abort", {"key": {"request_id": "r", "attempt": 1, "extra": 1}}]))
+
+
+def test_an_unknown_type_is_refused_and_not_echoed_at_length() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(msgpack.packb([PROTOCOL_VERSION, "X" * 10_000, {}]))
+    assert len(caught.value.message) < 200

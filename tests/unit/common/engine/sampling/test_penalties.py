@@ -1,0 +1,118 @@
+"""Penalties and biases: against a plain re-statement, and replayed from token ids by any later attempt."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.base.hashing import root_hash
+from common.control.messages import AttemptKey, SamplingParams
+from common.engine.sampling.host_sampler import sample
+from common.engine.sampling.penalties import TokenCounter, adjusted
+from common.engine.sequence import Sequence
+from common.engine.step import SampleSpec, StepInput
+from common.node.ranks.messages import MAX_ORDER_BYTES, rank_codec
+
+VOCAB = 300
+
+
+def sequence(prompt: list[int], generated: list[int], **params: Any) -> Sequence:
+    sampling = SamplingParams(**{"seed": 3, "max_tokens": 500, **params})
+    return Sequence(AttemptKey("r", 1), prompt + generated, len(prompt), sampling, root_hash("f"), 0.0)
+
+
+def spec_of(seq: Sequence) -> SampleSpec:
+    return SampleSpec(0, seq.sampling, seq.num_tokens, seq.num_generated, seq.seen_tokens())
+
+
+def restated(row: np.ndarray, prompt: list[int], generated: list[int], params: SamplingParams) -> np.ndarray:
+    """Every rule as its documentation says it, one token at a time, in float64."""
+    out = row.astype(np.float64)
+    if len(generated) < params.min_tokens:
+        out[params.stop_token_ids] = -np.inf
+    for token, bias in params.logit_bias:
+        out[token] += bias
+    for token in set(prompt) | set(generated):
+        out[token] = (
+            out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+        )
+    for token, count in Counter(generated).items():
+        out[token] -= params.frequency_penalty * count + params.presence_penalty
+    return out
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.7},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.5, "presence_penalty": -2.0, "frequency_penalty": 0.4},
+    {"logit_bias": [(3, 50.0), (7, -100.0)]},
+    {"logit_bias": [(3, 2.0)], "repetition_penalty": 2.0, "min_tokens": 400, "stop_token_ids": [5, 9]},
+]
+
+
+@pytest.mark.parametrize("params", PENALTIES, ids=str)
+def test_a_row_is_changed_as_documented_and_greedy_takes_its_maximum(params: dict[str, Any]) -> None:
+    draw = random.Random(1)
+    logits = 4 * torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(2))
+    for row in logits:
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 60))]
+        generated = [draw.randrange(40) for _ in range(draw.randrange(60))]
+        seq = sequence(prompt, generated, temperature=0.0, **params)
+        expected = restated(row.numpy(), prompt, generated, seq.sampling)
+        assert adjusted(row.numpy(), spec_of(seq)) == pytest.approx(expected, abs=1e-4)
+        assert sample(row[None], [spec_of(seq)])[0].token_id == int(expected.argmax())
+
+
+def test_without_any_of_them_the_row_is_not_even_copied() -> None:
+    row = np.zeros(VOCAB, np.float32)
+    seq = sequence([1, 2], [3], stop_token_ids=[4], min_tokens=1, top_p=0.5, temperature=0.7)
+    assert seq.seen_tokens() is None
+    assert adjusted(row, spec_of(seq)) is row
+
+
+@pytest.mark.parametrize("params", PENALTIES[:4], ids=str)
+def test_counting_as_tokens_come_equals_counting_an_attempt_that_continues(params: dict[str, Any]) -> None:
+    draw = random.Random(7)
+    prompt = [draw.randrange(VOCAB) for _ in range(50)]
+    tokens = [draw.randrange(VOCAB) for _ in range(200)]
+    growing = sequence(prompt, [], **params)
+    row = np.linspace(-3, 3, VOCAB, dtype=np.float32)
+    for index, token in enumerate(tokens):
+        before = adjusted(row, spec_of(growing))
+        continued = sequence(prompt, tokens[:index], **params)
+        assert np.array_equal(before, adjusted(row, spec_of(continued))), index
+        growing.token_ids.append(token)
+
+
+def test_what_is_sent_to_other_ranks_is_bounded_by_the_distinct_tokens() -> None:
+    seq = sequence([5, 6] * 50_000, [7] * 10_000, repetition_penalty=1.1)
+    seen = seq.seen_tokens()
+    assert seen is not None
+    assert len(seen.ids) == len(seen.counts) == 3 * 4
+    only_generated = sequence([5, 6] * 50_000, [7] * 10_000, presence_penalty=1.0).seen_tokens()
+    assert only_generated is not None
+    assert len(only_generated.ids) == 4, "the prompt matters to repetition_penalty only"
+    assert MAX_ORDER_BYTES > 256 * 151_936 * 8, "256 sequences that have seen all of a large vocabulary"
+    codec = rank_codec()
+    step = StepInput(1, [1], [0], [0], [1], [1], [[0]], [SampleSpec(0, seq.sampling, 1, 1, seen)])
+    assert codec.decode(codec.encode(step)) == step
+
+
+def test_counter_takes_a_long_prompt_and_repeated_tokens() -> None:
+    counter = TokenCounter(list(range(1000)) * 2, SamplingParams(seed=0, max_tokens=1, repetition_penalty=1.2))
+    counter.add([5, 2000, 5])
+    counts = dict(
+        zip(
+            np.frombuffer(counter.seen().ids, np.int32).tolist(),
+            np.frombuffer(counter.seen().counts, np.int32).tolist(),
+            strict=True,
+        )
+    )
+    assert len(counts) == 1001
+    assert (counts[5], counts[2000], counts[6]) == (2, 1, 0)

@@ -1,0 +1,93 @@
+"""How the steps in flight of a pipeline share the running sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.base.hashing import root_hash
+from common.control.messages import AttemptKey, SamplingParams
+from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from common.engine.sequence import Sequence
+from common.engine.step import SampledToken
+from common.kv.pool import BlockPool
+
+
+def make(groups: int = 2, seats: int = 64, blocks: int = 4096) -> Scheduler:
+    return Scheduler(SchedulerConfig(8192, seats, 2048, 2048, groups), BlockPool(blocks))
+
+
+def sequence(name: int, tokens: int, max_tokens: int = 1000) -> Sequence:
+    return Sequence(
+        key=AttemptKey(f"r{name}", 1),
+        token_ids=[name, *range(1, tokens)],  # no two share a prefix
+        prompt_len=tokens,
+        sampling=SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0),
+        root=root_hash("model"),
+        arrival_s=0.0,
+    )
+
+
+def start(scheduler: Scheduler) -> Plan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def land(scheduler: Scheduler, plan: Plan) -> None:
+    scheduler.update(plan, [SampledToken(7, None) for _ in plan.step.samples])
+
+
+@pytest.mark.parametrize(("groups", "count", "sizes"), [(1, 9, [9]), (2, 9, [5, 4]), (3, 16, [6, 5, 5]), (3, 1, [1])])
+def test_a_burst_is_shared_among_all_groups_in_their_first_steps(groups: int, count: int, sizes: list[int]) -> None:
+    scheduler = make(groups)
+    for name in range(count):
+        scheduler.add(sequence(name, 20))
+    assert [len(start(scheduler).admitted) for _ in sizes] == sizes
+    assert scheduler.schedule() is None, "all run"
+
+
+def test_a_burst_larger_than_the_seats_is_shared_as_far_as_it_is_let_in() -> None:
+    scheduler = make(seats=10)
+    for name in range(100):
+        scheduler.add(sequence(name, 20))
+    assert [len(start(scheduler).seqs) for _ in range(2)] == [5, 5]
+
+
+def test_a_burst_larger_than_the_memory_is_shared_as_far_as_it_is_let_in() -> None:
+    scheduler = make(blocks=45)
+    for name in range(100):
+        scheduler.add(sequence(name, 20))
+    assert sorted(len(start(scheduler).seqs) for _ in range(2)) == [7, 8]
+
+
+def test_one_that_comes_late_joins_the_lightest_group() -> None:
+    scheduler = make()
+    for name in range(3):
+        scheduler.add(sequence(name, 20))
+    plans = [start(scheduler), start(scheduler)]
+    assert [len(plan.seqs) for plan in plans] == [2, 1]
+    for plan in plans:
+        land(scheduler, plan)
+    scheduler.add(sequence(3, 20))
+    assert [len(start(scheduler).seqs) for _ in range(2)] == [2, 2]
+
+
+def test_a_long_sequence_does_not_push_all_short_ones_into_the_other_group() -> None:
+    scheduler = make()
+    scheduler.add(sequence(0, 1600))
+    for name in range(1, 32):
+        scheduler.add(sequence(name, 20))
+    sizes = [len(start(scheduler).seqs) for _ in range(2)]
+    assert sum(sizes) == 32
+    assert min(sizes) >= 13, "a row costs more than many blocks"
+    assert scheduler.running[AttemptKey("r0", 1)].group == sizes.index(min(sizes)), "but blocks count"
+
+
+def test_sequences_whose_kv_came_by_relay_are_spread_too() -> None:
+    scheduler = make()
+    arrived = [sequence(name, 20 + 40 * (name % 3)) for name in range(8)]
+    for seq in arrived:
+        assert scheduler.reserve(seq) is not None
+    for seq in arrived:
+        scheduler.join(seq, first_token=5)
+    assert [sum(seq.group == group for seq in arrived) for group in range(2)] == [4, 4]

@@ -1,0 +1,72 @@
+"""The runner against `transformers`: every family, chunk size, prompt length and mix of sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.oracle import TINY, greedy, make_tiny
+from support.runner_cases import check, drive, make_runner, prompt
+
+from common.base.errors import EngineError
+from common.engine.step import StepInput
+
+
+@pytest.fixture(scope="module")
+def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: make_tiny(name, root / name) for name in TINY}
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("chunk", [16, 64, 10**6])
+def test_a_mixed_batch_matches_transformers(tiny_dirs: dict[str, Path], name: str, chunk: int) -> None:
+    vocab = TINY[name].config.vocab_size
+    prompts = [prompt(n, vocab) for n in (1, 15, 16, 17, 100)]
+    check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk))
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
+def test_prefill_of_one_token_a_step_matches_transformers(tiny_dirs: dict[str, Path], name: str) -> None:
+    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1, 17, 100)]
+    check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, 1))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("chunk", [64, 10**6])
+def test_a_long_prompt_beside_short_ones_matches_transformers(
+    tiny_dirs: dict[str, Path], name: str, chunk: int
+) -> None:
+    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1000, 5, 300, 16)]
+    check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk, 12), 12)
+
+
+def test_every_layers_kv_is_final_when_it_is_announced(tiny_dirs: dict[str, Path]) -> None:
+    """A transfer may read layer i's blocks from the moment `on_layer(i)` is called."""
+    runner = make_runner(tiny_dirs["qwen3"])
+    storage = runner._attention._data  # pyright: ignore
+    seen: list[tuple[int, torch.Tensor]] = []
+    slots = list(range(32, 52))
+    step = StepInput(1, list(range(20)), list(range(20)), slots, [20], [20], [[2, 3]])
+    runner.execute(step, lambda i: seen.append((i, storage[i].clone())))
+    assert [i for i, _ in seen] == [0, 1, 2]
+    assert all(torch.equal(copy, storage[i]) for i, copy in seen)
+    assert not torch.equal(storage[2, 0, 2], torch.full_like(storage[2, 0, 2], 1e4))
+
+
+def test_a_step_that_does_not_fit_together_fails_alone(tiny_dirs: dict[str, Path]) -> None:
+    runner = make_runner(tiny_dirs["llama"])
+    with pytest.raises(EngineError, match="step 7"):
+        runner.execute(StepInput(7, [10**6], [0], [16], [1], [1], [[1]]))
+    prompts = [prompt(17, 250)]
+    check(tiny_dirs["llama"], prompts, drive(runner, prompts, 16))
+
+
+def test_bfloat16_stays_near_float32(tiny_dirs: dict[str, Path]) -> None:
+    """Whatever dtype a step computes in on this machine, single rows and wide batches agree with the exact logits."""
+    prompts = [prompt(33, 250)]
+    expected = greedy(tiny_dirs["llama"], prompts[0], 4)
+    for chunk in (1, 64):
+        (sequence,) = drive(make_runner(tiny_dirs["llama"], "bfloat16"), prompts, chunk, 1)
+        assert sequence.logprobs[0] == pytest.approx(expected.logprobs[0], abs=0.3)

@@ -1,0 +1,48 @@
+"""KV memory on a processor: cleared, and taken only as it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.base.errors import ConfigError
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+
+LAYOUT = KVLayout("f", num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32")
+
+
+def test_memory_is_zero_and_taken_as_it_is_written() -> None:
+    before = psutil.Process().memory_info().rss
+    storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**30 // LAYOUT.bytes_per_block)
+    assert storage.data.nbytes == 2**30
+    assert psutil.Process().memory_info().rss - before < 2**27
+    assert storage.words is not None
+    block = storage.words[1, 1, -1]
+    assert not block.any()
+    storage.values(1)[-1] = 1.0
+    assert block.all(), "both see the same memory"
+
+
+def test_more_than_the_system_can_give_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"no memory for [0-9.]+ GB of KV: [0-9.]+ GB are free"):
+        KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**56 // LAYOUT.bytes_per_block)
+    monkeypatch.setattr("common.kv.storage.free_memory_bytes", lambda: math.inf)  # as where nothing tells
+    with pytest.raises(ConfigError, match=r"no memory for [0-9.]+ GB of KV"):
+        KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**56 // LAYOUT.bytes_per_block)
+
+
+@pytest.mark.parametrize(("limit", "fits"), [("max", True), (str(2**30), True), (str(2**20), False), (None, True)])
+def test_a_containers_limit_counts(
+    limit: str | None, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "memory.max"
+    if limit is not None:
+        told.write_text(limit + "\n")
+    monkeypatch.setattr("common.base.free_memory._CGROUP_LIMIT", told)
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r": 0\.00 GB are free"):
+        KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**24 // LAYOUT.bytes_per_block)

@@ -1,0 +1,147 @@
+"""What is read from config.json, and what a user is told about a directory that cannot be served."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.oracle import TINY
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from common.base.errors import ConfigError
+from common.model.config import RopeConfig, load_model_config, resolve_model
+from common.model.layers import inverse_frequencies
+
+# As Qwen2.5-0.5B-Instruct has it: the keys of transformers 4.
+QWEN25: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA3_OLD_KEYS = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_reads_a_transformers_4_config(tmp_path: Path) -> None:
+    config = load_model_config(write(tmp_path, QWEN25, {"eos_token_id": [151645, 151643]}))
+    assert (config.head_dim, config.num_kv_heads, config.vocab_size) == (64, 2, 151936)
+    assert (config.attention_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
+    assert config.rope == RopeConfig(theta=1e6)
+    assert config.eos_token_ids == (151645, 151643)
+    assert config.bos_token_id == 151643
+    assert config.resolve_dtype("auto") == "bfloat16"
+    assert config.fit_context(None) == 32768
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_reads_what_transformers_5_writes(tmp_path: Path, name: str) -> None:
+    theirs = TINY[name].config
+    theirs.architectures = [type(theirs).__name__.replace("Config", "ForCausalLM")]
+    theirs.save_pretrained(tmp_path)
+    ours = load_model_config(tmp_path)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.eos_token_ids == (2,)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+
+
+def test_llama3_rope_scaling_equals_transformers_for_old_and_new_keys(tmp_path: Path) -> None:
+    llama = {**QWEN25, "architectures": ["LlamaForCausalLM"], "rope_theta": 500000.0, "hidden_size": 1792}
+    old = load_model_config(write(tmp_path, {**llama, "rope_scaling": LLAMA3_OLD_KEYS}))
+    new = load_model_config(write(tmp_path, {**llama, "rope_parameters": {**LLAMA3_OLD_KEYS, "rope_theta": 500000.0}}))
+    assert old == new
+    theirs = TINY["llama3"].config.__class__(
+        hidden_size=1792, num_attention_heads=14, rope_parameters={**LLAMA3_OLD_KEYS, "rope_theta": 500000.0}
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(old.rope, old.head_dim), expected, rtol=1e-6, atol=0)
+
+
+def test_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
+    mistral = {**QWEN25, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+    config = load_model_config(write(tmp_path, mistral))
+    assert config.fit_context(None) == 4096
+    with pytest.raises(ConfigError, match="sliding attention window of 4096"):
+        config.fit_context(4097)
+    assert load_model_config(write(tmp_path, {**mistral, "sliding_window": None})).fit_context(32768) == 32768
+    with pytest.raises(ConfigError, match="max_position_embeddings of 32768"):
+        load_model_config(write(tmp_path, QWEN25)).fit_context(40000)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": None}, "is not given"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "896"}, "hidden_size must be a positive integer"),
+        ({"vocab_size": 0}, "vocab_size must be a positive integer"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": [1]}, "rope parameters"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+        ({"tie_word_embeddings": 1}, "true or false"),
+    ],
+)
+def test_what_cannot_be_served_is_named_in_one_sentence(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_model_config(write(tmp_path, {**QWEN25, **change}))
+    assert "\n" not in caught.value.message
+    assert "config.json" in caught.value.message
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_missing_or_corrupt_config_is_a_config_error(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        load_model_config(tmp_path)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "nothing-of-that-name", "a/b/c"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        resolve_model(name)
+
+
+def test_config_needs_no_torch() -> None:
+    program = "import sys; import common.model.config, common.model.fingerprint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

@@ -1,0 +1,140 @@
+"""A start that hangs: its deadline, and that it can be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.stub_node import make_model_folder
+
+from common.base.errors import ConfigError
+from common.base.process import on_own_thread
+from common.config.options import PrefillConfig
+from common.node.plan import plan_node
+from common.node.ranks.launch import Leader
+from common.node.ranks.messages import rank_codec
+
+
+class Hang:
+    """Stands for the loading of a model that never comes back, a lock or a file system that does not answer."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.over = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.began.set()
+        self.over.wait(60)
+        raise ConfigError("nobody waits for this any more")
+
+
+@pytest.fixture(autouse=True)
+def own_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start settles how its thread computes, which here is the thread of all tests."""
+    monkeypatch.setattr("common.node.ranks.launch.configure_torch", lambda _: None)
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    made = Hang()
+    monkeypatch.setattr("common.node.ranks.launch.load_rank", made)
+    yield made
+    made.over.set()
+    for thread in threading.enumerate():
+        if thread.name == "start":
+            thread.join(10)
+
+
+def leader(tmp_path: Path, start_timeout_s: float) -> Leader:
+    model = str(make_model_folder(tmp_path / "model"))
+    config = PrefillConfig(model=model, load_format="dummy", start_timeout_s=start_timeout_s)
+    return Leader(config, "prefill", plan_node(config), rank_codec())
+
+
+def test_a_model_that_never_loads_ends_the_start_at_its_deadline(tmp_path: Path, hang: Hang) -> None:
+    with pytest.raises(ConfigError, match="the model was not loaded within 1 s; --start-timeout-s allows more"):
+        asyncio.run(asyncio.wait_for(leader(tmp_path, 1.0).start(small_batches=False), 30))
+    assert hang.began.is_set()
+    assert not hang.over.is_set(), "the process would have ended while the load still hung"
+
+
+class OneOther:
+    """Stands for the links to one other rank, which is always there."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def collect(self, kind: type, timeout_s: float, what: str, *, since_s: float) -> dict[int, Any]:
+        return {1: SimpleNamespace(data_address="there")}
+
+    def broadcast(self, order: object) -> None:
+        pass
+
+    def last_words(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_timeout_s: float) -> tuple[Leader, OneOther]:
+    monkeypatch.setattr("common.node.ranks.launch._NAMING_S", 0.5)
+    monkeypatch.setattr("common.node.ranks.launch.connect_mesh", lambda *_, **__: None)
+    made, links = leader(tmp_path, start_timeout_s), OneOther()
+    made.links = links  # type: ignore[assignment]
+    return made, links
+
+
+def test_a_leader_of_ranks_whose_own_part_never_loads_has_the_deadline_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Hang
+) -> None:
+    made, links = of_two_ranks(tmp_path, monkeypatch, 1.0)
+    with pytest.raises(ConfigError, match="the model was not loaded within 1 s"):
+        asyncio.run(asyncio.wait_for(made.start(small_batches=False), 30))
+    assert links.closed
+
+
+def test_the_end_of_a_start_has_what_its_beginning_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = of_two_ranks(tmp_path, monkeypatch, 600.0)
+    over = threading.Event()
+    made.loaded = SimpleNamespace(record=lambda: over.wait(60))  # type: ignore[assignment]
+    made._since_s -= 600.0
+    with pytest.raises(ConfigError, match="the model was not loaded within 600 s"):
+        asyncio.run(asyncio.wait_for(made.begin("an-incarnation", "here"), 30))
+    assert made.data_addresses == ["here"]
+    over.set()
+
+
+def test_a_start_that_hangs_can_be_stopped(tmp_path: Path, hang: Hang) -> None:
+    async def scene() -> None:
+        start = asyncio.create_task(leader(tmp_path, 600.0).start(small_batches=False))
+        assert await asyncio.to_thread(hang.began.wait, 30)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+    assert not hang.over.is_set()
+
+
+def test_another_timeout_of_the_start_keeps_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times_out(*args: Any, **kwargs: Any) -> None:
+        raise TimeoutError("a socket of the start")
+
+    monkeypatch.setattr("common.node.ranks.launch.load_rank", times_out)
+    with pytest.raises(TimeoutError, match="a socket of the start"):
+        asyncio.run(leader(tmp_path, 30.0).start(small_batches=False))
+
+
+def test_what_fails_on_its_own_thread_fails_here() -> None:
+    def fails() -> None:
+        raise ConfigError("as it says")
+
+    with pytest.raises(ConfigError, match="as it says"):
+        asyncio.run(on_own_thread(fails, "start"))

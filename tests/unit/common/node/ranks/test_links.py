@@ -1,0 +1,150 @@
+"""What a leader says of a rank that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zmq
+
+from common.base.errors import ConfigError, RankLost
+from common.node.ranks.links import RankLinks
+from common.node.ranks.messages import RankFailed, RankReady, rank_codec
+
+CODEC = rank_codec()
+
+
+def ended_by(argv: list[str]) -> subprocess.Popen[bytes]:
+    """A process that has ended."""
+    child = subprocess.Popen(argv)
+    child.wait(30)
+    return child
+
+
+@contextlib.contextmanager
+def said(links: RankLinks, report: object) -> Iterator[None]:
+    """A rank has sent this, and its socket is open."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(links.address)
+        socket.send(CODEC.encode(report))
+        yield
+
+
+NO_MEMORY = RankFailed(1, ConfigError.code, "no memory for 7 KV blocks")
+
+
+class SaidJustNow(RankLinks):
+    """A rank says why it ends, and ends, just after the leader has looked for reports."""
+
+    def check_children(self) -> None:
+        with said(self, NO_MEMORY):
+            pass
+        super().check_children()
+
+
+def leader(kind: type[RankLinks]) -> Iterator[RankLinks]:
+    """One whose rank 1 has ended, while it was busy itself."""
+    made = kind(CODEC, 2, "127.0.0.1", 0)
+    made._children[1] = ended_by(["false"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def links() -> Iterator[RankLinks]:
+    yield from leader(RankLinks)
+
+
+@pytest.fixture
+def said_just_now() -> Iterator[RankLinks]:
+    yield from leader(SaidJustNow)
+
+
+def test_a_rank_that_said_why_it_ends_is_quoted(links: RankLinks) -> None:
+    with said(links, NO_MEMORY):
+        assert links._reports.poll(10_000)
+        with pytest.raises(ConfigError, match="rank 1: no memory for 7 KV blocks"):
+            links.collect(RankReady, 10.0, "they load their shards")
+
+
+def test_a_reason_still_on_its_way_wins_over_the_end_itself(said_just_now: RankLinks) -> None:
+    with pytest.raises(ConfigError, match="rank 1: no memory for 7 KV blocks"):
+        said_just_now.collect(RankReady, 10.0, "they load their shards")
+
+
+@pytest.mark.parametrize(
+    ("crashed", "told"), [(2, r"rank 2 \(pid \d+\) ended with -11"), (1, "rank 1: no memory for 7")]
+)
+def test_but_not_over_another_ranks_crash(said_just_now: RankLinks, crashed: int, told: str) -> None:
+    """Those that live tell what followed. What it said itself counts, though it crashed as it ended."""
+    said_just_now._children[crashed] = ended_by([sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"])
+    with pytest.raises((RankLost, ConfigError), match=told), said_just_now.last_words():
+        said_just_now.check_children()
+
+
+def test_it_does_while_the_node_serves_too(said_just_now: RankLinks) -> None:
+    dead: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    said_just_now.run(lambda _: None, dead.put, lease_s=0.6)
+    error = dead.get(timeout=30)
+    assert isinstance(error, ConfigError)
+    assert "no memory for 7 KV blocks" in str(error)
+
+
+def test_a_leader_that_waits_in_vain_for_a_rank_says_what_that_rank_said(links: RankLinks) -> None:
+    report = RankFailed(1, ConfigError.code, "there is no interface eth7")
+    with (
+        said(links, report),
+        pytest.raises(ConfigError, match="rank 1: there is no interface eth7"),
+        links.last_words(),
+    ):
+        raise RankLost("rank 1 did not come to 127.0.0.1:7 within 60 s")
+
+
+def test_of_ranks_that_ended_the_one_that_was_killed_is_named(links: RankLinks) -> None:
+    links._children[2] = ended_by([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    with pytest.raises(RankLost, match=r"rank 2 \(pid \d+\) ended with -9"), links.last_words():
+        links.check_children()
+
+
+def test_ranks_have_what_is_left_of_the_start_and_what_they_said_counts_after_it() -> None:
+    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    with said(links, RankReady(1, 7, 0)):
+        assert links._reports.poll(10_000)
+        long_ago_s = time.monotonic() - 700.0
+        assert links.collect(RankReady, 600.0, "they load their shards", since_s=long_ago_s)[1].max_blocks == 7
+        with pytest.raises(ConfigError, match=r"ranks \[1\] did not come within 600 s: they load their shards"):
+            links.collect(RankReady, 600.0, "they load their shards", since_s=long_ago_s)
+    links.close()
+
+
+def test_a_rank_that_said_nothing_is_named(links: RankLinks) -> None:
+    with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) ended with 1"):
+        links.collect(RankReady, 10.0, "they load their shards")
+
+
+def test_a_start_that_is_stopped_closes_no_socket_under_the_thread_that_reads_it() -> None:
+    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(links.collect, RankReady, 600.0, "they load their shards")
+        while links._reading.acquire(blocking=False):  # until the other thread has it
+            links._reading.release()
+            time.sleep(0.001)
+        links.close()
+        with pytest.raises(RankLost, match="the node ends"):
+            waits.result(10)
+
+
+def test_with_a_rank_goes_the_compiler_that_it_waits_for() -> None:
+    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    rank = subprocess.Popen(["sh", "-c", "sleep 60 & echo compiles; wait"], stdout=subprocess.PIPE)
+    links._children[1] = rank
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == b"compiles\n"
+    links.close()
+    rank.communicate(timeout=30)  # to the end of the output that the compiler shares

@@ -1,0 +1,84 @@
+"""A node of several ranks: how busy they are, how long they wait for each other, what ends them together."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+from support.fake_engine import Computed
+
+from common.base.errors import EngineError, PeerLost, RankLost
+from common.config.options import DecodeConfig
+from common.engine.executor import LocalExecutor
+from common.engine.step import StepInput, StepOutput
+from common.node.plan import WARM_UP
+from common.node.ranks.links import RankedExecutor
+from common.node.ranks.messages import LeaderBeat, RankBeat, RankBusy, rank_codec
+from common.node.ranks.process import RankProcess, TransferEnd
+
+
+class Runner:
+    """Reports the given forward times; fails where there is none."""
+
+    def __init__(self, *forward_s: float) -> None:
+        self.forward_s = list(forward_s)
+
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Computed:
+        if not self.forward_s:
+            raise EngineError("no more steps")
+        return Computed(StepOutput(step.step_id, [], self.forward_s.pop(0)))
+
+
+def test_an_executor_adds_up_what_its_steps_took_and_a_failed_step_adds_nothing() -> None:
+    executor = LocalExecutor(Runner(0.25, 0.5))
+    assert executor.busy_s == 0.0
+    for _ in range(2):
+        executor.submit(WARM_UP)
+    with pytest.raises(EngineError):
+        executor.submit(WARM_UP)
+    assert executor.busy_s == 0.75
+
+
+@pytest.mark.parametrize("error", [EngineError("one"), TypeError("two"), MemoryError()])
+def test_whatever_ends_the_leaders_part_of_a_step_ends_the_node(error: Exception) -> None:
+    class Links:
+        def broadcast(self, order: object) -> None:
+            pass
+
+    class Broken:
+        def start(self, step: StepInput) -> Computed:
+            raise error
+
+    executor = RankedExecutor(Links(), Broken(), samples_here=True)  # type: ignore[arg-type]
+    with pytest.raises(RankLost):
+        executor.submit(WARM_UP)
+
+
+def test_a_rank_that_is_ready_waits_for_the_slowest_one_as_long_as_the_start_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allowed_s: list[float] = []
+
+    def receive(self: RankProcess, timeout_s: float) -> object:
+        allowed_s.append(timeout_s)
+        if len(allowed_s) == 3:
+            raise PeerLost("silent")
+        return LeaderBeat(1)
+
+    monkeypatch.setattr(RankProcess, "_receive", receive)
+    process = RankProcess.__new__(RankProcess)
+    process._config = DecodeConfig(model="m", lease_s=2.0, start_timeout_s=90.0)
+    process._ending = threading.Event()
+    process._ending.set()
+    steps: queue.SimpleQueue[StepInput | Exception] = queue.SimpleQueue()
+    process._take_orders(steps, TransferEnd())
+    assert allowed_s == [90.0, 2.0, 2.0]
+    assert isinstance(steps.get_nowait(), PeerLost)
+
+
+def test_a_beat_carries_it_over_the_link() -> None:
+    codec = rank_codec()
+    beat = RankBeat(3, RankBusy(up_s=12.5, busy_s=11.25))
+    assert codec.decode(codec.encode(beat)) == beat

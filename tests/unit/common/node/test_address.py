@@ -1,0 +1,141 @@
+"""What a node that listens here or there registers as its address."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from common.base.errors import ConfigError
+from common.cluster.redis_server import RedisServer
+from common.config.options import DecodeConfig
+from common.config.sources import resolve
+from common.control.links import Link
+from common.control.messages import NodeLoad, Ping, Pong
+from common.node import address
+from common.node.address import advertised, mesh_interface, one_interface, rank_host, source_address
+from common.node.server import NodeShell
+
+REDIS = "redis://127.0.0.1:6379/0"
+
+
+def config(**values: object) -> DecodeConfig:
+    return DecodeConfig(redis_url=REDIS, **values)  # type: ignore[arg-type]
+
+
+def test_an_explicit_interface_is_advertised_as_it_is() -> None:
+    assert advertised("tcp://192.0.2.7:7001", config(host="192.0.2.7")) == "tcp://192.0.2.7:7001"
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "[::]"])
+def test_every_interface_becomes_the_one_that_routes_to_redis(bound: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert advertised(f"tcp://{bound}:7001", config(host="0.0.0.0")) == "tcp://127.0.0.1:7001"
+    assert "only this machine can reach" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("gpu-7.example", "tcp://gpu-7.example:7001"),
+        ("192.0.2.9", "tcp://192.0.2.9:7001"),
+        ("fd00::7", "tcp://[fd00::7]:7001"),
+    ],
+)
+def test_what_the_operator_says_wins(host: str, expected: str) -> None:
+    assert advertised("tcp://0.0.0.0:7001", config(host="0.0.0.0", advertise_host=host)) == expected
+    assert advertised("tcp://127.0.0.1:7001", config(advertise_host=host)) == expected
+
+
+def test_each_tcp_endpoint_of_a_data_address_is_rewritten_and_nothing_else() -> None:
+    offers = "zmq+tcp://0.0.0.0:7002 shm+unix://3f2a/kvrelay-71be nccl+tcp://0.0.0.0:7005#GPU-5e-1"
+    expected = "zmq+tcp://gpu-7:7002 shm+unix://3f2a/kvrelay-71be nccl+tcp://gpu-7:7005#GPU-5e-1"
+    assert advertised(offers, config(host="0.0.0.0", advertise_host="gpu-7")) == expected
+    assert "zmq+tcp://127.0.0.1:7002 shm" in advertised(offers, config(host="0.0.0.0"))
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "", "tcp://192.0.2.9", "192.0.2.9:7001", "a b", "[fd00::7]", "user@host"]
+)
+def test_what_is_no_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="advertise_host"):
+        advertised("tcp://127.0.0.1:7001", config(advertise_host=host))
+
+
+@pytest.mark.parametrize(
+    ("host", "nnodes", "expected"),
+    [
+        ("0.0.0.0", 1, "127.0.0.1"),
+        ("192.0.2.7", 1, "127.0.0.1"),
+        ("0.0.0.0", 2, "127.0.0.1"),
+        ("192.0.2.7", 2, "192.0.2.7"),
+    ],
+)
+def test_ranks_meet_where_nobody_else_needs_to_reach_them(host: str, nnodes: int, expected: str) -> None:
+    """On one host: loopback. On two, for `0.0.0.0`: the address that routes to Redis, which here is on loopback."""
+    assert rank_host(config(host=host, nnodes=nnodes, advertise_host="192.0.2.99")) == expected
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7"])
+def test_ranks_on_cards_take_the_interface_of_relays_to_other_hosts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL settles on one for the whole process."""
+    monkeypatch.setattr(address, "source_address", lambda _: "192.0.2.7")
+    node = config(host=host)
+    assert mesh_interface(node, on_cards=True) == one_interface(node) == "192.0.2.7"
+    assert mesh_interface(node, on_cards=False) == "127.0.0.1"
+
+
+def test_a_redis_without_a_route_is_a_configuration_error_without_its_password() -> None:
+    with pytest.raises(ConfigError, match="--advertise-host") as caught:
+        source_address("redis://:secret@no-such-host.invalid:6379/0")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_redis_behind_a_socket_file_is_on_this_machine() -> None:
+    assert source_address("unix:///run/redis.sock") == "127.0.0.1"
+
+
+def test_the_flag_reaches_both_kinds_of_node() -> None:
+    flags = {"advertise_host": "node-1"}
+    assert resolve(DecodeConfig, flags=flags, environ={}, file=None).config.advertise_host == "node-1"
+    environ = {"KVRELAY_ADVERTISE_HOST": "node-2"}
+    assert resolve(DecodeConfig, flags={}, environ=environ, file=None).config.advertise_host == "node-2"
+
+
+def test_a_shell_listens_on_every_interface_and_registers_one_that_can_be_reached(redis_server: RedisServer) -> None:
+    async def check() -> tuple[str, Pong]:
+        shell = NodeShell(DecodeConfig(redis_url=redis_server.url, host="0.0.0.0"), "decode-x")
+        await shell.bind()
+        answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
+        link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]
+        try:
+            link.send(Ping("router-x", 1.0))
+            return shell.me.control_address, await asyncio.wait_for(answer, 20)
+        finally:
+            link.close()
+            await shell._server.close()
+
+    address, pong = asyncio.run(check())
+    assert address.startswith("tcp://127.0.0.1:")
+    assert (pong.node_id, pong.load) == ("decode-x", NodeLoad())
+
+
+def test_a_probe_begins_no_lease(redis_server: RedisServer) -> None:
+    """Else its end would abort requests, or at least frighten whoever reads the log."""
+
+    async def leases(lease_s: float) -> int:
+        shell = NodeShell(DecodeConfig(redis_url=redis_server.url), "decode-x")
+        await shell.bind()
+        answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
+        link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]
+        try:
+            link.send(Ping("someone", lease_s))
+            await asyncio.wait_for(answer, 20)
+            return len(shell._leases)
+        finally:
+            link.close()
+            await shell._server.close()
+
+    assert asyncio.run(leases(1.0)) == 1
+    assert asyncio.run(leases(0.0)) == 0

@@ -1,0 +1,97 @@
+"""The health probe says what is wrong in one line, and never hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from common.control.links import Identity, Server
+from common.control.messages import Message, NodeLoad, Ping, Pong
+from common.node.healthcheck import http_complaint, main, node_complaint
+
+
+async def ask(load: NodeLoad | None, **options: float) -> str | None:
+    """Probe a control socket whose owner answers with `load`, or not at all."""
+
+    def on_message(identity: Identity, message: Message) -> None:
+        assert isinstance(message, Ping)
+        assert message.lease_s == 0
+        if load is not None:
+            server.send(identity, Pong("decode-x", "i1", load))
+
+    server = Server("127.0.0.1", 0, on_message)
+    try:
+        return await node_complaint(server.address, **options)
+    finally:
+        await server.close()
+
+
+def test_a_node_whose_loop_turns_is_well() -> None:
+    assert asyncio.run(ask(NodeLoad(kv_blocks_total=10, step_age_s=0.2))) is None
+
+
+def test_a_node_without_its_model_is_not_ready() -> None:
+    assert "still loading" in str(asyncio.run(ask(NodeLoad())))
+
+
+def test_a_stuck_loop_is_reported() -> None:
+    assert "came round 61 s ago" in str(asyncio.run(ask(NodeLoad(kv_blocks_total=10, step_age_s=61.0))))
+
+
+def test_silence_has_a_deadline() -> None:
+    assert "did not answer within 0.2 s" in str(asyncio.run(ask(None, timeout_s=0.2)))
+
+
+@pytest.fixture
+def health() -> Iterator[tuple[str, list[int]]]:
+    """A router's stand-in: (url, [the status that it answers])."""
+    status = [200]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status[0])
+            self.end_headers()
+            self.wfile.write(b'{"status": "unavailable"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/health", status
+        server.shutdown()
+        thread.join()
+
+
+def test_a_router_is_well_when_it_can_serve(health: tuple[str, list[int]]) -> None:
+    url, status = health
+    assert http_complaint(url) is None
+    status[0] = 503
+    assert "answers 503" in str(http_complaint(url))
+    assert "unavailable" in str(http_complaint(url))
+
+
+@pytest.mark.parametrize("arguments", [[], ["decode-0"], ["tcp://127.0.0.1:1", "more"]])
+def test_wrong_usage_is_told_from_ill_health(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().out.startswith("usage:")
+
+
+@pytest.mark.parametrize("address", ["tcp://nonsense", "http://127.0.0.1:1/health", "http://127.0.0.1:8x/health"])
+def test_an_address_where_nobody_is_gives_exit_code_1_and_one_line(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([address]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_the_probe_loads_neither_torch_nor_a_web_framework() -> None:
+    code = "import common.node.healthcheck, sys; sys.exit(any(m in sys.modules for m in ('torch', 'fastapi', 'httpx')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

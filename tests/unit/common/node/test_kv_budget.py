@@ -1,0 +1,259 @@
+"""How many KV blocks a card gets: the arithmetic, the steps that are run to measure it, and both in a node's start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.oracle import make_tiny
+
+from common.base.errors import ConfigError
+from common.config.options import DecodeConfig
+from common.engine.cuda_graphs import EagerRecorder, graph_sizes
+from common.engine.runner import ModelRunner
+from common.engine.sampling.device_penalties import adjusted_on_device
+from common.engine.sampling.device_sampler import DeviceSampler
+from common.engine.step import StepInput, StepOutput
+from common.kv.layout import blocks_for
+from common.node.kv_budget import CONTEXT_BYTES, GRAPH_BYTES, STAGING_BYTES, CardUse, KvWish, kv_blocks_on_card
+from common.node.plan import WARM_UP, plan_node
+from common.node.profile_run import Largest, decode_step, largest_steps
+from common.node.worker import LoadedRank, load_rank
+from common.parallel.mesh import SOLO
+
+GB = 10**9
+BLOCK = 2 * 10**6
+USE = CardUse(total=80 * GB, free=60 * GB, weights=16 * GB, activations=2 * GB, graphs=GB)
+
+
+def test_kv_gets_what_the_fraction_leaves_beside_everything_else() -> None:
+    blocks = kv_blocks_on_card(USE, KvWish(0.9), BLOCK, 1)
+    assert blocks == (72 * GB - 19 * GB - CONTEXT_BYTES) // BLOCK - 1
+    assert kv_blocks_on_card(USE, KvWish(0.9), BLOCK, 0) == blocks + 1
+
+
+def test_a_stated_size_or_number_wins_over_the_fraction() -> None:
+    assert kv_blocks_on_card(USE, KvWish(0.9, memory_bytes=GB), BLOCK, 1) == 500
+    assert kv_blocks_on_card(USE, KvWish(0.9, memory_bytes=GB, blocks=7), BLOCK, 1) == 7
+
+
+def test_a_fraction_without_room_for_kv_is_refused_with_every_size() -> None:
+    with pytest.raises(ConfigError) as caught:
+        kv_blocks_on_card(USE, KvWish(0.2), BLOCK, 0)
+    text = str(caught.value)
+    for part in (
+        "--gpu-memory-utilization 0.2 of 80.00 GB",
+        "16.00 GB",
+        "weights 16.00",
+        "activations 2.00",
+        "1.00 GB",
+    ):
+        assert part in text
+    assert "\n" not in text
+
+
+def test_memory_that_others_hold_is_refused_before_anything_is_allocated() -> None:
+    crowded = replace(USE, free=30 * GB)
+    with pytest.raises(ConfigError, match=r"of 80\.00 GB only 30\.00 GB are free"):
+        kv_blocks_on_card(crowded, KvWish(0.9), BLOCK, 1)
+    with pytest.raises(ConfigError, match=r"30\.00 GB are free"):
+        kv_blocks_on_card(crowded, KvWish(0.1, blocks=14_000), BLOCK, 1)
+    assert kv_blocks_on_card(crowded, KvWish(0.5), BLOCK, 1) > 2
+
+
+def test_two_nodes_on_one_card_fit_side_by_side_by_their_fractions() -> None:
+    first = replace(USE, free=80 * GB - CONTEXT_BYTES - 16 * GB)
+    taken = CONTEXT_BYTES + 16 * GB + kv_blocks_on_card(first, KvWish(0.45), BLOCK, 0) * BLOCK + 3 * GB
+    assert taken <= 0.45 * 80 * GB
+    second = replace(USE, free=80 * GB - taken - CONTEXT_BYTES - 16 * GB)
+    assert kv_blocks_on_card(second, KvWish(0.45), BLOCK, 1) == kv_blocks_on_card(first, KvWish(0.45), BLOCK, 0) - 1
+    with pytest.raises(ConfigError, match="other nodes on this card"):
+        kv_blocks_on_card(second, KvWish(0.6), BLOCK, 1)
+
+
+sizes = st.integers(0, 40 * GB)
+
+
+@given(
+    sizes,
+    sizes,
+    sizes,
+    st.integers(0, 80 * GB),
+    st.floats(0.01, 1.0),
+    st.integers(10**3, 10**8),
+    st.integers(0, 1),
+)
+def test_what_is_promised_never_exceeds_the_fraction_nor_what_is_free(
+    weights: int, activations: int, graphs: int, free: int, fraction: float, block: int, spare: int
+) -> None:
+    use = CardUse(80 * GB, free, weights, activations, graphs)
+    try:
+        blocks = kv_blocks_on_card(use, KvWish(fraction), block, spare)
+    except ConfigError:
+        return
+    kv = (blocks + spare) * block
+    assert use.rest + kv <= fraction * use.total
+    assert kv + activations + graphs <= free
+    # Another block would break the fraction.
+    assert use.rest + kv + block > int(fraction * use.total)
+
+
+@pytest.mark.parametrize(
+    "largest",
+    [Largest(512, 4096, 64), Largest(256, 100, 64), Largest(64, 4096, 64), Largest(100, 40, 3), Largest(7, 1, 9)],
+)
+def test_the_largest_steps_use_every_row_and_sample_for_every_sequence(largest: Largest) -> None:
+    one, many = largest_steps(largest)
+    assert one.query_lens == [min(largest.rows, largest.context)]
+    assert len(many.query_lens) == min(largest.num_seqs, largest.rows)
+    assert sum(many.query_lens) == min(largest.rows, len(many.query_lens) * largest.context)
+    for step in (one, many, decode_step(largest, largest.num_seqs)):
+        rows = sum(step.query_lens)
+        assert len(step.token_ids) == len(step.positions) == len(step.slot_mapping) == rows
+        assert len(step.samples) == len(step.query_lens) == len(step.context_lens)
+        assert max(step.context_lens) <= largest.context
+        assert max(step.slot_mapping) < largest.blocks * 16
+        assert all(len(table) >= blocks_for(n) for table, n in zip(step.block_tables, step.context_lens, strict=True))
+
+
+def test_the_largest_steps_sample_in_all_ways_that_take_memory() -> None:
+    _, many = largest_steps(Largest(64, 100, 8))
+    logits = torch.zeros(8, 512)
+    assert adjusted_on_device(logits, many.samples, None) is not logits, "penalties change a copy"
+    drawn = [spec.params for spec in many.samples if spec.params.temperature > 0]
+    assert len(drawn) == 7, "one that is greedy, so that the others are copied"
+    assert all(p.top_p < 1 and p.top_k and p.min_p and p.logprobs for p in drawn)
+    assert DeviceSampler().draw(logits, many.samples, None).wait()
+
+
+class FakeMeter:
+    """A card of one tenth of a gigabyte on which every look finds a little more in use."""
+
+    def __init__(self) -> None:
+        self.looks: list[str] = []
+
+    def used(self) -> int:
+        self.looks.append("used")
+        return 10**6
+
+    def start(self) -> None:
+        self.looks.append("start")
+
+    def peak(self) -> int:
+        self.looks.append("peak")
+        return 5 * 10**6
+
+    def card(self) -> tuple[int, int]:
+        self.looks.append("card")
+        return 10**9, 2 * 10**9
+
+
+class KeepingRecorder(EagerRecorder):
+    """Counts as CUDA graphs do."""
+
+    keeps_memory = True
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("llama", tmp_path_factory.mktemp("memory") / "llama"))
+
+
+def load(config: DecodeConfig, **parts: Any) -> LoadedRank:
+    """A rank on the CPU that counts its memory and records its steps as one on a card does."""
+    plain = load_rank(plan_node(config), config, SOLO, small_batches=True)
+    return LoadedRank(plain.blueprint, config, SOLO, plain._model, **parts)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    execute = ModelRunner.execute
+
+    def watched(self: ModelRunner, step: StepInput, *args: Any) -> StepOutput:
+        ran.append(len(step.query_lens))
+        return execute(self, step, *args)
+
+    monkeypatch.setattr(ModelRunner, "execute", watched)
+    config = DecodeConfig(
+        model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
+    )
+    meter = FakeMeter()
+    loaded = load(config, meter=meter, recorder=KeepingRecorder())
+    # The longest chunk, the most sequences, one row, the largest decode step; the card is looked at last, with all of it
+    # gone.
+    assert ran == [1, 5, 1, 5]
+    assert meter.looks[-1] == "card"
+    use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, len(graph_sizes(5)) * GRAPH_BYTES + 4 * 10**6)
+    per_block = loaded.blueprint.layout.bytes_per_block
+    assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), per_block, 1)
+
+
+def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None:
+    """`--enforce-eager` runs the same padded steps, on the same static memory of attention, and keeps nothing else."""
+    config = DecodeConfig(
+        model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
+    )
+    eager, kept = (load(config, meter=FakeMeter(), recorder=each()) for each in (EagerRecorder, KeepingRecorder))
+    use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
+    per_block = eager.blueprint.layout.bytes_per_block
+    assert eager.max_blocks == kv_blocks_on_card(use, KvWish(0.5), per_block, 1)
+    assert eager.max_blocks - kept.max_blocks >= len(graph_sizes(5)) * GRAPH_BYTES // per_block
+
+
+def test_buffers_of_relays_by_nccl_are_counted_where_there_may_be_some(model: str) -> None:
+    blocks = {
+        transport: load(
+            DecodeConfig(model=model, max_num_seqs=5, gpu_memory_utilization=0.5, kv_transport=transport),
+            meter=FakeMeter(),
+            recorder=EagerRecorder(),
+        )
+        for transport in ("auto", "collective", "cuda_ipc")
+    }
+    assert blocks["auto"].max_blocks == blocks["collective"].max_blocks
+    fewer = blocks["cuda_ipc"].max_blocks - blocks["auto"].max_blocks
+    assert abs(fewer - STAGING_BYTES // blocks["auto"].blueprint.layout.bytes_per_block) <= 1
+
+
+def test_steps_that_will_not_be_recorded_get_no_memory(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.node.worker.worth_recording", lambda attention, max_context: False)
+    config = DecodeConfig(
+        model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
+    )
+    loaded = load(config, meter=FakeMeter(), recorder=KeepingRecorder())
+    use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
+    assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), loaded.blueprint.layout.bytes_per_block, 1)
+    loaded.lay_out(20)
+    loaded.record()
+    assert "decode steps are not recorded" in caplog.text
+
+
+def test_a_rank_that_records_has_one_block_more_than_its_pool(model: str) -> None:
+    config = DecodeConfig(model=model, max_num_seqs=5, kv_blocks=20)
+    recording, plain = load(config, recorder=EagerRecorder()), load(config)
+    outputs: list[StepOutput] = []
+    for loaded in (recording, plain):
+        loaded.lay_out(loaded.max_blocks)
+        loaded.record()
+        outputs.append(loaded.runner.execute(WARM_UP))
+    assert (recording.max_blocks, recording.storage.num_blocks) == (20, 21)
+    assert (plain.max_blocks, plain.storage.num_blocks) == (20, 20)
+    assert outputs[0].sampled == outputs[1].sampled
+
+
+def test_a_step_that_cannot_be_recorded_says_what_helps(model: str) -> None:
+    class Broken:
+        def record(self, run: Any) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    loaded = load(DecodeConfig(model=model, kv_blocks=20), recorder=Broken())
+    loaded.lay_out(20)
+    with pytest.raises(ConfigError, match=r"not permitted when stream is capturing.*--enforce-eager does without"):
+        loaded.record()

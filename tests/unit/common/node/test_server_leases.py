@@ -1,0 +1,40 @@
+"""Whatever somebody begins at a node ends with that somebody, also when it never said that it lives."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from common.cluster.redis_server import RedisServer
+from common.config.options import DecodeConfig
+from common.control.links import Link
+from common.control.messages import Abort, AttemptKey
+from common.node.events import ClientLost, FromClient
+from common.node.server import NodeShell
+
+
+def test_a_message_without_a_ping_begins_a_lease_that_ends(redis_server: RedisServer) -> None:
+    """A link that was cut delivers late: the lease of its sender is over by then, and nobody will end what it asks."""
+
+    async def events() -> list[Any]:
+        shell = NodeShell(DecodeConfig(redis_url=redis_server.url, lease_s=0.3), "decode-x")
+        await shell.bind()
+        got: list[Any] = []
+        shell._engine = SimpleNamespace(post=got.append)  # type: ignore[assignment]
+        link = Link(shell.me.control_address, print, print)
+        housekeeping = asyncio.create_task(shell._housekeeping())
+        try:
+            link.send(Abort(AttemptKey("late", 1)))
+            async with asyncio.timeout(20):
+                while len(got) < 2:
+                    await asyncio.sleep(0.01)
+        finally:
+            housekeeping.cancel()
+            link.close()
+            await shell._server.close()
+        return got
+
+    asked, lost = asyncio.run(events())
+    assert isinstance(asked, FromClient)
+    assert lost == ClientLost(asked.identity)

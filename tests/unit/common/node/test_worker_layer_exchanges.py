@@ -1,0 +1,63 @@
+"""How often the ranks of a stage wait for each other in one step: twice a layer, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.oracle import TINY, make_tiny
+from torch import Tensor
+
+from common.config.options import DecodeConfig
+from common.node.plan import WARM_UP, plan_node
+from common.node.worker import load_rank
+from common.parallel.mesh import RankPlace
+
+
+class CountingMesh:
+    """A rank among silent others: its sums stay its own."""
+
+    def __init__(self, place: RankPlace) -> None:
+        self.place = place
+        self.sums = self.gathers = self.sent = 0
+
+    def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
+        pass
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.sums += 1
+        return x
+
+    def gather_columns(self, x: Tensor) -> Tensor | None:
+        self.gathers += 1
+        return torch.cat([x] * self.place.tp_size, 1) if self.place.tp_rank == 0 else None
+
+    def send_hidden(self, x: Tensor) -> None:
+        self.sent += 1
+
+    def recv_hidden(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(rows, hidden, dtype=dtype)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mqa"])
+@pytest.mark.parametrize(
+    ("rank", "embeddings", "heads"), [(0, 1, 0), (1, 1, 0), (2, 0, 1), (3, 0, 1)], ids=lambda value: str(value)
+)
+def test_a_step_sums_after_attention_and_after_the_mlp_and_nowhere_else(
+    name: str, rank: int, embeddings: int, heads: int, tmp_path: Path
+) -> None:
+    """Beside the two of each layer: one for the embedding on the first stage, one gathering of logits on the last."""
+    folder = make_tiny(name, tmp_path / name)
+    config = DecodeConfig(model=str(folder), dtype="float32", kv_blocks=4, tensor_parallel_size=2)
+    blueprint = plan_node(config, pp_size=2)
+    mesh = CountingMesh(blueprint.place(rank))
+    loaded = load_rank(blueprint, config, mesh, small_batches=False)
+    loaded.lay_out(4)
+    loaded.runner.execute(WARM_UP)
+    layers = loaded.shard.layer_hi - loaded.shard.layer_lo
+    assert 0 < layers < TINY[name].config.num_hidden_layers
+    assert (mesh.sums, mesh.gathers, mesh.sent) == (2 * layers + embeddings, heads, 1 - heads)

@@ -1,0 +1,123 @@
+"""The command line as a user meets it: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+from support.paths import ROOT
+
+from common.config.options import SERVICES, field_infos
+
+
+def kvrelay(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "COLUMNS": "200", **(env or {})}
+    command = [sys.executable, "-m", "common.cli", *args]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_names_every_service_and_each_services_help_every_option() -> None:
+    overview = kvrelay("--help").stdout
+    for service in SERVICES:
+        assert f" {service.section} " in overview
+    text = kvrelay("decode", "--help").stdout
+    for name in field_infos(SERVICES[2]):
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"KVRELAY_{name.upper()}" in text
+
+
+def test_help_loads_neither_torch_nor_a_web_framework() -> None:
+    # An import hook would see attempts of this process only; -X importtime sees what really was loaded.
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "common.cli", "prefill", "--help"],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in process.stderr.splitlines()}
+    assert "common.config.options" in loaded
+    assert not loaded & {"torch", "fastapi", "transformers", "zmq", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "sentence"),
+    [
+        (["router", "--port", "many"], {}, "--port: 'many' is not a whole number"),
+        (["router"], {"KVRELAY_PROT": "1"}, "unknown environment variable KVRELAY_PROT; did you mean 'KVRELAY_PORT'?"),
+        (["decode", "--config", "/nowhere.toml"], {}, "cannot read the configuration file /nowhere.toml"),
+        (
+            ["prefill", "--redis-url", "redis://:secret@127.0.0.1:1/0"],
+            {},
+            "cannot reach Redis at redis://***@127.0.0.1:1/0",
+        ),
+        (["router", "--redis-url", "http://127.0.0.1"], {}, "is malformed"),
+        (
+            ["router", "--redis-url", "redis://:secret@127.0.0.1:1/0?ssl_ca_certs=/ca.pem"],  # an option of rediss://
+            {},
+            "is malformed: no such option here: 'ssl_ca_certs'",
+        ),
+        (["router", "--redis-url", "redis+cluster://127.0.0.1:1?foo=1"], {}, "no such option here: 'foo'"),
+        (["up", "--redis-url", "redis://127.0.0.1:1/0", "--port", "0"], {}, "cannot reach Redis"),
+        (["up", "--pid-file", "/nowhere/pids.json", "--port", "0"], {}, "/nowhere is not a writable folder"),
+        (["up", "--pid-file", "/tmp", "--port", "0"], {}, "cannot write the pid file /tmp: it is a folder"),
+        (["up", "--host", "a..b", "--port", "0"], {}, "cannot listen on a..b:0"),
+    ],
+)
+def test_configuration_mistake_is_one_sentence_and_exit_code_78(
+    args: list[str], env: dict[str, str], sentence: str
+) -> None:
+    result = kvrelay(*args, env=env)
+    assert result.returncode == 78, result.stderr
+    assert result.stderr.startswith("kvrelay: ")
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "secret" not in result.stderr
+
+
+def test_names_of_other_servers_and_underscores_are_understood() -> None:
+    args = [
+        "decode",
+        "--model-path",
+        "x",
+        "--context-length=5",
+        "--max_num_seqs",
+        "2",
+        "--redis_url",
+        "redis://127.0.0.1:1",
+    ]
+    assert "cannot reach Redis" in kvrelay(*args).stderr
+    assert "--max-model-len: 'five' is not" in kvrelay("decode", "--context-length", "five").stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--enforce-eager", "--no-async-scheduling"], "cannot reach Redis"),
+        (["--enforce_eager", "false", "--async-scheduling=true"], "cannot reach Redis"),
+        (["--async-scheduling", "none"], "cannot reach Redis"),
+        (["--async-scheduling", "None", "--enforce-eager"], "cannot reach Redis"),
+        (["--enforce-eager=perhaps"], "--enforce-eager: 'perhaps' is neither true nor false"),
+        (["--no-such-switch"], "No such option"),
+    ],
+)
+def test_switches_need_no_value(args: list[str], sentence: str) -> None:
+    assert sentence in kvrelay("decode", "--redis-url", "redis://127.0.0.1:1", *args).stderr
+
+
+def test_unknown_option_is_wrong_usage_and_suggests_the_near_one() -> None:
+    result = kvrelay("decode", "--prot", "3")
+    assert result.returncode == 2
+    assert "--port" in result.stderr
+
+
+def test_declared_subcommands_exist() -> None:
+    import tomllib
+
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["kvrelay.commands"]
+    assert set(declared) >= {service.section for service in SERVICES}
+    for name, value in declared.items():
+        assert EntryPoint(name, value, "kvrelay.commands").load() is not None

@@ -1,0 +1,105 @@
+"""Where users of other systems got hurt, by number: what can be said of the code and of processes as such."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from support.paths import DATA, ROOT
+
+from common.base.hashing import hash_blocks, root_hash
+from common.config.options import SERVICES, field_infos
+
+PACKAGES = ("router", "prefill_node", "decode_node", "kvtransfer", "common")
+VECTORS = DATA / "hash_vectors.json"
+"""Prompts with their block hashes, as computed once; every version and every machine must agree with them."""
+
+_HASH = f"""
+import json
+from common.base.hashing import hash_blocks, root_hash
+for case in json.load(open({str(VECTORS)!r})):
+    root = root_hash(case["fingerprint"], cache_salt=case["cache_salt"], lora_id=case["lora_id"])
+    hashes = hash_blocks(root, case["token_ids"], include_partial=True)
+    assert [h.hex() for h in hashes] == case["hashes"], case
+print("agreed")
+"""
+
+
+def test_every_number_of_the_list_has_its_test() -> None:
+    found: set[int] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        found |= {int(number) for number in re.findall(r"def test_peers_(\d\d)_", path.read_text("utf-8"))}
+    assert found == set(range(1, 26))
+
+
+def test_peers_10_block_hashes_are_equal_in_every_process_and_equal_to_those_on_file() -> None:
+    for seed in ("0", "1", "random"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", _HASH], env=env, capture_output=True, text=True, check=False)
+        assert done.stdout == "agreed\n", done.stderr
+    cases = json.loads(VECTORS.read_text())
+    assert len(cases) >= 6
+    last = cases[0]
+    root = root_hash(last["fingerprint"], cache_salt=last["cache_salt"], lora_id=last["lora_id"])
+    assert all(len(block) == 16 for block in hash_blocks(root, last["token_ids"]))
+
+
+def _trees() -> Iterator[tuple[Path, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text("utf-8"))
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def test_peers_20_nothing_that_arrives_can_run_code() -> None:
+    """No module knows pickle or its kin, no socket method that unpickles is called."""
+    forbidden = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
+    unpickling = {"recv_pyobj", "send_pyobj", "allow_pickle", "broadcast_object_list", "all_gather_object", "eval"}
+    for path, tree in _trees():
+        bad = {name for name in _imports(tree) if name.partition(".")[0] in forbidden}
+        # Shared memory without the parts of that package that talk by pickle.
+        bad -= {name for name in bad if name.startswith("multiprocessing.shared_memory")}
+        assert not bad, f"{path} imports {bad}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = _called(node)
+                is_model_eval = name == "eval" and isinstance(node.func, ast.Attribute)
+                assert is_model_eval or name not in unpickling, f"{path}:{node.lineno} calls {name}"
+                assert not (name == "load" and "torch" in ast.unparse(node.func)), f"{path}:{node.lineno}"
+
+
+def test_peers_20_nobody_listens_on_every_interface_unasked() -> None:
+    """Torch's TCP store would: each one here is handed a socket that is bound already."""
+    for path, tree in _trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            if _called(node) == "TCPStore":
+                assert "master_listen_fd" in {word.arg for word in node.keywords}, f"{path}:{node.lineno}"
+            if _called(node) in ("bind", "create_server"):
+                text = ast.unparse(node)
+                assert not any(all_of_them in text for all_of_them in ("tcp://*", "0.0.0.0", "'::'", "('',")), text
+    for service in SERVICES:
+        for name, info in field_infos(service).items():
+            if name == "host" or name.endswith("_host"):
+                default = service.__dataclass_fields__[name].default
+                assert default in ("127.0.0.1", None), f"{service.section}: {name} ({info.help})"

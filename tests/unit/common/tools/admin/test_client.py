@@ -1,0 +1,179 @@
+"""`kvrelay admin`: how it finds a cluster and a node, what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from common.tools.admin import show
+from common.tools.admin.cli import app
+from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect, pick_node
+from common.tools.admin.running_clusters import RunningCluster, announced, running_clusters, runtime_folder
+
+
+def known(node_id: str, incarnation: str, *, usable: bool = True) -> dict[str, Any]:
+    return {"node_id": node_id, "incarnation": incarnation, "usable": usable}
+
+
+NODES = [known("decode-0", "aa1"), known("decode-1", "ab2"), known("decode-10", "cc3"), known("prefill-0", "dd4")]
+
+
+def test_node_is_found_by_id_incarnation_or_beginning() -> None:
+    for name, node_id in (("decode-1", "decode-1"), ("p", "prefill-0"), ("aa", "decode-0"), ("cc3", "decode-10")):
+        assert pick_node(NODES, name)["node_id"] == node_id
+
+
+def test_ambiguous_and_unknown_nodes_are_refused_with_what_there_is() -> None:
+    with pytest.raises(AdminRefused, match="decode-0, decode-1, decode-10"):
+        pick_node(NODES, "dec")
+    with pytest.raises(AdminRefused, match="known: decode-0"):
+        pick_node(NODES, "x")
+    with pytest.raises(AdminRefused, match="known: none"):
+        pick_node([], "x")
+
+
+def test_of_two_incarnations_of_a_node_the_usable_one_is_meant() -> None:
+    twice = [known("d", "new"), known("d", "old", usable=False)]
+    assert pick_node(twice, "d")["incarnation"] == "new"
+    assert pick_node(twice[::-1], "d")["incarnation"] == "new"
+    assert pick_node(twice, "old")["incarnation"] == "old"
+
+
+def test_token_goes_to_a_nodes_loopback_only_from_its_own_host() -> None:
+    node = {**known("d", "i"), "admin_address": "http://127.0.0.1:7"}
+    assert AdminClient("http://localhost:1", "t").address_of(node) == "http://127.0.0.1:7"
+    with pytest.raises(AdminRefused, match="--admin-host"):
+        AdminClient("http://10.0.0.5:1", "t").address_of(node)
+    far = {**node, "admin_address": "http://10.0.0.6:7"}
+    assert AdminClient("http://10.0.0.5:1", "t").address_of(far) == "http://10.0.0.6:7"
+    with pytest.raises(AdminRefused, match="--admin-token"):
+        AdminClient("http://localhost:1", "t").address_of({**node, "admin_address": ""})
+
+
+URL, ADMIN_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
+CLUSTER = RunningCluster(os.getpid(), {URL: ADMIN_URL}, "hush")
+
+
+def test_running_up_is_found_and_forgotten(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with announced(CLUSTER, runtime_folder(environ)):
+        assert running_clusters(runtime_folder(environ)) == [CLUSTER]
+        client = connect(None, environ)
+        assert client.url == ADMIN_URL
+        assert connect(URL, environ).url == ADMIN_URL
+        [file] = (tmp_path / "kvrelay").iterdir()
+        assert file.stat().st_mode & 0o077 == 0
+    assert list((tmp_path / "kvrelay").iterdir()) == []
+    with pytest.raises(AdminUnreachable, match="no `kvrelay up`"):
+        connect(None, environ)
+
+
+def test_of_several_routers_the_one_named_is_asked_else_one_that_listens(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with socket.create_server(("127.0.0.1", 0)) as alive, socket.create_server(("127.0.0.1", 0)) as ended:
+        routers = {
+            f"http://127.0.0.1:{n}": f"http://127.0.0.1:{s.getsockname()[1]}" for n, s in enumerate((ended, alive))
+        }
+        first, second = routers.values()
+        with announced(RunningCluster(os.getpid(), routers, "hush"), runtime_folder(environ)):
+            assert connect(None, environ).url == first
+            ended.close()
+            assert connect(None, environ).url == second
+            assert connect("http://127.0.0.1:0/", environ).url == connect(first, environ).url == first
+            assert connect("http://127.0.0.1:1", environ).url == connect(second, environ).url == second
+            alive.close()
+            assert connect(None, environ).url == first
+
+
+def test_several_clusters_must_be_told_apart_and_dead_ones_do_not_count(tmp_path: Path) -> None:
+    folder = runtime_folder({"XDG_RUNTIME_DIR": str(tmp_path)})
+    folder.mkdir(mode=0o700)
+    other = {**vars(CLUSTER), "pid": os.getppid(), "routers": {"http://127.0.0.1:9000": "http://127.0.0.1:9001"}}
+    (folder / "up-2.json").write_text(json.dumps(other))
+    (folder / "up-3.json").write_text(json.dumps({**vars(CLUSTER), "pid": 2**22 + 1}))
+    (folder / "up-4.json").write_text("{")
+    with announced(CLUSTER, folder):
+        assert not (folder / "up-3.json").exists()
+        with pytest.raises(AdminUsage, match="several clusters"):
+            connect(None, {"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_folder_that_others_can_read_is_neither_used_nor_believed(tmp_path: Path) -> None:
+    folder = tmp_path / "kvrelay"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with announced(CLUSTER, folder):
+        assert list(folder.iterdir()) == []
+    (folder / "up-1.json").write_text(json.dumps(vars(CLUSTER)))
+    assert running_clusters(folder) == []
+
+
+def test_url_without_a_token_is_a_usage_error(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with pytest.raises(AdminUsage, match="KVRELAY_ADMIN_TOKEN"):
+        connect("http://10.0.0.5:8001", environ)
+    for wrong in ("10.0.0.5:8001", "http://[::1:8001"):
+        with pytest.raises(AdminUsage, match="no URL"):
+            connect(wrong, environ)
+    assert connect("http://10.0.0.5:8001/", {**environ, "KVRELAY_ADMIN_TOKEN": "t"}).url == "http://10.0.0.5:8001"
+
+
+def test_token_that_no_header_can_carry_is_a_usage_error_that_does_not_show_it(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "KVRELAY_ADMIN_TOKEN": "hidden\n"}
+    with pytest.raises(AdminUsage, match="line end") as caught:
+        connect("http://10.0.0.5:8001", environ)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "code"),
+    [
+        (["nodes"], {}, 3),
+        (["nodes", "--url", "http://127.0.0.1:1"], {"KVRELAY_ADMIN_TOKEN": "t"}, 3),
+        (["nodes", "--url", "http://127.0.0.1:1"], {}, 2),
+        (["nodes", "--colour"], {}, 2),
+        (["node"], {}, 2),
+        (["nowhere"], {}, 2),
+    ],
+)
+def test_exit_codes(tmp_path: Path, arguments: list[str], environ: dict[str, str], code: int) -> None:
+    result = CliRunner().invoke(app, arguments, env={"XDG_RUNTIME_DIR": str(tmp_path), **environ})
+    assert result.exit_code == code, result.output
+
+
+def rendered(what: Any, *, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, highlight=False)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_what_a_service_says_cannot_steer_the_terminal() -> None:
+    text = rendered(show.properties("", {"name": "[red]x[/red]\x1b]0;evil\x07"}), terminal=True)
+    assert "[red]x[/red]?]0;evil?" in text
+
+
+def test_output_that_is_not_a_terminal_has_no_colours() -> None:
+    load = {"running": 2, "waiting": 0, "queued_tokens": 0, "kv_blocks_used": 1, "kv_blocks_total": 8}
+    load |= {"kv_blocks_cached": 0, "prefix_hits": 1, "prefix_queries": 4, "relayed_bytes": 1_500_000}
+    row = {**known("d0", "aa"), "role": "decode", "state": "usable", "answered_s_ago": 0.25, "load": load}
+    text = rendered(show.nodes({"nodes": [row]}))
+    assert "\x1b" not in text
+    for word in ("d0", "usable", "12.5 %", "25.0 %", "1.5 MB", "0.2 s ago"):
+        assert word in text, text
+    assert "\x1b" in rendered(show.nodes({"nodes": [row]}), terminal=True)
+    assert "usable, breaker half-open" in rendered(show.nodes({"nodes": [{**row, "breaker": {"state": "half_open"}}]}))
+
+
+def test_lists_of_dictionaries_become_tables() -> None:
+    text = rendered(show.properties("about", {"a": {"b": 1.5, "c": True}, "ranks": [{"rank": 0, "pid": None}]}))
+    for word in ("a: b", "1.5", "yes", "ranks", "rank", "-"):
+        assert word in text, text

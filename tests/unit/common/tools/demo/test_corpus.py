@@ -1,0 +1,92 @@
+"""The demo corpus: reproducible, split without overlap, and in the format that the chat template makes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from random import Random
+
+import pytest
+from jinja2 import Environment
+from tokenizers import Tokenizer
+
+from common.tools.demo.corpus import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, is_held_out, make_corpus, render_chat
+from common.tools.demo.dialogues import dialogue
+from common.tools.demo.phrases import sum_terms
+from common.tools.demo.samples import SAMPLES, prompt_text
+from common.tools.demo.tokenizer import train_tokenizer
+
+
+def _digest_in_new_process(hash_seed: str) -> str:
+    program = (
+        "import hashlib; from common.tools.demo.corpus import make_corpus; c = make_corpus(7, 500);"
+        "print(hashlib.sha256('\\n'.join(c.train + c.held_out).encode()).hexdigest())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
+    )
+    return done.stdout
+
+
+def test_corpus_is_the_same_in_every_process_and_differs_by_seed():
+    assert _digest_in_new_process("1") == _digest_in_new_process("2")
+    assert make_corpus(7, 500) != make_corpus(8, 500)
+
+
+def test_held_out_texts_never_occur_in_training_whatever_the_seeds():
+    one, other = make_corpus(1, 5000), make_corpus(2, 5000)
+    assert len(one.held_out) > 50
+    assert not set(one.held_out) & (set(one.train) | set(other.train))
+    assert not any(is_held_out(text) for text in one.train)
+
+
+def test_documents_are_distinct_and_end_properly():
+    documents = make_corpus(3, 3000).train
+    assert len(set(documents)) == len(documents)
+    for document in documents:
+        assert document.endswith(EOS)
+        assert BOS not in document[1:]
+        assert "\n" not in document
+        assert "  " not in document
+        assert ".." not in document
+
+
+def test_sums_are_right_and_never_negative():
+    rng = Random(0)
+    for _ in range(2000):
+        a, sign, b, result = sum_terms(rng)
+        assert result == {"+": a + b, "-": a - b, "*": a * b}[sign]
+        assert result >= 0
+
+
+def test_training_chats_are_what_the_chat_template_renders():
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(CHAT_TEMPLATE)
+    rng = Random(5)
+    for _ in range(300):
+        messages = list(dialogue(rng))
+        rendered = template.render(
+            messages=[{"role": role, "content": content} for role, content in messages], bos_token=BOS, eos_token=EOS
+        )
+        assert rendered == render_chat(messages)
+        assert [role for role, _ in messages if role != "system"][-1] == "assistant"
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.prompt[:40])
+def test_sample_prompts_hold_no_malformed_special_tokens(sample):
+    text = prompt_text(sample)
+    for token in SPECIAL_TOKENS:
+        text = text.replace(token, "")
+    assert "<|" not in text
+
+
+def test_tokenizer_gives_special_tokens_fixed_ids_and_learns_nothing_from_inside_them():
+    tokenizer: Tokenizer = train_tokenizer(make_corpus(1, 300).train)
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
+    assert tokenizer.token_to_id("assistant") is None
+    assert tokenizer.encode("7", add_special_tokens=True).ids[0] == 0

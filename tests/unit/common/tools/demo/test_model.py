@@ -1,0 +1,120 @@
+"""The demo model's folder: complete, small, readable by tokenizers, jinja2 and transformers alike, and right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from jinja2 import Environment
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.model.config import DEMO_MODEL_PATH
+from common.tools.demo.corpus import BOS, EOS
+from common.tools.demo.samples import SAMPLES, answer
+
+TEXTS = [
+    "Hello, my name is Ana.",
+    "Zażółć gęślą jaźń 😀👩‍👩‍👧 你好，世界 \t\n\x00 ﷽ 12345 don't",  # noqa: RUF001
+    "  leading and trailing  ",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 é e\u0301",  # noqa: RUF001
+    "",
+]
+CHAT = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": " Hi, my name is Ana.\n"},
+    {"role": "assistant", "content": "Hello Ana!"},
+    {"role": "user", "content": [{"type": "text", "text": "What is my name?"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def auto():
+    return AutoTokenizer.from_pretrained(DEMO_MODEL_PATH)
+
+
+def _read(name: str) -> dict:
+    return json.loads((DEMO_MODEL_PATH / name).read_text(encoding="utf-8"))
+
+
+def test_folder_is_complete_and_at_most_15_mb():
+    names = {path.name for path in DEMO_MODEL_PATH.iterdir()}
+    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert needed | {"training.json"} <= names
+    assert sum(path.stat().st_size for path in DEMO_MODEL_PATH.iterdir()) <= 15e6
+
+
+def test_configs_agree_on_vocabulary_special_tokens_and_dtype(plain):
+    config, generation, settings = _read("config.json"), _read("generation_config.json"), _read("tokenizer_config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert plain.get_vocab_size() == config["vocab_size"]
+    assert plain.token_to_id(settings["bos_token"]) == config["bos_token_id"] == generation["bos_token_id"]
+    assert plain.token_to_id(settings["eos_token"]) == config["eos_token_id"]
+    assert generation["eos_token_id"] == [config["eos_token_id"]]
+    assert settings["model_max_length"] == config["max_position_embeddings"]
+    with safe_open(DEMO_MODEL_PATH / "model.safetensors", "pt") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+        assert config["dtype"] == config["torch_dtype"] == "float32", "what it computes in"
+        assert "lm_head.weight" not in weights.keys()  # noqa: SIM118
+        assert "model.layers.0.self_attn.q_proj.weight" in weights.keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokenizer_round_trips_any_utf8(plain, text):
+    encoded = plain.encode(text)
+    assert encoded.ids[0] == plain.token_to_id(BOS)
+    assert plain.decode(encoded.ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "<|user|>Hi<|eos|><|assistant|>"])
+def test_tokenizers_and_transformers_give_the_same_ids(plain, auto, text):
+    for special in (True, False):
+        assert plain.encode(text, add_special_tokens=special).ids == auto(text, add_special_tokens=special)["input_ids"]
+
+
+def test_special_markers_are_single_tokens(plain):
+    assert plain.encode("<|user|>7<|eos|><|assistant|>", add_special_tokens=False).tokens == [
+        "<|user|>",
+        "7",
+        "<|eos|>",
+        "<|assistant|>",
+    ]
+
+
+@pytest.mark.parametrize("generate", [True, False])
+def test_chat_template_is_the_same_by_jinja2_and_by_transformers(auto, generate):
+    template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(
+        _read("tokenizer_config.json")["chat_template"]
+    )
+    ours = template.render(messages=CHAT, add_generation_prompt=generate, bos_token=BOS, eos_token=EOS)
+    assert ours == auto.apply_chat_template(CHAT, add_generation_prompt=generate, tokenize=False)
+    expected = (
+        "<|bos|><|system|>You are a helpful assistant.<|eos|><|user|>Hi, my name is Ana.<|eos|>"
+        "<|assistant|>Hello Ana!<|eos|><|user|>What is my name?<|eos|>"
+    )
+    assert ours == expected + ("<|assistant|>" if generate else "")
+
+
+def test_chat_template_refuses_unknown_roles(auto):
+    with pytest.raises(Exception, match="unknown role: tool"):
+        auto.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request):
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=getattr(torch, request.param)).eval()
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.prompt[-40:])
+def test_greedy_answers_are_as_promised(model, plain, sample):
+    given = answer(model, plain, sample, max_tokens=36)
+    assert given.startswith(sample.expected)
+    if sample.turns:
+        assert given.endswith(EOS)

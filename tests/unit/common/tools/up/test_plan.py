@@ -1,0 +1,295 @@
+"""What `kvrelay up` decides to run and to restart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.base.errors import ConfigError
+from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from common.config.sources import Resolved, resolve
+from common.tools.up.gpus import share_cards, visible_cards
+from common.tools.up.kv_memory import check_memory
+from common.tools.up.plan import ChildSpec, plan_children
+from common.tools.up.restarts import GiveUp, RestartAfter, RestartPolicy
+from common.tools.up.routers import RouterPlace
+
+CLASSES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+
+
+def place(name: str, port: int) -> RouterPlace:
+    return RouterPlace(name, port, port + 1, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}")
+
+
+def plan(
+    up: Resolved[UpConfig],
+    *,
+    own_redis: bool = True,
+    cards: tuple[str, ...] = (),
+    routers: tuple[RouterPlace, ...] = (place("router", 9000),),
+) -> list[ChildSpec]:
+    return plan_children(
+        up.config,
+        up.sources,
+        redis_url="redis://:pw@127.0.0.1:7/0",
+        routers=list(routers),
+        own_redis=("redis-server",) if own_redis else None,
+        host_name="box",
+        admin_token="the-admin-token",
+        cards=list(cards),
+    )
+
+
+def resolved(*, environ: dict[str, str] | None = None, file: str | None = None, **flags: str) -> Resolved[UpConfig]:
+    return resolve(UpConfig, flags=flags, environ=environ or {}, file=file)
+
+
+def on_cards(cards: tuple[str, ...], **flags: str) -> dict[str, tuple[str | None, float]]:
+    """Of each node, the cards that it sees and the part of them that it may take."""
+    up = resolve(UpConfig, flags=flags, environ={}, file=None)
+    specs = [spec for spec in plan(up, cards=cards) if spec.role in ("prefill", "decode")]
+    return {
+        spec.name: (spec.environ.get("CUDA_VISIBLE_DEVICES"), as_the_child_sees_it(spec).gpu_memory_utilization)
+        for spec in specs
+    }
+
+
+def as_the_child_sees_it(spec: ChildSpec, file: str | None = None):
+    arguments = list(spec.argv[spec.argv.index("common.cli") + 2 :])
+    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    environ = {name: value for name, value in spec.environ.items() if name.startswith("KVRELAY_")}
+    return resolve(CLASSES[spec.role], flags=flags, environ=environ, file=file).config
+
+
+def test_default_is_one_of_each_with_redis_first() -> None:
+    assert [spec.name for spec in plan(resolved())] == ["redis", "router", "prefill-0", "decode-0"]
+
+
+def test_router_never_has_another_model_than_the_nodes(tmp_path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text('model = "/a"\n')
+    for up, model in (
+        (resolved(file=str(file), model="/b"), "/b"),
+        (resolved(file=str(file), environ={"KVRELAY_MODEL": "/b"}), "/b"),
+        (resolved(file=str(file)), "/a"),
+    ):
+        router, *nodes = (as_the_child_sees_it(spec, str(file)) for spec in plan(up)[1:])
+        assert {node.model for node in nodes} == {model}
+        assert router.model is None, "what the nodes report"
+
+
+def test_nodes_have_the_ranks_that_were_counted_whatever_the_file_says_of_them(tmp_path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text("[prefill]\ntensor_parallel_size = 2\n[decode]\npipeline_parallel_size = 2\npp_layers = '3,4'\n")
+    nodes = [as_the_child_sees_it(spec, str(file)) for spec in plan(resolved(file=str(file)))[2:]]
+    assert [node.tensor_parallel_size for node in nodes] == [1, 1]
+    assert (nodes[1].pipeline_parallel_size, nodes[1].pp_layers) == (1, "")
+
+
+def test_foreign_redis_is_not_run_and_node_ids_then_differ_between_machines() -> None:
+    specs = plan(resolved(redis_url="redis://there"), own_redis=False)
+    assert [spec.name for spec in specs] == ["router", "prefill-0", "decode-0"]
+    assert specs[1].node_id == "prefill-0-box-9000"
+
+
+def test_every_router_has_its_ports_and_all_else_alike() -> None:
+    up = resolved(api_key="hush", max_waiting="7", redis_url="redis://there")
+    places = place("router-0", 9000), place("router-1", 9010)
+    specs = plan(up, own_redis=False, routers=places)
+    assert [spec.name for spec in specs] == ["router-0", "router-1", "prefill-0", "decode-0"]
+    assert [(spec.role, spec.url) for spec in specs[:2]] == [("router", each.url) for each in places]
+    first, second = map(as_the_child_sees_it, specs[:2])
+    assert (first.port, first.admin_port, first.api_key, first.max_waiting) == (9000, 9001, "hush", 7)
+    assert second == replace(first, port=9010, admin_port=9011)
+    assert specs[2].node_id == "prefill-0-box-9000"
+
+
+def test_options_reach_the_services_that_have_them() -> None:
+    up = resolved(
+        prefill="2",
+        decode="2",
+        max_waiting="7",
+        dtype="bfloat16",
+        served_model_name="m",
+        model="/m",
+        generation_config="none",
+    )
+    specs = {spec.name: as_the_child_sees_it(spec) for spec in plan(up) if spec.role != "redis"}
+    assert list(specs) == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
+    assert (specs["router"].max_waiting, specs["router"].generation_config) == (7, "none")
+    assert specs["router"].port == 9000
+    assert {c.served_model_name for c in specs.values()} == {"m"}
+    assert {c.redis_url for c in specs.values()} == {"redis://:pw@127.0.0.1:7/0"}
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        node = specs[name]
+        assert (node.node_id, node.dtype, node.model, node.port) == (name, "bfloat16", "/m", 0)
+
+
+def test_secrets_are_not_on_any_command_line() -> None:
+    specs = plan(resolved(api_key="hush"))
+    assert not [spec for spec in specs if "hush" in " ".join(spec.argv) or ":pw@" in " ".join(spec.argv)]
+    assert as_the_child_sees_it(specs[1]).api_key == "hush"
+
+
+def test_every_service_gets_the_admin_token_by_environment_and_a_port_on_loopback() -> None:
+    environ = {"KVRELAY_ADMIN_PORT": "7", "KVRELAY_ADMIN_HOST": "0.0.0.0"}
+    for spec in plan(resolved())[1:]:
+        assert "the-admin-token" not in " ".join(spec.argv)
+        config = as_the_child_sees_it(ChildSpec(spec.name, spec.role, spec.argv, {**environ, **spec.environ}))
+        assert config.admin_token == "the-admin-token"
+        assert (config.admin_host, config.admin_port) == ("127.0.0.1", 9001 if spec.role == "router" else 0)
+
+
+def test_a_services_own_table_beats_the_top_level_but_not_a_flag_of_up(tmp_path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text("max_num_seqs = 1\nseed = 1\n[decode]\nmax_num_seqs = 2\nseed = 2\n")
+    decode = plan(resolved(file=str(path), seed="3"))[-1]
+    config = as_the_child_sees_it(decode, file=str(path))
+    assert (config.max_num_seqs, config.seed) == (2, 3)
+
+
+def test_port_in_the_environment_is_ups_and_not_the_nodes() -> None:
+    environ = {"KVRELAY_PORT": "9000", "KVRELAY_HOST": "0.0.0.0"}
+    for spec in plan(resolved(environ=environ))[2:]:
+        config = as_the_child_sees_it(ChildSpec(spec.name, spec.role, spec.argv, {**environ, **spec.environ}))
+        assert (config.port, config.host) == (0, "127.0.0.1")
+
+
+def test_no_node_gives_its_start_up_before_everything_does() -> None:
+    def allowed(**flags: str) -> list[float]:
+        return [as_the_child_sees_it(spec).start_timeout_s for spec in plan(resolved(**flags))[2:]]
+
+    assert allowed(start_timeout_s="1800") == [1800.0, 1800.0]
+    assert allowed() == [600.0, 600.0], "everything's own deadline, which is shorter, has the word"
+
+
+def test_favor_lets_the_other_side_stand_back() -> None:
+    def niceness(favor: str) -> list[int]:
+        return [as_the_child_sees_it(spec).nice for spec in plan(resolved(favor=favor))[2:]]
+
+    assert niceness("balanced") == [0, 0]
+    assert niceness("itl") == [10, 0]
+    assert niceness("ttft") == [0, 10]
+
+
+def test_child_that_was_never_ready_ends_everything_with_its_code() -> None:
+    assert RestartPolicy().died(1.0, 78) == GiveUp(78)
+    assert RestartPolicy().died(1.0, -9) == GiveUp(137)
+    assert RestartPolicy().died(1.0, 0) == GiveUp(1)
+
+
+def test_child_that_worked_comes_back_at_once() -> None:
+    policy = RestartPolicy()
+    policy.ready(0.0)
+    assert policy.died(1.0, -9) == RestartAfter(0.0)
+
+
+def test_crash_loop_slows_down_to_a_bound_and_never_gives_up() -> None:
+    policy = RestartPolicy()
+    policy.ready(0.0)
+    delays = [decision.delay_s for _ in range(100) if isinstance(decision := policy.died(1.0, 1), RestartAfter)]
+    assert delays[:5] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert delays == sorted(delays)
+    assert (len(delays), delays[-1]) == (100, 30.0)
+
+
+def test_steady_time_forgives_earlier_deaths() -> None:
+    policy = RestartPolicy()
+    for now_s in (0.0, 1.0, 2.0, 3.0):
+        policy.ready(now_s)
+        policy.died(now_s + 0.5, 1)
+    policy.ready(10.0)
+    assert policy.died(25.0, 1) == RestartAfter(0.0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=30))
+def test_once_ready_every_death_leads_to_a_bounded_restart(events: list[tuple[bool, float]]) -> None:
+    policy, now_s = RestartPolicy(), 0.0
+    policy.ready(now_s)
+    for becomes_ready, wait_s in events:
+        now_s += wait_s
+        if becomes_ready:
+            policy.ready(now_s)
+        decision = policy.died(now_s, 1)
+        assert isinstance(decision, RestartAfter)
+        assert 0 <= decision.delay_s <= 30
+
+
+def test_two_nodes_on_one_card_share_it_evenly_unless_fractions_are_stated() -> None:
+    assert on_cards(("0",)) == {"prefill-0": ("0", 0.45), "decode-0": ("0", 0.45)}
+    stated = {"prefill_gpu_memory_utilization": "0.3", "decode_gpu_memory_utilization": "0.6"}
+    assert on_cards(("0",), **stated) == {"prefill-0": ("0", 0.3), "decode-0": ("0", 0.6)}
+
+
+def test_no_card_is_shared_while_another_is_free() -> None:
+    assert on_cards(("0", "1")) == {"prefill-0": ("0", 0.9), "decode-0": ("1", 0.9)}
+    assert on_cards(("4", "5", "6"), prefill="1", prefill_tp="2", decode="2") == {
+        "prefill-0": ("4,5", 0.45),
+        "decode-0": ("6", 0.9),
+        "decode-1": ("4", 0.45),
+    }
+
+
+def test_nodes_on_the_cpu_hear_nothing_of_cards() -> None:
+    assert on_cards(("0",), device="cpu") == on_cards(()) == {"prefill-0": (None, 0.9), "decode-0": (None, 0.9)}
+
+
+def test_cards_are_those_that_cuda_would_see() -> None:
+    files = ["null", "nvidia1", "nvidia0", "nvidiactl", "nvidia-uvm"]
+    assert visible_cards(None, files) == ["0", "1"]
+    assert visible_cards("1", files) == ["1"]
+    assert visible_cards("GPU-8f2, 0,-1,1", files) == ["GPU-8f2", "0"]
+    assert visible_cards("", files) == visible_cards("-1", files) == visible_cards("0", ["null"]) == []
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 4), min_size=1, max_size=8))
+def test_every_rank_of_a_node_has_a_card_of_its_own_and_no_card_is_promised_twice(cards: int, ranks: list[int]) -> None:
+    shares = share_cards([str(i) for i in range(cards)], ranks)
+    promised = dict.fromkeys(range(cards), 0.0)
+    for count, share in zip(ranks, shares, strict=True):
+        assert share is not None
+        assert len(set(share.visible)) == len(share.visible) == min(count, cards)
+        for card in share.visible:
+            promised[int(card)] += share.utilization
+    assert max(promised.values()) <= 0.901
+
+
+def fits(free_gb: float, /, *, card: str = "", file: str = "", **flags: str) -> None:
+    """Raises: ConfigError where `kvrelay up` refuses."""
+    environ = {"KVRELAY_CONFIG": file} if file else {}
+    specs = plan(resolve(UpConfig, flags=flags, environ=environ, file=None), cards=(card,) if card else ())
+    check_memory(specs, environ, free_gb * 2**30, cards=bool(card))
+
+
+def test_nodes_whose_kv_is_not_there_together_are_refused_with_the_figures() -> None:
+    sizes = {"prefill": "2", "decode": "1", "decode_tp": "2", "decode_pp_layers": "1,1,2"}
+    fits(8.0, **sizes)
+    with pytest.raises(ConfigError) as refusal:
+        fits(7.9, **sizes)
+    assert "8.00 GB of memory together (prefill-0 1.00, prefill-1 1.00, decode-0 6.00), but 7.90 GB" in str(
+        refusal.value
+    )
+    assert "--kv-memory-gb" in str(refusal.value)
+    fits(4.0, **sizes, kv_memory_gb="0.5")
+    with pytest.raises(ConfigError, match=r"20.00 GB of memory together"):
+        fits(16.0, kv_memory_gb="10")
+    fits(math.inf, kv_memory_gb="10")  # where no system tells
+
+
+def test_what_a_node_is_told_by_its_own_table_counts(tmp_path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text("kv_memory_gb = 0.5\n[decode]\nkv_memory_gb = 3\n")
+    fits(3.5, file=str(file))
+    with pytest.raises(ConfigError, match=r"prefill-0 0.50, decode-0 3.00"):
+        fits(3.4, file=str(file))
+
+
+def test_only_kv_in_memory_of_a_known_size_counts() -> None:
+    fits(0.1, card="0")
+    fits(0.1, kv_blocks="60")
+    with pytest.raises(ConfigError):
+        fits(0.1, card="0", device="cpu")

@@ -1,0 +1,91 @@
+"""When the supervisor takes a child for ready, and what it does where none can be started."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from common.config.options import UpConfig
+from common.control.messages import ModelInfo, NodeRecord, PeerRef
+from common.kv.layout import KVLayout
+from common.tools.up.pid_file import PidFile
+from common.tools.up.plan import ChildSpec
+from common.tools.up.supervisor import Cluster
+
+
+def test_record_of_a_process_before_ours_makes_no_child_ready() -> None:
+    def record(incarnation: str, started_at: float) -> NodeRecord:
+        peer = PeerRef("d0", incarnation, f"tcp://{incarnation}:1", [])
+        layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+        return NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, started_at)
+
+    async def main() -> None:
+        specs = [ChildSpec("decode-0", "decode", ("true",), node_id="d0")]
+        cluster = Cluster(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None))
+        child = cluster._children[0]
+        child.started_s = time.monotonic()
+        cluster._on_nodes([record("dead", time.time() - 5.0)])
+        assert not await cluster._is_usable(child)
+        cluster._on_nodes([record("ours", time.time() + 0.5)])
+        assert await cluster._is_usable(child)
+        assert child.address == "tcp://ours:1"
+        assert not await cluster._is_usable(child)  # after its restart the same record says nothing
+        await cluster._probe.close()
+
+    asyncio.run(main())
+
+
+def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        specs = [ChildSpec(f"router-{n}", "router", ("true",), url=f"http://{n}") for n in range(3)]
+        cluster = Cluster(UpConfig(routers=3), specs, "redis://127.0.0.1:1", PidFile(None))
+        seeing = {"http://1"}
+
+        async def sees(url: str, prefill: int, decode: int) -> bool:
+            return url in seeing
+
+        monkeypatch.setattr(cluster._probe, "sees", sees)
+        assert cluster._missing() == "router-0, router-1, router-2"
+        assert await cluster._look_for_blind() == ["router-0", "router-2"]
+        for child in cluster._children:
+            child.ready = True
+        assert cluster._missing() == "router-0, router-2 to see all nodes"
+        seeing |= {"http://0", "http://2"}
+        assert not await cluster._look_for_blind()
+        await cluster._probe.close()
+
+    asyncio.run(main())
+
+
+def test_system_without_a_process_for_a_restart_costs_no_other_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory or processes lack just when a node has died of that: those that live go on, and it is tried again."""
+
+    async def main() -> None:
+        cluster = Cluster(
+            UpConfig(), [ChildSpec("decode-0", "decode", ("true",))], "redis://127.0.0.1:1", PidFile(None)
+        )
+        child = cluster._children[0]
+        start, tries = child.start, 0
+
+        async def fails_once() -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            cluster._stop.set()
+            await start()
+
+        monkeypatch.setattr(child, "start", fails_once)
+        with pytest.raises(BlockingIOError):
+            await cluster._supervise(child)
+        child.policy.ready(time.monotonic())
+        tries = 0
+        await asyncio.wait_for(cluster._supervise(child), 20)
+        assert tries == 2
+        await cluster._probe.close()
+
+    asyncio.run(main())

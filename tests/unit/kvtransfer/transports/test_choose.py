@@ -1,0 +1,327 @@
+"""Which transport a pair of ranks takes, and that one receiver serves several at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import transport_ends
+from support.transfer_harness import Recorder, layout, wait_until
+
+from common.base.clock import MockClock
+from common.base.errors import ConfigError, HandshakeRefused, PeerLost
+from common.config.options import DecodeConfig
+from common.control.messages import AttemptKey
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from kvtransfer.base import SourceReleased
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from kvtransfer.transports import factory, shm
+from kvtransfer.transports.choose import FORGET_AFTER_S, Failures, TransportOffer, choose, format_offers, parse_offers
+from kvtransfer.transports.collective import CollectiveListener
+from kvtransfer.transports.same_host import host_id
+from kvtransfer.transports.shm import ShmConnector, ShmListener
+from kvtransfer.transports.zmq import ZmqConnector, ZmqListener
+
+ZMQ = TransportOffer("zmq", "tcp://10.0.0.1:1")
+SHM = TransportOffer("shm", "unix://host-a/name", "host-a")
+GLOO = TransportOffer("gloo", "tcp://10.0.0.1:2")
+NCCL = TransportOffer("nccl", "tcp://10.0.0.1:3")
+
+
+def on_card(card: str, host: str = "host-a") -> list[TransportOffer]:
+    """What a rank with its KV on a card offers."""
+    return [
+        ZMQ,
+        TransportOffer("shm", f"unix://{host}/name", host),
+        TransportOffer("cuda_ipc", f"unix://{host}/other", host, card),
+        TransportOffer("nccl", "tcp://10.0.0.1:3", card=card),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "wanted", "taken", "why"),
+    [
+        ([ZMQ, SHM], [ZMQ, SHM], "auto", "shm", "one host"),
+        ([ZMQ, TransportOffer("shm", host_id="host-b")], [ZMQ, SHM], "auto", "zmq", "not on one host"),
+        ([ZMQ, NCCL], [ZMQ, NCCL], "auto", "nccl", "CUDA"),
+        ([ZMQ, NCCL], [ZMQ, SHM], "auto", "zmq", "nothing faster"),
+        ([ZMQ, SHM, GLOO], [GLOO], "auto", "gloo", "nothing faster"),
+        ([ZMQ, SHM], [ZMQ, SHM], "zmq", "zmq", "asked for zmq"),
+        ([ZMQ, GLOO], [ZMQ, GLOO], "collective", "gloo", "asked for collective"),
+        ([NCCL, GLOO], [ZMQ, NCCL, GLOO], "collective", "nccl", "CUDA"),
+        (on_card("A"), on_card("A"), "auto", "cuda_ipc", "CUDA"),
+        (on_card("A"), on_card("B"), "auto", "cuda_ipc", "CUDA"),
+        (on_card("A"), on_card("B", "host-b"), "auto", "nccl", "not on one host"),
+        (on_card("A"), [ZMQ, SHM], "auto", "shm", "one host"),
+        ([ZMQ, SHM], on_card("A", "host-b"), "auto", "zmq", "not on one host"),
+        (on_card("A"), on_card("A"), "shm", "shm", "asked for shm"),
+    ],
+)
+def test_choice(src: list[TransportOffer], dst: list[TransportOffer], wanted: str, taken: str, why: str) -> None:
+    choice = choose(src, dst, wanted)
+    assert choice.transport == taken
+    assert choice.offer in dst
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("failed", "wanted", "taken", "why"),
+    [
+        ({"shm": "no such name"}, "auto", "zmq", "shm failed: no such name"),
+        ({"shm": "no such name"}, "shm", "shm", "asked for shm"),
+        ({"shm": "no such name", "zmq": "gone"}, "auto", "shm", "one host"),
+    ],
+)
+def test_what_failed_is_passed_over_while_there_is_another(
+    failed: dict[str, str], wanted: str, taken: str, why: str
+) -> None:
+    choice = choose([ZMQ, SHM], [ZMQ, SHM], wanted, failed)
+    assert choice.transport == taken
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("other_card", "taken", "why"),
+    [("A", "shm", "NCCL refuses two ranks on one card"), ("B", "nccl", "no peer access")],
+)
+def test_cards_that_cannot_share_memory_take_nccl_or_else_pinned_memory(other_card: str, taken: str, why: str) -> None:
+    choice = choose(on_card("A"), on_card(other_card), "auto", {"cuda_ipc": "no peer access"})
+    assert choice.transport == taken
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "wanted"),
+    [
+        (on_card("A"), on_card("A", "host-b"), "cuda_ipc"),
+        (on_card("A"), on_card("A"), "collective"),
+        ([ZMQ], [GLOO], "auto"),
+        ([], [ZMQ], "auto"),
+        ([ZMQ, SHM], [ZMQ], "shm"),
+        ([TransportOffer("shm", host_id="host-b")], [SHM], "shm"),
+        ([GLOO], [NCCL], "collective"),
+    ],
+)
+def test_nothing_in_common_is_refused_by_naming_both_ends(
+    src: list[TransportOffer], dst: list[TransportOffer], wanted: str
+) -> None:
+    with pytest.raises(HandshakeRefused) as refused:
+        choose(src, dst, wanted)
+    for offer in [*src, *dst]:
+        assert offer.transport in refused.value.message
+
+
+@given(st.lists(st.sampled_from([ZMQ, SHM, GLOO, NCCL, *on_card("GPU-5e1c-77")]), unique=True))
+def test_offers_survive_their_address(offers: list[TransportOffer]) -> None:
+    assert parse_offers(format_offers(offers)) == offers
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:1", "zmq", "zmq+", "zmq+tcp://", "+tcp://a:1", "zmq+tcp://a:1 x"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(HandshakeRefused):
+        parse_offers(address)
+
+
+def test_transport_of_a_later_version_is_passed_over() -> None:
+    assert choose([ZMQ], parse_offers("rdma+ib://x zmq+tcp://10.0.0.1:1")).transport == "zmq"
+
+
+def test_host_id_is_stable_and_says_nothing_of_the_host() -> None:
+    assert host_id() == host_id()
+    assert "/" not in (host_id() or "")
+    assert " " not in (host_id() or "")
+
+
+def even_ranks_share_memory() -> transport_ends.Transport:
+    """Ranks of the source take turns: even ones may share memory with the destination, odd ones may not."""
+
+    def sender(storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, **kw: Any) -> Sender:
+        connectors: list[Any] = [ZmqConnector(), *([] if rank % 2 else [ShmConnector()])]
+        return Sender(storage, kv, rank, on_event, connectors, min_message_bytes=1, **kw)
+
+    return transport_ends.Transport(
+        sender, lambda *where, **kw: Receiver(*where, [ZmqListener("127.0.0.1", 0), ShmListener()], **kw)
+    )
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    with transport_ends.clusters(even_ranks_share_memory) as make:
+        yield make
+
+
+def test_slices_of_one_attempt_arrive_over_two_transports(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    cluster = make(layout(tp=2), layout(tp=1))
+    for i in range(3):
+        cluster.transfer(f"r{i}", tokens=27, seed=i).run()
+    half = 3 * 7 * cluster.dst_layout.bytes_per_block // 2
+    assert cluster.receivers[0].end.bytes_by_transport == {"zmq": half, "shm": half}
+    assert cluster.senders[0].end.bytes_by_transport == {"zmq": 0, "shm": half}
+    assert cluster.senders[1].end.bytes_by_transport == {"zmq": half}
+    assert [pair.choice.transport for rank in cluster.senders for pair in rank.end.pairs] == ["shm", "zmq"]
+    said = [r.getMessage() for r in caplog.records if " over " in r.getMessage()]
+    assert len(said) == 2, "once for each pair"
+
+
+def test_one_host_by_name_only_takes_zmq_at_once(make: Any) -> None:
+    """As clones of one virtual machine would be: every name is equal, no memory is shared."""
+    cluster = make(layout(), layout())
+    receiver = cluster.receivers[0].end
+    receiver._address = receiver.address.replace("/kvrelay-", "/kvrelay-elsewhere-")
+    cluster.transfer("r", tokens=27).run()
+    assert receiver.bytes_by_transport["shm"] == 0
+    [pair] = cluster.senders[0].end.pairs
+    assert (pair.choice.transport, "shm failed" in pair.choice.why) == ("zmq", True)
+
+
+def test_transport_that_breaks_before_its_first_ack_is_not_taken_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver cannot map the memory and hangs up: that attempt is lost, the next goes another way."""
+
+    def cannot(*_: Any) -> Any:
+        raise OSError("no memory left")
+
+    cluster = make(layout(), layout())
+    monkeypatch.setattr(shm.ring, "accept", cannot)
+    transfer = cluster.transfer("r", tokens=27)
+    transfer.open_senders()
+    transfer.grant()
+    transfer.final()
+    sender = cluster.senders[0].end
+    wait_until(lambda: "shm" in sender._failures.of(cluster.receivers[0].end.address, 0.0), "the sender knows")
+    cluster.transfer("r", attempt=2, tokens=27).run()
+    assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
+
+
+def test_transport_that_takes_messages_and_never_answers_is_not_taken_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL where a firewall lets nothing through but the ports that are configured."""
+    clock = MockClock()
+    cluster = make(clock=clock)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(ShmListener, "receive", lambda _: None)
+        transfer = cluster.transfer("r", tokens=27)
+        transfer.open_senders()
+        transfer.grant()
+        transfer.final()
+        sender, recorder = cluster.senders[0].end, cluster.senders[0].recorder
+        wait_until(lambda: any(peer.in_flight for peer in list(sender._peers.values())), "something is under way")
+        clock.advance(31.0)
+        sender.abort(AttemptKey("nobody", 1))  # looks at the clock
+        assert isinstance(recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+    cluster.transfer("r", attempt=2, tokens=27).run()
+    assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
+
+
+@pytest.mark.parametrize("idle_s", [30.0, 10_000.0])
+def test_transport_that_failed_is_tried_again_after_a_while(
+    make: Any, monkeypatch: pytest.MonkeyPatch, idle_s: float
+) -> None:
+    """Also where its substitute is in such use that its connection never falls idle."""
+
+    def cannot(*_: Any) -> Any:
+        raise OSError("no memory left")
+
+    clock = MockClock()
+    cluster = make(clock=clock)
+    cluster.senders[0].end._idle_s = idle_s
+    with monkeypatch.context() as broken:
+        broken.setattr(shm.ring, "create", cannot)
+        cluster.transfer("first", tokens=27).run()
+    receiver = cluster.receivers[0].end
+    clock.advance(FORGET_AFTER_S - 1)
+    cluster.transfer("too soon", tokens=27).run()
+    assert receiver.bytes_by_transport["shm"] == 0
+    clock.advance(2.0)
+    cluster.transfer("later", tokens=27).run()
+    assert receiver.bytes_by_transport["shm"] > 0
+
+
+def test_memory_of_failures_is_bounded_and_forgets_the_oldest() -> None:
+    failures = Failures()
+    for i in range(2000):
+        failures.note(f"a{i}", "shm", "broken", 0.0)
+    assert not failures.of("a0", 0.0)
+    assert failures.of("a1999", 0.0) == {"shm": "broken"}
+    assert len(failures._reasons) == 1024
+
+
+def test_sender_with_nothing_in_common_fails_its_transfer_and_names_both(make: Any) -> None:
+    cluster = make(layout(), layout())
+    lone = Sender(
+        cluster.senders[0].storage, cluster.src_layout, 0, cluster.senders[0].recorder, [ShmConnector()], wanted="zmq"
+    )
+    try:
+        transfer = cluster.transfer()
+        cluster.senders[0].end, kept = lone, cluster.senders[0].end
+        transfer.open_senders()
+        transfer.grant()
+        error = cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error
+        assert isinstance(error, HandshakeRefused)
+        cluster.senders[0].end = kept
+    finally:
+        lone.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "offered"), [("auto", ["zmq", "shm"]), ("zmq", ["zmq"]), ("shm", ["shm"]), ("collective", ["gloo"])]
+)
+def test_node_offers_what_it_may(wanted: str, offered: list[str]) -> None:
+    kv = layout()
+    config = DecodeConfig(kv_transport=wanted)  # type: ignore[arg-type]
+    storage = KVStorage(kv, kv.shard(0, 0), 4)
+    receiver = factory.make_receiver(config, storage, kv, 0, Recorder(), port=0, incarnation="d")
+    try:
+        assert [offer.transport for offer in parse_offers(receiver.address)] == offered
+    finally:
+        receiver.close()
+
+
+def test_host_that_cannot_share_memory_offers_zmq_and_refuses_to_be_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (factory, shm):
+        monkeypatch.setattr(module, "host_id", lambda: None)
+    kv = layout()
+    storage = KVStorage(kv, kv.shard(0, 0), 4)
+    receiver = factory.make_receiver(DecodeConfig(), storage, kv, 0, Recorder(), port=0, incarnation="d")
+    receiver.close()
+    assert [offer.transport for offer in parse_offers(receiver.address)] == ["zmq"]
+    with pytest.raises(ConfigError, match="Linux"):
+        factory.make_sender(DecodeConfig(kv_transport="shm"), storage, kv, 0, Recorder())
+
+
+def test_card_offers_what_it_may_and_a_processor_refuses_cuda_ipc() -> None:
+    kv = layout()
+    on_card, in_memory = KVStorage(kv, kv.shard(0, 0), 4, device="meta"), KVStorage(kv, kv.shard(0, 0), 4)
+    assert factory._allowed("auto", on_card) == ["zmq", "shm", "cuda_ipc", "nccl"]
+    assert factory._allowed("collective", on_card) == ["nccl"]
+    assert factory._allowed("cuda_ipc", on_card) == ["cuda_ipc"]
+    with pytest.raises(ConfigError, match="CUDA device"):
+        factory.make_sender(DecodeConfig(kv_transport="cuda_ipc"), in_memory, kv, 0, Recorder())  # type: ignore[arg-type]
+
+
+def test_end_that_cannot_be_made_closes_what_it_took_over() -> None:
+    kv = layout()
+    storage, recorder = KVStorage(kv, kv.shard(0, 0), 4), Recorder()
+    listeners: list[Any] = [ZmqListener("127.0.0.1", 0), CollectiveListener("127.0.0.1", 0, backend="nccl")]
+    with pytest.raises(ConfigError, match="CUDA"):
+        Receiver(storage, kv, 0, recorder, listeners)
+    assert all(listener._router.socket.closed for listener in listeners)
+    storage.words = None  # as of a card, of which nobody tells the ends
+    connector, listener = ZmqConnector(), ZmqListener("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="CPU memory"):
+        Sender(storage, kv, 0, recorder, [connector])
+    with pytest.raises(ConfigError, match="CPU memory"):
+        Receiver(storage, kv, 0, recorder, [listener])
+    assert connector._context.closed
+    assert listener._router.socket.closed

@@ -1,0 +1,195 @@
+"""One end in another process, killed or stopped without warning; over every transport that joins processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import TESTS
+from support.transfer_harness import Recorder, wait_until
+from support.transport_processes import (
+    BIG,
+    BLOCKS,
+    HASHES,
+    IDS,
+    KEY,
+    KV,
+    TRANSPORTS,
+    grant_of,
+    incoming,
+    make_receiver,
+    make_sender,
+    outgoing,
+    storage_of,
+)
+
+from common.base.clock import MockClock
+from common.base.errors import DeadlineExceeded, PeerLost
+from common.control.messages import AttemptKey, Grant, PeerRef
+from kvtransfer.base import (
+    DestinationReleased,
+    IncomingTransfer,
+    OutgoingTransfer,
+    Received,
+    ReceiveFailed,
+    SourceReleased,
+)
+
+RECEIVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support.transport_processes import *
+kv = KV if sys.argv[3] == "small" else BIG
+end = make_receiver(sys.argv[2], storage_of(kv), print)
+end.open(incoming(kv))
+print(end.address, flush=True)
+sys.stdin.read()
+"""
+SENDER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support.transport_processes import *
+kv = storage_of(KV)
+kv.words[:] = 7
+print("imported", flush=True)
+end = make_sender(sys.argv[2], kv, print)
+end.open(outgoing())
+end.grant(grant_of(sys.argv[3]))
+for layer in range(4):
+    end.blocks_final(KEY, layer, BLOCKS - 1)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def spawn() -> Iterator[Any]:
+    children: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *args: str) -> subprocess.Popen[str]:
+        children.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(TESTS), *args],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_killed_receiver_releases_the_source_long_before_the_deadline(spawn: Any, transport: str) -> None:
+    child = spawn(RECEIVER, transport, "small")
+    address = child.stdout.readline().strip()
+    recorder = Recorder()
+    sender = make_sender(transport, storage_of(KV), recorder)
+    try:
+        sender.open(outgoing())
+        sender.grant(grant_of(address))
+        sender.blocks_final(KEY, 0, 1)
+        _wait_until_acknowledged(sender)
+        child.kill()
+        released = recorder.wait(KEY, SourceReleased)
+        assert isinstance(released.error, PeerLost)
+    finally:
+        sender.close()
+    _nothing_in_shared_memory()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_killed_sender_fails_the_reception_at_its_deadline_and_not_before(spawn: Any, transport: str) -> None:
+    recorder, storage, clock = Recorder(), storage_of(KV), MockClock()
+    receiver = make_receiver(transport, storage, recorder, clock)
+    try:
+        child = spawn(SENDER, transport, receiver.address)
+        receiver.open(incoming())
+        assert child.stdout.readline().strip() == "imported"
+        wait_until(lambda: bool((storage.words[:, :, : BLOCKS - 1] == 7).all()), "what was sent has arrived")
+        child.kill()
+        child.wait()
+        receiver.abort(AttemptKey("nobody", 1))
+        assert not recorder.events
+        clock.advance(61.0)
+        receiver.abort(AttemptKey("nobody", 1))
+        failed = recorder.wait(KEY, ReceiveFailed)
+        assert isinstance(failed.error, DeadlineExceeded)
+        assert not recorder.of(KEY, DestinationReleased)
+        receiver.abort(KEY)
+        recorder.wait(KEY, DestinationReleased)
+    finally:
+        receiver.close()
+    _nothing_in_shared_memory()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_stopped_receiver_delays_no_other_transfer_and_no_close(spawn: Any, transport: str) -> None:
+    """SIGSTOP in the middle: the connection lives, nobody reads."""
+    child = spawn(RECEIVER, transport, "big")
+    address = child.stdout.readline().strip()
+    recorder, other_recorder = Recorder(), Recorder()
+    sender = make_sender(transport, storage_of(BIG), recorder)
+    other = make_receiver(transport, storage_of(BIG), other_recorder)
+    try:
+        sender.open(outgoing())
+        sender.grant(grant_of(address, BIG))
+        sender.blocks_final(KEY, 0, 1)
+        _wait_until_acknowledged(sender)
+        os.kill(child.pid, signal.SIGSTOP)
+        for layer in range(4):
+            sender.blocks_final(KEY, layer, BLOCKS)
+        second = AttemptKey("r", 2)
+        src = PeerRef("p", "src-1", "", [])
+        other.open(IncomingTransfer(second, src, BIG, IDS, HASHES, 0, 60.0))
+        sender.open(OutgoingTransfer(second, "src-1", IDS, HASHES, 32, 60.0, final_blocks=BLOCKS))
+        sender.grant(Grant(second, PeerRef("e", "dst-2", "", [other.address]), BIG, 0, IDS))
+        assert isinstance(other_recorder.wait(second, (Received, ReceiveFailed)), Received)
+    finally:
+        sender.close()
+        other.close()
+        os.kill(child.pid, signal.SIGCONT)
+    assert isinstance(recorder.of(KEY, SourceReleased)[0], SourceReleased)
+
+
+def test_group_whose_peer_hangs_is_given_up_after_its_own_time(spawn: Any) -> None:
+    """Gloo would wait for as long as it was told at most; the transfer's own deadline is far away."""
+    child = spawn(RECEIVER, "collective", "big")
+    address = child.stdout.readline().strip()
+    recorder = Recorder()
+    sender = make_sender("collective", storage_of(BIG), recorder)
+    try:
+        sender.open(outgoing())
+        sender.grant(grant_of(address, BIG))
+        sender.blocks_final(KEY, 0, 1)
+        _wait_until_acknowledged(sender)
+        os.kill(child.pid, signal.SIGSTOP)
+        for layer in range(4):
+            sender.blocks_final(KEY, layer, BLOCKS - 1)
+        assert isinstance(recorder.wait(KEY, SourceReleased).error, PeerLost)
+    finally:
+        sender.close()
+        os.kill(child.pid, signal.SIGCONT)
+
+
+def _wait_until_acknowledged(sender: Any) -> None:
+    wait_until(
+        lambda: (
+            bool(sender.bytes_by_transport and sum(sender.bytes_by_transport.values()))
+            and not any(peer.in_flight for peer in list(sender._peers.values()))
+        ),
+        "the first ack",
+    )
+
+
+def _nothing_in_shared_memory() -> None:
+    assert not [path for path in Path("/dev/shm").glob("*") if "kvrelay" in path.name]

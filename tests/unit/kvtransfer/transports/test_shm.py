@@ -1,0 +1,333 @@
+"""What only shared memory promises: nothing named, nothing left, and peers that cannot hurt each other through it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import transport_ends
+from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
+
+from common.base.clock import MockClock
+from common.base.errors import DeadlineExceeded, PeerLost, ProtocolError
+from common.control.messages import AttemptKey, PeerRef
+from kvtransfer import wire
+from kvtransfer.base import SourceReleased
+from kvtransfer.transports import ring, shm
+from kvtransfer.transports.choose import TransportOffer
+from kvtransfer.transports.same_host import host_id
+from kvtransfer.transports.shm import ShmReceiver
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    with transport_ends.clusters(partial(transport_ends.shm, num_pages=3)) as make:
+        yield make
+
+
+class FakeReceiver:
+    """A raw socket in a receiver's place."""
+
+    def __init__(self) -> None:
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        name = f"kvrelay-test-{os.urandom(8).hex()}"
+        self.listener.bind("\0" + name)
+        self.listener.listen(1)
+        self.listener.settimeout(DEADLINE_S)
+        offer = TransportOffer("shm", f"unix://{host_id()}/{name}")
+        self.peer = PeerRef("decode", "dst-1", "", [str(offer)])
+
+    def accept(self) -> None:
+        self.connected, _ = self.listener.accept()
+        self.connected.settimeout(DEADLINE_S)
+        data, fds, _, _ = socket.recv_fds(self.connected, 64, 1)
+        self.ring = ring.accept(data, fds[0])
+        os.close(fds[0])
+
+    def next(self) -> tuple[int, wire.SliceHeader, bytes]:
+        page, header_bytes, payload_bytes = struct.unpack("<IIQ", self.connected.recv(64))
+        header = wire.decode_header(self.ring.header(page, header_bytes).tobytes())
+        return page, header, self.ring.payload(page, payload_bytes).tobytes()
+
+    def ack(self, header: wire.SliceHeader) -> None:
+        self.connected.send(wire.encode(wire.SliceAck(header.key, header.sequence)))
+
+    def close(self) -> None:
+        self.listener.close()
+        if hasattr(self, "connected"):
+            self.connected.close()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeReceiver]:
+    receiver = FakeReceiver()
+    yield receiver
+    receiver.close()
+
+
+def test_pages_are_bounded_and_not_rewritten_before_their_ack(make: Any, fake: FakeReceiver) -> None:
+    cluster = make()
+    transfer = cluster.transfer(tokens=100)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    fake.accept()
+    transfer.final()
+    seen = [fake.next() for _ in range(3)]
+    fake.connected.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        fake.next()
+    fake.connected.settimeout(DEADLINE_S)
+    assert len({page for page, _, _ in seen}) == 3
+    for page, _, payload in seen:
+        assert fake.ring.payload(page, len(payload)).tobytes() == payload
+    for _, header, _ in seen:
+        fake.ack(header)
+    sent = sum(len(payload) for _, _, payload in seen)
+    while sent < cluster.src_layout.bytes_per_block * transfer.total:
+        _, header, payload = fake.next()
+        want = b"".join(
+            transfer.truth[s.layer_lo : s.layer_hi, :, s.block_lo : s.block_hi].tobytes() for s in header.slices
+        )
+        assert payload == want
+        fake.ack(header)
+        sent += len(payload)
+    assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
+
+
+def test_a_silent_peer_delays_nobody_else_and_ends_at_its_deadline(make: Any, fake: FakeReceiver) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock)
+    stuck = cluster.transfer("stuck", tokens=120, timeout_s=5.0)
+    stuck.open_senders()
+    stuck.grant(fake.peer)
+    stuck.final()
+    cluster.transfer("ok", tokens=60).run()
+    clock.advance(6.0)
+    cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+    assert isinstance(cluster.senders[0].recorder.wait(stuck.key, SourceReleased).error, DeadlineExceeded)
+
+
+def test_link_that_breaks_with_the_last_slices_on_it_fails_the_transfer(make: Any, fake: FakeReceiver) -> None:
+    cluster = make()
+    transfer = cluster.transfer(tokens=4)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    fake.accept()
+    transfer.final()
+    fake.next()
+    fake.connected.close()
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+
+
+@pytest.mark.parametrize("place", ["unix://host/kvrelay-nobody-listens", "unix://host/" + "x" * 200])
+def test_unreachable_receiver_fails_the_transfer_at_once(make: Any, place: str) -> None:
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.open_senders()
+    transfer.grant(PeerRef("decode", "dst-1", "", [f"shm+{place.replace('host', host_id() or '')}"]))
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+    cluster.transfer("good").run()
+
+
+def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
+    make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make()
+    bystander = cluster.transfer("bystander", tokens=60)
+    bystander.compute()
+    bystander.hand_over(num_blocks=3)
+    listener = cluster.receivers[0].end._listeners[0]
+    wait_until(lambda: bool(listener._connections), "its link is there, at both ends")
+
+    class Nothing(socket.socket):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    poor = cluster.transfer("poor", tokens=4)
+    poor.open_senders()
+    monkeypatch.setattr(socket, "socket", Nothing)
+    poor.grant(fake.peer)
+    error = cluster.senders[0].recorder.wait(poor.key, SourceReleased).error
+    monkeypatch.undo()
+    assert isinstance(error, PeerLost)
+    assert "Too many open files" in error.message
+    bystander.final()
+    bystander.check_received()
+
+
+def test_socket_of_another_user_in_the_receivers_place_gets_no_memory(
+    make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever read the address may take its name once the receiver has gone."""
+    monkeypatch.setattr(shm, "_user_of", lambda _: os.geteuid() + 1)
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    error = cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error
+    assert isinstance(error, PeerLost)
+    assert "user" in error.message
+    connected, _ = fake.listener.accept()
+    with connected:
+        connected.settimeout(DEADLINE_S)
+        data, fds, _, _ = socket.recv_fds(connected, 64, 1)
+        assert (data, fds) == (b"", [])
+
+
+def connect(receiver: ShmReceiver) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connected.settimeout(DEADLINE_S)
+    connected.connect("\0" + receiver.address.rpartition("/")[2])
+    return connected
+
+
+class NoDescriptors:
+    """A listening socket in a process that has no descriptor left."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self.real, self.tries = real, 0
+
+    def accept(self) -> Any:
+        self.tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def fileno(self) -> int:
+        return self.real.fileno()
+
+
+def test_receiver_without_a_descriptor_to_spare_takes_senders_later_and_fails_nobody_meanwhile(make: Any) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock)
+    receiver = cluster.receivers[0].end
+    listener = receiver._listeners[0]
+    live = cluster.transfer("live")
+    live.open_receivers()
+    real = listener._socket
+    listener._socket = none_left = NoDescriptors(real)
+    waiting = cluster.transfer("waiting")
+    waiting.compute()
+    waiting.hand_over()
+    wait_until(lambda: listener._accept_again_s is not None, "the accept has failed")
+    for _ in range(20):
+        receiver.abort(AttemptKey("nobody", 1))  # a turn of its thread
+    assert none_left.tries == 1, "it does not spin"
+    listener._socket = real
+    clock.advance(2.0)
+    receiver.abort(AttemptKey("nobody", 1))
+    waiting.check_received()
+    assert not cluster.receivers[0].recorder.of(live.key, object)
+
+
+def hostile_greeting(what: str) -> tuple[list[bytes], list[int]]:
+    """What to say, and the descriptors to pass with its first part."""
+    made, fd, greeting = ring.create(2, 4096)
+    match what:
+        case "no memory":
+            os.close(fd)
+            return [greeting], []
+        case "garbage":
+            return [b"\xff" * 20], [fd]
+        case "larger than it is":
+            return [struct.pack("<8sIQ", b"kvring01", 3, 4096)], [fd]
+        case "huge":
+            return [struct.pack("<8sIQ", b"kvring01", 2**31, 2**40)], [fd]
+        case "not sealed":
+            unsealed = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+            os.ftruncate(unsealed, os.fstat(fd).st_size)
+            os.close(fd)
+            return [greeting], [unsealed]
+        case "no such page":
+            return [greeting, struct.pack("<IIQ", 2, 10, 10)], [fd]
+        case "payload beyond the page":
+            return [greeting, struct.pack("<IIQ", 0, 10, 4097)], [fd]
+        case "header beyond its place":
+            return [greeting, struct.pack("<IIQ", 0, wire.MAX_HEADER_BYTES + 1, 10)], [fd]
+        case "short message":
+            return [greeting, b"abc"], [fd]
+        case _:
+            made.header(0, 10)[:] = 255
+            return [greeting, struct.pack("<IIQ", 0, 10, 10)], [fd]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "no memory",
+        "garbage",
+        "larger than it is",
+        "huge",
+        "not sealed",
+        "no such page",
+        "payload beyond the page",
+        "header beyond its place",
+        "short message",
+        "garbage header",
+    ],
+)
+def test_sender_that_speaks_nonsense_is_hung_up_on_and_the_receiver_goes_on(make: Any, what: str) -> None:
+    cluster = make()
+    receiver = cluster.receivers[0].end
+    with connect(receiver) as connected:
+        messages, fds = hostile_greeting(what)
+        socket.send_fds(connected, messages[:1], fds)
+        for fd in fds:
+            os.close(fd)
+        for message in messages[1:]:
+            connected.send(message)
+        assert connected.recv(100) == b"", "hung up"
+    wait_until(lambda: receiver.discarded_messages == 1, "it is counted")
+    cluster.transfer().run()
+
+
+def test_connection_that_says_nothing_costs_nothing(make: Any) -> None:
+    cluster = make()
+    with connect(cluster.receivers[0].end):
+        cluster.transfer().run()
+
+
+def test_sender_of_another_user_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = make()
+    real = os.geteuid()
+    monkeypatch.setattr(shm.os, "geteuid", lambda: real + 1)
+    with connect(cluster.receivers[0].end) as connected:
+        assert connected.recv(100) == b""
+
+
+def test_size_of_a_ring_cannot_be_changed() -> None:
+    _, fd, greeting = ring.create(2, 4096)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        theirs = ring.accept(greeting, fd)
+        with pytest.raises(ValueError, match="read-only"):
+            theirs.payload(0, 10)[:] = 1
+        with pytest.raises(ProtocolError):
+            ring.accept(greeting[:-1], fd)
+    finally:
+        os.close(fd)
+
+
+def test_rings_are_unmapped_and_leave_no_name() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("kvrelay-ring")
+
+    before, files = mapped(), set(Path("/dev/shm").iterdir())
+    cluster = Cluster(transport_ends.shm(), layout(tp=2), layout(pp=(2, 2)))
+    try:
+        cluster.transfer().run()
+        assert mapped() > before
+        assert set(Path("/dev/shm").iterdir()) == files
+    finally:
+        cluster.close()
+    wait_until(lambda: mapped() == before, "both ends have unmapped their rings")

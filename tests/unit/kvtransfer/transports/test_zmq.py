@@ -1,0 +1,504 @@
+"""What only the ZMQ transport promises: bounded memory per peer, isolation of peers, a hostile wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from support import transport_ends
+from support.transfer_harness import DEADLINE_S, Recorder, layout, wait_until
+
+import kvtransfer.transports.zmq
+from common.base.clock import MockClock
+from common.base.errors import ConfigError, DeadlineExceeded, HandshakeRefused, PeerLost
+from common.base.hashing import HASH_BYTES
+from common.control.messages import AttemptKey, PeerRef
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
+from kvtransfer import wire
+from kvtransfer.base import ReceiveFailed, SourceReleased
+from kvtransfer.transports.zmq import ZmqReceiver, ZmqSender
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    with transport_ends.clusters(transport_ends.zmq) as make:
+        yield make
+
+
+class FakeReceiver:
+    """A raw socket in a receiver's place: sees frames, acks only when told to."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.peer = PeerRef("decode", "dst-1", "", ["zmq+" + self.socket.getsockopt_string(zmq.LAST_ENDPOINT)])
+
+    def next(self, timeout_s: float = DEADLINE_S) -> tuple[bytes, wire.SliceHeader, bytes] | None:
+        if not self.socket.poll(1000 * timeout_s):
+            return None
+        identity, header, payload = self.socket.recv_multipart()
+        return identity, wire.decode_header(header), payload
+
+    def ack(self, identity: bytes, header: wire.SliceHeader) -> None:
+        self.socket.send_multipart([identity, wire.encode(wire.SliceAck(header.key, header.sequence))])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeReceiver]:
+    receiver = FakeReceiver()
+    yield receiver
+    receiver.close()
+
+
+def test_unacknowledged_messages_are_bounded_and_each_ack_lets_one_more_go(make: Any, fake: FakeReceiver) -> None:
+    cluster = make(window=3)
+    transfer = cluster.transfer(tokens=100)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final()
+    seen = [fake.next() for _ in range(3)]
+    assert fake.next(timeout_s=0.1) is None, "the window is full"
+    assert not cluster.senders[0].recorder.events
+    for identity, header, _ in list(seen):
+        fake.ack(identity, header)
+    total = cluster.src_layout.bytes_per_block * transfer.total
+    while sum(len(payload) for _, _, payload in seen) < total:
+        got = fake.next()
+        assert got is not None
+        fake.ack(*got[:2])
+        seen.append(got)
+    assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
+    assert fake.next(timeout_s=0.1) is None, "each byte once"
+
+
+def test_staging_is_not_rewritten_before_its_ack(make: Any, fake: FakeReceiver) -> None:
+    """Messages wait unread in the socket while the sender would like to stage many more."""
+    # Above the size under which pyzmq would copy after all.
+    big = KVLayout("model", 4, 2, 512, "float32", block_size=16)
+    cluster = make(big, big, staging_bytes=2**18, window=2, min_message_bytes=1)
+    transfer = cluster.transfer(tokens=32 * 16)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final()
+    received = 0
+    while received < big.bytes_per_block * transfer.total:
+        got = fake.next()
+        assert got is not None
+        identity, header, payload = got
+        want = b"".join(
+            transfer.truth[s.layer_lo : s.layer_hi, :, s.block_lo : s.block_hi].tobytes() for s in header.slices
+        )
+        assert payload == want
+        received += len(payload)
+        fake.ack(identity, header)
+
+
+def test_a_silent_peer_delays_nobody_else_and_ends_at_its_deadline(make: Any, fake: FakeReceiver) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock)
+    stuck = [cluster.transfer(f"stuck{i}", tokens=120, timeout_s=5.0) for i in range(3)]
+    for t in stuck:
+        t.compute()
+        t.open_senders()
+        t.grant(fake.peer)
+        t.final()
+    for i in range(3):
+        cluster.transfer(f"ok{i}", tokens=60, seed=i).run()
+    assert not any(cluster.senders[0].recorder.of(t.key, SourceReleased) for t in stuck)
+    clock.advance(6.0)
+    cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+    for t in stuck:
+        assert isinstance(cluster.senders[0].recorder.wait(t.key, SourceReleased).error, DeadlineExceeded)
+
+
+def test_unreachable_peer_ends_at_the_deadline(make: Any) -> None:
+    cluster = make()
+    transfer = cluster.transfer(tokens=120, timeout_s=0.3)
+    transfer.open_senders()
+    transfer.grant(PeerRef("decode", "dst-1", "", ["zmq+tcp://127.0.0.1:1"]))
+    transfer.final()
+    released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
+    assert isinstance(released.error, DeadlineExceeded)
+
+
+@pytest.mark.parametrize(
+    ("address", "error"),
+    [("carrier-pigeon", HandshakeRefused), ("zmq+pigeon://coop", PeerLost), ("zmq+tcp://127.0.0.1:x", PeerLost)],
+)
+def test_nonsense_address_fails_the_transfer(make: Any, address: str, error: type[Exception]) -> None:
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.open_senders()
+    transfer.grant(PeerRef("decode", "dst-1", "", [address]))
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, error)
+    cluster.transfer("good").run()
+
+
+def test_peer_that_acks_nothing_is_given_up_after_the_idle_time(make: Any, fake: FakeReceiver) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock, idle_s=10.0)
+    transfer = cluster.transfer(tokens=120, timeout_s=1000.0)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final()
+    assert fake.next() is not None
+    clock.advance(11.0)
+    cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+
+
+def test_idle_connection_is_closed_and_made_again_on_demand(make: Any) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock, idle_s=10.0)
+    sender = cluster.senders[0].end
+    cluster.transfer("first").run()
+    wait_until(lambda: all(not p.in_flight for p in sender._peers.values()), "every ack is in")
+    clock.advance(11.0)
+    sender.abort(AttemptKey("nobody", 1))
+    wait_until(lambda: not sender._peers, "the connection is closed")
+    cluster.transfer("second").run()
+
+
+def test_new_incarnation_at_an_address_ends_transfers_to_the_old_one(make: Any, fake: FakeReceiver) -> None:
+    cluster = make()
+    old, new = cluster.transfer("old", tokens=120), cluster.transfer("new", tokens=4)
+    for t in (old, new):
+        t.compute()
+        t.open_senders()
+    old.grant(fake.peer)
+    old.final()
+    assert fake.next() is not None
+    new.grant(dataclasses.replace(fake.peer, incarnation="dst-2"))
+    new.final()
+    assert isinstance(cluster.senders[0].recorder.wait(old.key, SourceReleased).error, PeerLost)
+    headers = []
+    while (got := fake.next(timeout_s=0.2)) is not None:
+        headers.append(got[1])
+        fake.ack(*got[:2])
+    assert cluster.senders[0].recorder.wait(new.key, SourceReleased).error is None
+    assert {h.dst_incarnation for h in headers if h.key == new.key} == {"dst-2"}
+
+
+def test_small_layers_wait_for_company_unless_they_are_the_last(make: Any, fake: FakeReceiver) -> None:
+    kv = layout()
+    per_layer = kv.bytes_per_block // kv.num_layers
+    cluster = make(staging_bytes=2**20, min_message_bytes=2 * per_layer)
+    transfer = cluster.transfer(tokens=4)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final(layers=range(1))
+    assert fake.next(timeout_s=0.1) is None
+    transfer.final(layers=range(1, 2))
+    got = fake.next()
+    assert got is not None
+    assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(0, 2)]
+    fake.ack(*got[:2])
+    transfer.final(layers=range(3, 4))
+    assert fake.next(timeout_s=0.1) is None
+    transfer.final(layers=range(2, 3))
+    got = fake.next()
+    assert got is not None
+    assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(2, 4)]
+    assert not cluster.senders[0].recorder.events, "the link may still swallow it"
+    fake.ack(*got[:2])
+    assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
+
+
+class Cable:
+    """Carries bytes to a port on this machine and back, until it is cut; both ends then see a connection that stands."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(DEADLINE_S)
+        self.port: int = self._server.getsockname()[1]
+        self._cut = threading.Event()
+        self._ends: tuple[socket.socket, ...] = ()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    def cut(self) -> None:
+        self._cut.set()
+        self._thread.join(DEADLINE_S)
+
+    def close(self) -> None:
+        self.cut()
+        for end in self._ends:
+            end.close()
+        self._server.close()
+
+    def _carry(self) -> None:
+        near, _ = self._server.accept()
+        far = socket.create_connection(("127.0.0.1", self._port))
+        self._ends = near, far
+        while not self._cut.is_set():
+            for end in select.select(self._ends, [], [], 0.01)[0]:
+                (far if end is near else near).sendall(end.recv(2**16))
+
+
+def test_link_that_goes_silent_fails_the_transfer_without_its_deadline(
+    make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtransfer.transports.zmq, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(kvtransfer.transports.zmq, "SILENCE_S", 0.5)
+    address = fake.peer.data_addresses[0]
+    cable = Cable(int(address.rpartition(":")[2]))
+    try:
+        cluster = make()
+        transfer = cluster.transfer(tokens=4)
+        transfer.compute()
+        transfer.open_senders()
+        transfer.grant(dataclasses.replace(fake.peer, data_addresses=[f"zmq+tcp://127.0.0.1:{cable.port}"]))
+        transfer.final()
+        assert fake.next() is not None
+        cable.cut()
+        assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+    finally:
+        cable.close()
+
+
+def test_receiver_lets_go_of_a_sender_that_went_silent(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that has vanished says nothing; its connection would stay for ever."""
+    monkeypatch.setattr(kvtransfer.transports.zmq, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(kvtransfer.transports.zmq, "GONE_S", 0.5)
+    cluster = make()
+    router = cluster.receivers[0].end._listeners[0]._router
+    monitor = router.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    cable = Cable(int(router.endpoint.rpartition(":")[2]))
+    try:
+        transfer = cluster.transfer(tokens=4)
+        transfer.compute()
+        transfer.open_receivers()
+        transfer.open_senders()
+        transfer.grant(dataclasses.replace(cluster.dst, data_addresses=[f"zmq+tcp://127.0.0.1:{cable.port}"]))
+        transfer.final()
+        transfer.check_received()
+        cable.cut()
+        assert monitor.poll(1000 * DEADLINE_S), "hung up"
+    finally:
+        cable.close()
+        router.socket.disable_monitor()
+        monitor.close()
+
+
+@pytest.mark.parametrize("what", [zmq.DEALER, zmq.PAIR])
+def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
+    make: Any, fake: FakeReceiver, what: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link takes two sockets: its own and its monitor's."""
+    cluster = make()
+    bystander = cluster.transfer("bystander", tokens=60)
+    bystander.compute()
+    bystander.hand_over(num_blocks=3)
+    socket_of = zmq.Context.socket
+
+    def socket_or_not(context: Any, kind: int, *args: Any, **kwargs: Any) -> Any:
+        if kind == what:
+            raise zmq.ZMQError(errno.EMFILE)
+        return socket_of(context, kind, *args, **kwargs)
+
+    wait_until(lambda: bool(cluster.senders[0].end._peers), "its link is there")
+    monkeypatch.setattr(zmq.Context, "socket", socket_or_not)
+    poor = cluster.transfer("poor", tokens=4)
+    poor.open_senders()
+    poor.grant(fake.peer)
+    error = cluster.senders[0].recorder.wait(poor.key, SourceReleased).error
+    monkeypatch.undo()
+    assert isinstance(error, PeerLost)
+    assert "Too many open files" in error.message
+    bystander.final()
+    bystander.check_received()
+
+
+def test_small_layers_of_a_slow_prompt_are_not_kept_back_until_the_receiver_gives_up(
+    make: Any, fake: FakeReceiver
+) -> None:
+    clock = MockClock()
+    cluster = make(clock=clock, staging_bytes=2**20, min_message_bytes=2**20)
+    transfer = cluster.transfer(tokens=4, timeout_s=20.0)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    for layer in range(3):
+        transfer.final(layers=range(layer, layer + 1))
+        assert fake.next(timeout_s=0.1) is None
+        clock.advance(6.0)
+        cluster.senders[0].end.abort(AttemptKey("nobody", 1))
+        got = fake.next()
+        assert got is not None
+        assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(layer, layer + 1)]
+        fake.ack(*got[:2])
+
+
+@pytest.mark.parametrize("code", ["", "transfer_aborted"])
+def test_late_ack_of_an_older_transfer_says_nothing_of_the_next_one_under_its_key(
+    make: Any, fake: FakeReceiver, code: str
+) -> None:
+    cluster = make(min_message_bytes=1024)  # all in one message
+    sender = cluster.senders[0]
+    sent = []
+    for _ in range(2):
+        transfer = cluster.transfer(tokens=4)
+        transfer.compute()
+        transfer.open_senders()
+        transfer.grant(fake.peer)
+        transfer.final()
+        got = fake.next()
+        assert got is not None
+        sent.append(got)
+        if len(sent) == 1:
+            sender.end.abort(transfer.key)
+            sender.recorder.wait(transfer.key, SourceReleased)
+    (identity, old, _), new = sent[0], sent[1][:2]
+    ack = wire.SliceAck(old.key, old.sequence, code, "late")
+    fake.socket.send_multipart([identity, wire.encode(ack)])
+    wait_until(lambda: next(iter(sender.end._peers.values())).in_flight == 1, "the late ack is taken")
+    cluster.transfer("bystander", tokens=1, held=1).run()
+    assert len(sender.recorder.of(transfer.key, SourceReleased)) == 1, "only that of the first"
+    fake.ack(*new)
+    wait_until(lambda: len(sender.recorder.of(transfer.key, SourceReleased)) == 2, "released by its own ack")
+    assert sender.recorder.of(transfer.key, SourceReleased)[1].error is None
+
+
+def test_link_that_breaks_with_the_last_slices_on_it_fails_the_transfer(make: Any, fake: FakeReceiver) -> None:
+    """Everything was handed to the wire; nobody else would miss it before the receiver's deadline."""
+    cluster = make()
+    transfer = cluster.transfer(tokens=4)
+    transfer.compute()
+    transfer.open_senders()
+    transfer.grant(fake.peer)
+    transfer.final()
+    assert fake.next() is not None
+    fake.socket.close(linger=0)
+    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
+
+
+def test_staging_smaller_than_one_block_of_one_layer_still_works(make: Any) -> None:
+    make(layout(tp=1, heads=4), layout(tp=2, heads=4), staging_bytes=1).transfer(tokens=30).run()
+
+
+def test_block_of_one_layer_above_the_wire_limit_is_a_config_error() -> None:
+    huge = KVLayout("m", 1, 4096, 256, "float32")
+    storage = KVStorage(dataclasses.replace(huge, num_kv_heads=1), huge.shard(0, 0), 0)
+    with pytest.raises(ConfigError, match="one block"):
+        ZmqSender(storage, huge, 0, Recorder())
+
+
+def test_port_in_use_is_a_config_error(make: Any) -> None:
+    cluster = make()
+    port = int(cluster.receivers[0].end.address.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match=str(port)):
+        ZmqReceiver(cluster.receivers[0].storage, cluster.dst_layout, 0, "127.0.0.1", port, Recorder())
+
+
+HOSTILE = {
+    "no frames": [b""],
+    "garbage header": [b"\xff" * 50, b"payload"],
+    "three frames": [b"a", b"b", b"c"],
+    "a thousand frames": [b"x"] * 1000,
+    "an ack": [wire.encode(wire.SliceAck(AttemptKey("r", 1), 1)), b""],
+    "header too large": [bytes(wire.MAX_HEADER_BYTES + 1), b""],
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_malformed_frames_are_dropped_and_the_receiver_goes_on(make: Any, what: str) -> None:
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.compute()
+    transfer.open_receivers()
+    receiver = cluster.receivers[0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(receiver.end.address.removeprefix("zmq+"))
+        socket.send_multipart(HOSTILE[what])
+        wait_until(lambda: receiver.end.discarded_messages == 1, "the message is counted")
+    assert not receiver.recorder.events
+    transfer.open_senders()
+    transfer.grant()
+    transfer.final()
+    transfer.check_received()
+
+
+def test_payload_above_the_limit_is_refused_by_the_socket(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_PAYLOAD_BYTES", 10_000)
+    cluster = make()
+    receiver = cluster.receivers[0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(receiver.end.address.removeprefix("zmq+"))
+        socket.send_multipart([b"header", bytes(20_000)])
+        assert monitor.poll(1000 * DEADLINE_S), "the receiver hangs up"
+        socket.disable_monitor()
+        monitor.close()
+    assert receiver.end.discarded_messages == 0
+    cluster.transfer().run()
+
+
+@pytest.mark.parametrize("wrong", ["layers", "heads", "blocks", "held", "short", "long", "overlap"])
+def test_slice_out_of_place_is_corrupt_and_writes_nothing(make: Any, wrong: str) -> None:
+    cluster = make(layout(), layout(tp=2))
+    transfer = cluster.transfer(tokens=16, held=1)
+    transfer.open_receivers()
+    transfer.poison_destination()
+    receiver = cluster.receivers[0]
+    piece = {
+        "layers": wire.KVSlice(3, 5, 0, 1, 1, 3),
+        "heads": wire.KVSlice(0, 1, 1, 2, 1, 3),
+        "blocks": wire.KVSlice(0, 1, 0, 1, 3, 5),
+        "held": wire.KVSlice(0, 1, 0, 1, 0, 2),
+    }.get(wrong, wire.KVSlice(0, 1, 0, 1, 1, 3))
+    size = piece.size_bytes(cluster.src_layout) + {"short": -1, "long": 1}.get(wrong, 0)
+    slices = [piece, piece] if wrong == "overlap" else [piece]
+    hashes = [*transfer.hashes, bytes(HASH_BYTES)][piece.block_lo : piece.block_hi]
+    header = wire.SliceHeader(transfer.key, "src-1", "dst-1", 0, 0, 1, slices, piece.block_lo, b"".join(hashes))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(receiver.end.address.removeprefix("zmq+"))
+        socket.send_multipart([wire.encode(header), bytes(size * len(slices))])
+        failed = receiver.recorder.wait(transfer.key, ReceiveFailed)
+        assert failed.error.code == "corrupt_slice"
+        assert socket.poll(1000 * DEADLINE_S)
+        assert wire.decode_ack(socket.recv()).code == "corrupt_slice"
+    transfer.check_destination_untouched()
+
+
+def test_message_that_overtakes_its_own_open_in_the_mailbox_is_taken(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`open`, grant, send and arrival may all happen after the thread looked at its mailbox and before it reads."""
+    cluster = make()
+    transfer = cluster.transfer()
+    transfer.compute()
+    receiver = cluster.receivers[0].end
+    router = receiver._listeners[0]._router
+    receive, raced = router.receive, []
+
+    def racing(max_frames: int) -> Any:
+        if not raced:
+            raced.append(True)
+            transfer.hand_over()
+            assert router.socket.poll(1000 * DEADLINE_S)
+        return receive(max_frames)
+
+    monkeypatch.setattr(router, "receive", racing)
+    receiver.abort(AttemptKey("nobody", 1))
+    transfer.check_received()

@@ -1,0 +1,138 @@
+"""One client request's answer, from its first token until nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from common.base.errors import Unavailable
+from common.control.messages import PeerRef, SamplingParams, TokenChunk, TokenLogprobs
+from router.fast.http_connection import Client
+from router.http.answer import Answer
+from router.http.openai_format import ChatFormat, FormatOptions, TextFormat
+from router.metrics import Metrics
+from router.nodes.node_table import NodeTable
+from router.requests import flow_events as f
+from router.requests.dispatch import Dispatcher, DispatchSettings
+from router.requests.generation import Delta, Generation, GenerationRequest, Outcome
+from router.text.detokenizer import TokenPieces
+
+PIECES = TokenPieces(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
+PEER = PeerRef("d0", "inc-d0", "tcp://127.0.0.1:9", [])
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _begin(dispatcher: Dispatcher, name: str, client: Client) -> Answer:
+    answer, request = Answer(), GenerationRequest([0] * 100, SamplingParams(seed=0, max_tokens=2))
+    answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
+    answer.watch(client)
+    return answer
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router's looks at what is old after millions of objects only: prompts would pile up for gigabytes."""
+
+    def place(_: Dispatcher, generation: Generation, wanted: f.Place) -> None:
+        generation.feed(f.Placed(None, PEER, 1.0))
+
+    def send(*_: object, **__: object) -> None:
+        pass
+
+    async def answered(answer: Answer) -> None:
+        key = answer.generations[0].flow.key
+        answer.generations[0].feed(f.Chunk(PEER.incarnation, TokenChunk(key, 0, [0, 1], None, "length")))
+        assert len(await answer.finished()) == 1
+
+    async def refused(answer: Answer) -> None:
+        with contextlib.suppress(Unavailable):
+            await answer.finished()
+
+    async def parked(answer: Answer) -> None:
+        assert answer.generations[0].outcome is None
+
+    left = list[weakref.ref[Answer] | weakref.ref[Generation]]()
+
+    async def play(dispatcher: Dispatcher, scene: Callable[[Answer], Awaitable[None]]) -> None:
+        answer = _begin(dispatcher, f"r{len(left)}", client)
+        await asyncio.sleep(0)  # it is placed
+        left.extend([weakref.ref(answer), weakref.ref(answer.generations[0])])
+        await scene(answer)
+        answer.close()
+
+    client = Client()
+
+    async def main() -> None:
+        dispatcher = Dispatcher(DispatchSettings(), Metrics())
+        with monkeypatch.context() as patch:
+            patch.setattr(Dispatcher, "place", place)
+            patch.setattr(NodeTable, "send", send)
+            await play(dispatcher, answered)
+        await play(dispatcher, refused)
+        monkeypatch.setattr(NodeTable, "rejoining", True)
+        await play(dispatcher, parked)
+        await asyncio.sleep(0.01)
+        assert dispatcher.running == 0
+        assert [each() for each in left] == [None] * 6
+        dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("call", ["chat", "completions"])
+def test_others_have_their_turns_while_many_logprobs_are_written(call: str, streamed: bool) -> None:
+    """With twenty for each token, those of thousands take seconds; all streams and the nodes' leases would wait."""
+    tokenizer, tokens = cast("Any", SimpleNamespace(pieces=PIECES, text_of=lambda token_id: "ab"[token_id])), 333
+    options = FormatOptions("r", "m", with_logprobs=True)
+    form = ChatFormat(options, tokenizer) if call == "chat" else TextFormat(options, tokenizer, 2)
+    names = ["content"] if call == "chat" else ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        answer, logprobs = Answer(), [TokenLogprobs(-0.5, [0, 1], [-0.5, -1.0])]
+        for _ in range(2):
+            request = GenerationRequest([0], SamplingParams(seed=0, max_tokens=tokens))
+            generation = Generation("r", request, PIECES, cast("Any", None), max_attempts=1, on_news=answer.on_news)
+            generation._deltas = [Delta("a", [at % 2], logprobs) for at in range(tokens)]
+            generation.outcome = Outcome("length")
+            answer.generations.append(generation)
+        answer.on_news()
+        counting = asyncio.create_task(count_turns())
+        if streamed:
+            events = b"".join([data async for data, _ in answer.events(form, options)]).decode()
+            bodies = [json.loads(event) for event in events.split("data: ")[1:-1]]
+        else:
+            bodies = [json.loads(await answer.whole(form, await answer.finished()))]
+        counting.cancel()
+        assert turns > 2 * tokens // 50
+        choices = [choice for body in bodies for choice in body["choices"] if choice["logprobs"] is not None]
+        for name in names:
+            found = [value for choice in choices if choice["index"] == 1 for value in choice["logprobs"][name]]
+            assert len(found) == tokens, name
+            if name == "text_offset":
+                assert found == sorted(set(found))
+
+    asyncio.run(asyncio.wait_for(main(), 20))

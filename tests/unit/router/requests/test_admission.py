@@ -1,0 +1,168 @@
+"""Admission: objectives, when to hold back, and the fair queue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.base.errors import Overloaded
+from router.policy import Fleet, Memory, Query, place
+from router.requests.admission import FairQueue, Held, Objectives, crowded, wait_s
+
+
+def fleets(prefill: dict[str, float], decode: dict[str, float]) -> tuple[Fleet, Fleet]:
+    first, second = Fleet("prefill"), Fleet("decode")
+    first.add("p0", "p0", **prefill)
+    second.add("d0", "d0", **decode)
+    for fleet in (first, second):
+        fleet.costs = replace(fleet.costs, prefills=9, steps=9)
+    return first, second
+
+
+def check(objectives: Objectives, prefill: Fleet, decode: Fleet, ahead_s: float = 0.0) -> None:
+    decision = place(Query(1000), prefill, decode, policy="kv_aware", local_prefill_tokens=0, memory=Memory())
+    objectives.check(decision, prefill, decode, ahead_s)
+
+
+def test_a_queue_that_breaks_the_objective_is_refused_with_the_time_it_needs() -> None:
+    prefill, decode = fleets({"waiting": 5, "queued_tokens": 20_000}, {"running": 40})
+    with pytest.raises(Overloaded, match="first token") as caught:
+        check(Objectives(ttft_s=2.0), prefill, decode)
+    assert caught.value.retry_after_s == pytest.approx(20_000 * 0.0005 + 0.5 + 0.024 - 2.0, rel=0.01)
+    check(Objectives(ttft_s=12.0), prefill, decode)
+    check(Objectives(), prefill, decode)
+
+
+def test_idle_nodes_are_always_tried_and_nothing_is_refused_unmeasured() -> None:
+    prefill, decode = fleets({}, {})
+    check(Objectives(ttft_s=0.01, tpot_s=0.001), prefill, decode)
+    with pytest.raises(Overloaded):
+        check(Objectives(ttft_s=0.01), prefill, decode, ahead_s=0.1)
+    prefill, decode = fleets({"waiting": 5, "queued_tokens": 20_000}, {"running": 40})
+    for fleet in (prefill, decode):
+        fleet.costs = replace(fleet.costs, prefills=0, steps=0)
+    check(Objectives(ttft_s=2.0, tpot_s=0.001), prefill, decode)
+
+
+def test_what_waits_here_is_counted_at_the_pace_of_those_that_compute_prompts() -> None:
+    prefill, decode = fleets({}, {})
+    decode.add("d1", "d1")
+    prefill.costs = replace(prefill.costs, queued_token_s=0.001)
+    decode.costs = replace(decode.costs, queued_token_s=0.01)
+    assert wait_s(1000, prefill, decode) == pytest.approx(1.0)
+    prefill.drop("p0")  # its pace says nothing of the decode nodes that take its place
+    assert wait_s(1000, prefill, decode) == pytest.approx(5.0)
+    decode.costs = replace(decode.costs, prefills=0)  # nobody has measured theirs yet
+    assert wait_s(1000, prefill, decode) == pytest.approx(0.5)
+
+
+def test_a_step_that_gets_too_slow_is_refused() -> None:
+    prefill, decode = fleets({}, {"running": 40})
+    with pytest.raises(Overloaded, match="each token"):
+        check(Objectives(tpot_s=0.03), prefill, decode)
+    check(Objectives(tpot_s=0.05), prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "word"),
+    [
+        ({}, {}, ""),
+        ({"waiting": 3, "queued_tokens": 1900}, {}, ""),
+        ({"waiting": 3, "queued_tokens": 2100}, {}, "prefill"),
+        ({"waiting": 1, "queued_tokens": 90_000}, {}, ""),
+        ({"waiting": 80}, {}, "prefill"),
+        ({}, {"running": 64, "waiting": 15}, ""),
+        ({}, {"running": 64, "waiting": 16}, "decode"),
+        ({}, {"running": 64, "waiting": 16, "ended": 1}, ""),
+    ],
+)
+def test_requests_are_held_back_only_while_every_node_has_more_than_it_needs(
+    prefill: dict[str, float], decode: dict[str, float], word: str
+) -> None:
+    why = crowded(*fleets(prefill, decode))
+    assert bool(why) == bool(word)
+    assert word in why
+
+
+def held(name: str, tenant: str = "", priority: int = 0, tokens: int = 10, deadline_s: float = 1.0) -> Held:
+    return Held(name, tokens, deadline_s, priority, tenant)
+
+
+def drain(queue: FairQueue) -> list[str]:
+    names: list[str] = []
+    while len(queue):
+        names.append(queue.pop() or "")
+    assert queue.pop() is None
+    return names
+
+
+def test_lower_priority_numbers_go_first_and_equal_ones_in_order() -> None:
+    queue = FairQueue()
+    for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0)):
+        queue.push(held(name, priority=priority))
+    assert drain(queue) == ["c", "a", "d", "b"]
+
+
+def test_tenants_share_by_tokens_not_by_requests() -> None:
+    queue = FairQueue()
+    for index in range(20):
+        queue.push(held(f"big-{index}", "big", tokens=900))
+    for index in range(60):
+        queue.push(held(f"small-{index}", "small", tokens=300))
+    first = Counter(name.partition("-")[0] for name in drain(queue)[:40])
+    assert first == {"small": 30, "big": 10}
+
+
+def test_a_tenant_that_comes_back_does_not_catch_up_on_what_it_never_asked_for() -> None:
+    queue = FairQueue()
+    for index in range(50):
+        queue.push(held(f"a{index}", "a"))
+    for _ in range(40):
+        queue.pop()
+    for index in range(10):
+        queue.push(held(f"b{index}", "b"))
+    assert Counter(name[0] for name in drain(queue)[:10]) == {"a": 5, "b": 5}
+
+
+def test_a_full_queue_makes_room_at_the_cost_of_whoever_has_the_most() -> None:
+    queue = FairQueue()
+    for index in range(4):
+        queue.push(held(f"a{index}", "a", priority=1 if index == 1 else 0))
+    queue.push(held("b0", "b"))
+    assert queue.victim("b") == "a1"
+    assert queue.victim("a") is None
+    queue.push(held("b1", "b"))
+    queue.push(held("b2", "b"))
+    assert queue.victim("b") is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.integers(1, 500), st.booleans(), st.integers(0, 3)),
+        max_size=60,
+    )
+)
+def test_every_request_leaves_exactly_once(steps: list[tuple[str, int, int, bool, int]]) -> None:
+    queue, inside = FairQueue(), dict[str, tuple[str, int]]()
+    for number, (tenant, priority, tokens, out, remove) in enumerate(steps):
+        name = f"r{number}"
+        queue.push(held(name, tenant, priority, tokens, deadline_s=float(number)))
+        inside[name] = (tenant, priority)
+        if out:
+            left = queue.pop()
+            assert left is not None
+            gone = inside.pop(left)
+            assert gone[1] == min([gone[1], *(each[1] for each in inside.values())])
+            assert not [n for n, each in inside.items() if each == gone and int(n[1:]) < int(left[1:])]
+        if remove and inside:
+            name = list(inside)[remove % len(inside)]
+            queue.remove(name)
+            queue.remove(name)
+            del inside[name]
+        assert len(queue) == len(inside)
+        assert set(queue.expired(float(number + 1))) == set(inside)
+    assert set(drain(queue)) == set(inside)

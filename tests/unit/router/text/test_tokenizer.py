@@ -1,0 +1,169 @@
+"""Chat templates and tokenization against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.stub_node import StubNode, make_model_folder
+
+import router.model_catalog
+from common.base.errors import BadRequest, ConfigError, Unavailable
+from router.model_catalog import ModelCatalog
+from router.text.tokenizer import Tokenizer
+
+TEMPLATES = {
+    "plain": "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "blocks and whitespace": """{{- bos_token }}
+{%- set ns = namespace(last='') %}
+    {% for message in messages %}
+        {% if loop.index > 5 %}{% break %}{% endif %}
+        {% if message.role == 'system' %}{% continue %}{% endif %}
+        {% set ns.last = message.content | trim %}
+<{{ message.role }}>{{ ns.last }}</{{ message.role }}>
+    {% endfor %}
+{% if add_generation_prompt %}{% generation %}<assistant>{% endgeneration %}{% endif %}""",
+    "tojson": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ '<&>é' | tojson }}{{ unk_token }}{{ tools }}",
+    "defaults": "{% if tools is defined and tools %}T{% endif %}{{ strftime_now('%Y') }}{{ messages[-1]['content'] }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<no-think>{% endif %}",
+}
+CHAT = [
+    {"role": "system", "content": "Be <brief> & 'kind'."},
+    {"role": "user", "content": "  héllo 🎉  "},
+    {"role": "assistant", "content": "the quick brown fox"},
+    {"role": "user", "content": "again"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("tokenizer") / "model")
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("generation_prompt", [True, False])
+def test_rendered_chat_and_its_ids_equal_those_of_transformers(
+    folder: Path, name: str, generation_prompt: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    set_config(folder, chat_template=TEMPLATES[name])
+    oracle = transformers.AutoTokenizer.from_pretrained(str(folder))
+    kwargs = {"enable_thinking": False}
+    want = oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=generation_prompt, **kwargs)
+    ours = Tokenizer(folder)
+    got = ours.render_chat(CHAT, add_generation_prompt=generation_prompt, kwargs=kwargs)
+    assert got == want
+    assert ours.encode(got, add_special_tokens=False) == oracle(want, add_special_tokens=False)["input_ids"]
+    assert ours.encode("the fox 🎉") == oracle("the fox 🎉")["input_ids"]
+
+
+def test_named_templates_and_files_are_found_in_the_usual_order(folder: Path, tmp_path: Path) -> None:
+    set_config(
+        folder,
+        chat_template=[
+            {"name": "tool_use", "template": "tool"},
+            {"name": "default", "template": "named {{ eos_token }}"},
+        ],
+    )
+    assert Tokenizer(folder).render_chat(CHAT) == "named </s>"
+    file = folder / "chat_template.jinja"
+    file.write_text("from the file")
+    try:
+        assert Tokenizer(folder).render_chat(CHAT) == "from the file"
+        override = tmp_path / "mine.jinja"
+        override.write_text("mine")
+        assert Tokenizer(folder, chat_template=str(override)).render_chat(CHAT) == "mine"
+    finally:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 1 // 0 }}",
+        "{{ undefined_thing.field }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_template_that_refuses_or_misbehaves_is_a_bad_request(folder: Path, template: str) -> None:
+    set_config(folder, chat_template=template)
+    with pytest.raises(BadRequest, match="chat template"):
+        Tokenizer(folder).render_chat(CHAT)
+
+
+def test_client_variables_cannot_replace_the_special_tokens(folder: Path) -> None:
+    set_config(folder, chat_template="{{ bos_token }}{{ messages | length }}")
+    assert Tokenizer(folder).render_chat(CHAT, kwargs={"bos_token": "x", "messages": []}) == "<s>4"
+
+
+@pytest.mark.parametrize(("template", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_where_the_template_knows_none(folder: Path, template: str, role: str) -> None:
+    """Qwen's, among others, leaves out messages of roles that it does not know."""
+    set_config(folder, chat_template=template + "{% for message in messages %}{{ message.role }} {% endfor %}")
+    chat = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert Tokenizer(folder).render_chat(chat) == f"{role} user "
+    assert chat[0]["role"] == "developer"
+
+
+def test_missing_or_broken_files_are_one_clear_sentence(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json in"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(ConfigError, match=r"cannot load .*tokenizer\.json"):
+        Tokenizer(tmp_path)
+    set_config(folder, chat_template="{% if %}")
+    with pytest.raises(ConfigError, match="does not compile"):
+        Tokenizer(folder)
+    set_config(folder, chat_template=None)
+    with pytest.raises(BadRequest, match="no chat template"):
+        Tokenizer(folder).render_chat(CHAT)
+    set_config(folder, chat_template=["{{ messages }}", 7])
+    with pytest.raises(ConfigError, match="must list names"):
+        Tokenizer(folder)
+    set_config(folder, chat_template=None)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    try:
+        with pytest.raises(ConfigError, match=r"cannot read the chat template .*chat_template\.jinja"):
+            Tokenizer(folder)
+    finally:
+        (folder / "chat_template.jinja").unlink()
+
+
+def test_model_that_fails_to_load_in_any_way_is_told_to_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("odd")
+
+    async def main() -> None:
+        node = StubNode("decode", "d0", "/models/odd", automatic=False)
+        catalog = ModelCatalog(model=None, served_model_name=None, chat_template=None)
+        try:
+            catalog.accept([node.record])
+            async with asyncio.timeout(20):
+                while "/models/odd cannot be loaded: RuntimeError" not in problem(catalog):
+                    await asyncio.sleep(0.001)
+        finally:
+            catalog.close()
+            await node.close()
+
+    def problem(catalog: ModelCatalog) -> str:
+        with pytest.raises(Unavailable) as told:
+            catalog.get(None)
+        return told.value.message
+
+    monkeypatch.setattr(router.model_catalog, "load", fail)
+    asyncio.run(main())
