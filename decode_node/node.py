@@ -40,11 +40,11 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.engine.executor import Executor
+from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Received, ReceiveFailed
 from common.engine.scheduler import Progress, Scheduler, insert_by_priority
 from common.kv.layout import KVLayout, check_compatible
 from common.node.core import Attempt, RoleLogic
 from common.node.events import ClientLost, FromClient, Outbox
-from kvtransfer.base import DestinationReleased, IncomingTransfer, Received, ReceiveFailed
 from kvtransfer.node_transfers import Opened, RankedReceiver
 from kvtransfer.traffic import count_bytes
 

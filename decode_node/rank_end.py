@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from common.engine.kv_transfer import ReceiverEvent
 from common.node.address import advertised
 from common.node.ranks.process import TransferEnd
 from common.node.worker import LoadedRank
-from kvtransfer.base import ReceiverEvent
 from kvtransfer.node_transfers import Open, Opened, TransferOrder, obey, to_report
 from kvtransfer.transports.factory import make_receiver
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from common.base.errors import TransferError
 from common.control.messages import AttemptKey
-from kvtransfer.base import DestinationReleased, ReceiverEvent, SenderEvent, SourceReleased
+from common.engine.kv_transfer import DestinationReleased, ReceiverEvent, SenderEvent, SourceReleased
 from kvtransfer.mailbox import Command, Mailbox
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from common.base.errors import KvRelayError, TransferError, from_code
 from common.control.messages import AttemptKey, Grant
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     DestinationReleased,
     IncomingTransfer,
     KVReceiver,
@@ -27,8 +27,9 @@ from kvtransfer.base import (
     ReceiverEvent,
     SenderEvent,
     SourceReleased,
+    Traffic,
 )
-from kvtransfer.traffic import Traffic, TrafficLog
+from kvtransfer.traffic import TrafficLog
 
 
 @dataclass(frozen=True)

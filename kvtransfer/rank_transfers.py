@@ -16,8 +16,7 @@ from common.base.errors import (
     TransferTimedOut,
 )
 from common.control.messages import AttemptKey, Grant
-from common.kv.layout import KVLayout
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     DestinationReleased,
     IncomingTransfer,
     OutgoingTransfer,
@@ -27,6 +26,7 @@ from kvtransfer.base import (
     SenderEvent,
     SourceReleased,
 )
+from common.kv.layout import KVLayout
 from kvtransfer.transfer_state import Batch, Claim, Incoming, Outgoing
 from kvtransfer.wire import SliceHeader
 

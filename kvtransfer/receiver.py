@@ -17,10 +17,10 @@ import zmq
 from common.base.clock import Clock, monotonic
 from common.base.errors import CorruptSlice, KvRelayError, ProtocolError, TransferAborted, TransferError
 from common.control.messages import AttemptKey
+from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OnReceiverEvent, Received, ReceiverEvent
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.base import DestinationReleased, IncomingTransfer, OnReceiverEvent, Received, ReceiverEvent
 from kvtransfer.copy.device import CLOSING_S, Mark, Pending, RelayDevice
 from kvtransfer.copy.host import make_copier
 from kvtransfer.iothread import IOThread

@@ -11,20 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.control.messages import AttemptKey
+from common.engine.kv_transfer import Traffic
 
 MAX_PAIRS = 4096
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one attempt moved between one rank of this node and one of the other node."""
-
-    rank: int
-    peer_rank: int
-    transport: str
-    why: str
-    """Empty at the receiving end: the sender chooses."""
-    size_bytes: int
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import numpy as np
 from common.base.errors import CorruptSlice, TransferError
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, Grant
+from common.engine.kv_transfer import IncomingTransfer, OutgoingTransfer
 from common.kv.layout import KVLayout, check_compatible
-from kvtransfer.base import IncomingTransfer, OutgoingTransfer
 from kvtransfer.resharding import Piece, plan
 from kvtransfer.wire import MAX_BLOCKS, KVSlice, SliceHeader
 

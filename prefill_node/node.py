@@ -34,11 +34,11 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.engine.executor import Executor
+from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
 from common.engine.scheduler import Progress, Scheduler
 from common.kv.layout import KVLayout, check_compatible
 from common.node.core import Attempt, RoleLogic
 from common.node.events import FromClient, FromPeer, Outbox, PeerGone
-from kvtransfer.base import KVSender, OutgoingTransfer, SourceReleased
 from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ import zmq
 
 from common.base.errors import PeerLost, ProtocolError
 from common.base.hashing import HASH_BYTES
+from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.copy.device import LentBlocks, Pages, RelayDevice, pages_of
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender

@@ -6,10 +6,10 @@ import logging
 
 from common.base.errors import ConfigError
 from common.config.options import NodeConfig
+from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.node.address import one_interface
-from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.copy.cuda import CudaDevice
 from kvtransfer.copy.device import RelayDevice
 from kvtransfer.receiver import Receiver

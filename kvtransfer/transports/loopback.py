@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from common.base.errors import PeerLost
+from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports.base import Arrival, Buffer, EndContext, Peer, Ready, fit_message

@@ -21,10 +21,10 @@ import numpy as np
 import zmq
 
 from common.base.errors import ConfigError, PeerLost, ProtocolError
+from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports import ring

@@ -15,10 +15,10 @@ import zmq
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError, PeerLost
+from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.base import OnReceiverEvent, OnSenderEvent
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports.base import Arrival, Buffer, EndContext, Peer, Ready, StagingPool, fit_message

@@ -14,12 +14,12 @@ from typing import Any
 from common.base.clock import monotonic
 from common.control.messages import Abort, AttemptKey, DecodeRequest, ModelInfo, PeerRef, SamplingParams, encode
 from common.engine.executor import LocalExecutor, Runner
+from common.engine.kv_transfer import IncomingTransfer
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
 from common.kv.layout import KVLayout
 from common.node.events import FromClient, Outbox, Outgoing
 from decode_node.node import DecodeNode
-from kvtransfer.base import IncomingTransfer
 
 _WARM_UP_ROUNDS = 5
 

@@ -16,12 +16,7 @@ from common.base.torch_setup import configure_torch
 from common.config.options import DecodeConfig, NodeConfig, PrefillConfig
 from common.control.messages import AttemptKey, Grant, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor
-from common.engine.step import RelayProgress, SampleSpec, StepInput
-from common.kv.layout import blocks_for
-from common.node.plan import plan_node
-from common.node.worker import LoadedRank, load_rank
-from common.parallel.mesh import SOLO
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     IncomingTransfer,
     OutgoingTransfer,
     Received,
@@ -30,6 +25,11 @@ from kvtransfer.base import (
     SenderEvent,
     SourceReleased,
 )
+from common.engine.step import RelayProgress, SampleSpec, StepInput
+from common.kv.layout import blocks_for
+from common.node.plan import plan_node
+from common.node.worker import LoadedRank, load_rank
+from common.parallel.mesh import SOLO
 from kvtransfer.transports.zmq import ZmqReceiver, ZmqSender
 
 _TIMEOUT_S = 60.0

@@ -14,9 +14,7 @@ import torch
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.control.messages import AttemptKey, Grant, PeerRef
-from common.kv.layout import KVLayout, blocks_for
-from common.kv.storage import KVStorage
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     IncomingTransfer,
     OutgoingTransfer,
     Received,
@@ -25,6 +23,8 @@ from kvtransfer.base import (
     SenderEvent,
     SourceReleased,
 )
+from common.kv.layout import KVLayout, blocks_for
+from common.kv.storage import KVStorage
 
 _TIMEOUT_S = 60.0
 _COPIES = 4

@@ -14,9 +14,9 @@ import torch
 
 from common.config.options import DecodeConfig, PrefillConfig
 from common.control.messages import AttemptKey, Grant, PeerRef
+from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OutgoingTransfer, Received, SourceReleased
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from kvtransfer.base import DestinationReleased, IncomingTransfer, OutgoingTransfer, Received, SourceReleased
 from kvtransfer.transports.factory import make_receiver, make_sender
 
 DEADLINE_S = 60.0

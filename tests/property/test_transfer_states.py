@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.base.errors import CorruptSlice, TransferError
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, Grant, PeerRef
-from common.kv.layout import KVLayout
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     DestinationReleased,
     IncomingTransfer,
     OutgoingTransfer,
@@ -25,6 +24,7 @@ from kvtransfer.base import (
     ReceiveFailed,
     SourceReleased,
 )
+from common.kv.layout import KVLayout
 from kvtransfer.rank_transfers import ReceivingEnd, SendingEnd
 from kvtransfer.transfer_state import Batch, Claim
 from kvtransfer.wire import SliceHeader

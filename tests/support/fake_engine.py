@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 from common.base.hashing import BLOCK_SIZE
 from common.control.messages import AttemptKey, Grant
-from common.engine.step import SampledToken, StepInput, StepOutput
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     DestinationReleased,
     IncomingTransfer,
     OutgoingTransfer,
@@ -21,6 +20,7 @@ from kvtransfer.base import (
     SenderEvent,
     SourceReleased,
 )
+from common.engine.step import SampledToken, StepInput, StepOutput
 
 VOCAB = 1000
 

@@ -13,9 +13,7 @@ import numpy as np
 from common.base.clock import Clock, monotonic
 from common.base.hashing import hash_blocks, root_hash
 from common.control.messages import AttemptKey, Grant, PeerRef
-from common.kv.layout import KVLayout
-from common.kv.storage import KVStorage
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     DestinationReleased,
     IncomingTransfer,
     OutgoingTransfer,
@@ -23,6 +21,8 @@ from kvtransfer.base import (
     ReceiveFailed,
     SourceReleased,
 )
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
 
 DEADLINE_S = 20.0
 PATTERN = 0xA5

@@ -9,12 +9,12 @@ from support.transfer_harness import layout
 
 from common.base.clock import Clock, monotonic
 from common.control.messages import AttemptKey, Grant, PeerRef
-from common.kv.layout import KVLayout
-from common.kv.storage import KVStorage
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     IncomingTransfer,
     OutgoingTransfer,
 )
+from common.kv.layout import KVLayout
+from common.kv.storage import KVStorage
 from kvtransfer.transports.collective import CollectiveReceiver, CollectiveSender
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kvtransfer.transports.shm import ShmReceiver, ShmSender

@@ -27,10 +27,10 @@ from common.control.messages import (
     TransferAbort,
     TransferReceived,
 )
+from common.engine.kv_transfer import DestinationReleased, ReceiveFailed, SourceReleased
 from common.engine.step import SampledToken, StepInput, StepOutput
 from common.node.events import ClientLost, FromClient, FromPeer, PeerGone, ToClient, ToPeer
 from decode_node.node import Phase
-from kvtransfer.base import DestinationReleased, ReceiveFailed, SourceReleased
 
 
 def test_first_token_goes_to_the_router_though_no_grant_ever_came() -> None:

@@ -29,9 +29,9 @@ from common.control.messages import (
     SamplingParams,
     TokenBatch,
 )
+from common.engine.kv_transfer import DestinationReleased, SourceReleased
 from common.node.events import FromClient, FromPeer, PeerGone
 from decode_node.node import Phase
-from kvtransfer.base import DestinationReleased, SourceReleased
 
 
 def started(pair: Pair) -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.transfer_harness import DEADLINE_S, wait_until
 
 from common.control.messages import AttemptKey
-from kvtransfer.base import SenderEvent, SourceReleased
+from common.engine.kv_transfer import SenderEvent, SourceReleased
 from kvtransfer.iothread import IOThread
 
 KEY = AttemptKey("r", 1)

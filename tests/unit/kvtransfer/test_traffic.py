@@ -11,9 +11,9 @@ from support.transfer_harness import Cluster, layout
 
 from common.base.errors import TransferError
 from common.control.messages import AttemptKey, Grant, PeerRef
-from kvtransfer.base import IncomingTransfer, OutgoingTransfer, Received, SourceReleased
+from common.engine.kv_transfer import IncomingTransfer, OutgoingTransfer, Received, SourceReleased, Traffic
 from kvtransfer.node_transfers import RankedReceiver, RankedSender, TransferReport, obey
-from kvtransfer.traffic import MAX_PAIRS, Traffic, TrafficLog
+from kvtransfer.traffic import MAX_PAIRS, TrafficLog
 
 KEY = AttemptKey("r", 1)
 PEER = PeerRef("decode-7", "inc-1", "", ["a", "b"])

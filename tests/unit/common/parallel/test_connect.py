@@ -12,9 +12,9 @@ from typing import Any
 from support import transport_ends
 from support.transfer_harness import DEADLINE_S
 
+from common.engine.kv_transfer import SourceReleased
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import RankPlace
-from kvtransfer.base import SourceReleased
 
 _LISTENS = "0A"
 

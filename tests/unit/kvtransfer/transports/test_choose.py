@@ -16,9 +16,9 @@ from common.base.clock import MockClock
 from common.base.errors import ConfigError, HandshakeRefused, PeerLost
 from common.config.options import DecodeConfig
 from common.control.messages import AttemptKey
+from common.engine.kv_transfer import SourceReleased
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from kvtransfer.base import SourceReleased
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports import factory, shm

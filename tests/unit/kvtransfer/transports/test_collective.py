@@ -18,7 +18,7 @@ from support.transfer_harness import DEADLINE_S, Cluster, wait_until
 from common.base.clock import MockClock
 from common.base.errors import PeerLost
 from common.control.messages import PeerRef
-from kvtransfer.base import SourceReleased
+from common.engine.kv_transfer import SourceReleased
 from kvtransfer.transports import collective, process_group
 from kvtransfer.transports.collective import CollectiveReceiver, GroupLeave, GroupMeet, GroupReply, GroupRequest
 from kvtransfer.transports.process_group import wait_for_card

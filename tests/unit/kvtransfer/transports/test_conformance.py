@@ -17,8 +17,7 @@ from support.transfer_harness import Cluster, Recorder, layout, wait_until
 from common.base.clock import MockClock
 from common.base.errors import CorruptSlice, DeadlineExceeded, HandshakeRefused, PeerLost, TransferError
 from common.control.messages import AttemptKey, PeerRef
-from common.kv.layout import KVLayout
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     DestinationReleased,
     IncomingTransfer,
     OutgoingTransfer,
@@ -26,6 +25,7 @@ from kvtransfer.base import (
     ReceiveFailed,
     SourceReleased,
 )
+from common.kv.layout import KVLayout
 from kvtransfer.transports.collective import CollectiveConnector, CollectiveListener
 from kvtransfer.transports.shm import ShmConnector, ShmListener
 from kvtransfer.transports.zmq import ZmqConnector, ZmqListener

@@ -24,9 +24,9 @@ from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, PeerLost, TransferAborted
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, PeerRef
+from common.engine.kv_transfer import DestinationReleased, OutgoingTransfer, Received, ReceiveFailed, SourceReleased
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.base import DestinationReleased, OutgoingTransfer, Received, ReceiveFailed, SourceReleased
 from kvtransfer.transports import cuda_ipc, ring
 from kvtransfer.transports.choose import TransportOffer
 from kvtransfer.transports.same_host import host_id

@@ -32,7 +32,7 @@ from support.transport_processes import (
 from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, PeerLost
 from common.control.messages import AttemptKey, Grant, PeerRef
-from kvtransfer.base import (
+from common.engine.kv_transfer import (
     DestinationReleased,
     IncomingTransfer,
     OutgoingTransfer,

@@ -19,8 +19,8 @@ from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 from common.base.clock import MockClock
 from common.base.errors import DeadlineExceeded, PeerLost, ProtocolError
 from common.control.messages import AttemptKey, PeerRef
+from common.engine.kv_transfer import SourceReleased
 from kvtransfer import wire
-from kvtransfer.base import SourceReleased
 from kvtransfer.transports import ring, shm
 from kvtransfer.transports.choose import TransportOffer
 from kvtransfer.transports.same_host import host_id

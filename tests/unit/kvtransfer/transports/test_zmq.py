@@ -20,10 +20,10 @@ from common.base.clock import MockClock
 from common.base.errors import ConfigError, DeadlineExceeded, HandshakeRefused, PeerLost
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, PeerRef
+from common.engine.kv_transfer import ReceiveFailed, SourceReleased
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.base import ReceiveFailed, SourceReleased
 from kvtransfer.transports.zmq import ZmqReceiver, ZmqSender
 
 

@@ -1,4 +1,4 @@
-"""What every KV transport offers, and the events it reports.
+"""The contract between the engine and the KV relay: transfers, their events, and the two ends of a rank.
 
 Each prefill rank owns one `KVSender`, each decode rank one `KVReceiver`. Both run their I/O on a thread of
 their own and report through a callback called on that thread; every method returns at once.
@@ -16,7 +16,18 @@ from typing import Protocol
 
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.kv.layout import KVLayout
-from kvtransfer.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one attempt moved between one rank of this node and one of the other node."""
+
+    rank: int
+    peer_rank: int
+    transport: str
+    why: str
+    """Empty at the receiving end: the sender chooses."""
+    size_bytes: int
 
 
 @dataclass(frozen=True)
