@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.base.device import DeviceKind, card_name, default_dtype, rank_device, resolve_device
+from common.base.device import DeviceKind, default_dtype, gpu_name, rank_device, resolve_device
 from common.base.errors import ConfigError
 from common.config.options import NodeConfig
 from common.control.messages import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
@@ -69,7 +69,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> B
         model_config.num_layers, len(explicit) or pp_size, explicit or None, head_layers(model_config)
     )
     check_parallel(model_config, config.tensor_parallel_size, stages)
-    drawn_on = card_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
+    drawn_on = gpu_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
     layout = KVLayout(
         fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed, drawn_on),
         num_layers=model_config.num_layers,

@@ -117,19 +117,19 @@ def test_loading_for_a_device_keeps_one_tensor_at_a_time_in_host_memory(
     assert most == 1
 
 
-def test_auto_is_the_cpu_where_there_is_no_card_and_cuda_is_refused_in_one_sentence() -> None:
+def test_auto_is_the_cpu_where_there_is_no_gpu_and_cuda_is_refused_in_one_sentence() -> None:
     if torch.cuda.is_available():
-        pytest.skip("this machine has a card")
+        pytest.skip("this machine has a GPU")
     assert resolve_device("auto") == resolve_device("cpu") == "cpu"
-    with pytest.raises(ConfigError, match=r"--device cuda: PyTorch .* finds no card; --device cpu needs none"):
+    with pytest.raises(ConfigError, match=r"--device cuda: PyTorch .* finds no GPU; --device cpu needs none"):
         resolve_device("cuda")
 
 
-def test_each_rank_of_a_host_gets_a_card_of_its_own() -> None:
-    assert rank_device("cpu", 3, 4, cards=0) == CPU
-    assert [str(rank_device("cuda", rank, 2, cards=2)) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ConfigError, match="2 ranks of one node need a card each, this process sees 1"):
-        rank_device("cuda", 0, 2, cards=1)
+def test_each_rank_of_a_host_gets_a_gpu_of_its_own() -> None:
+    assert rank_device("cpu", 3, 4, gpus=0) == CPU
+    assert [str(rank_device("cuda", rank, 2, gpus=2)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(ConfigError, match="2 ranks of one node need a GPU each, this process sees 1"):
+        rank_device("cuda", 0, 2, gpus=1)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +141,17 @@ def test_each_rank_of_a_host_gets_a_card_of_its_own() -> None:
         ("bfloat16", "cuda", "bfloat16"),
     ],
 )
-def test_auto_dtype_is_bfloat16_on_a_card_for_what_was_saved_in_float32(saved: str, kind: Any, used: str) -> None:
+def test_auto_dtype_is_bfloat16_on_a_gpu_for_what_was_saved_in_float32(saved: str, kind: Any, used: str) -> None:
     assert default_dtype(saved, kind) == used
 
 
 def test_dummy_weights_of_another_device_are_another_model(folder: dict[str, Path]) -> None:
     path = folder["llama"]
     config = load_model_config(path)
-    marks = [fingerprint(path, config, "dummy", "float32", 0, where) for where in ("cpu", "card A", "card B")]
+    marks = [fingerprint(path, config, "dummy", "float32", 0, where) for where in ("cpu", "GPU A", "GPU B")]
     assert len(set(marks)) == 3
     # Of files the bytes decide, wherever they are computed with.
-    assert fingerprint(path, config, "auto", "float32", 0) == fingerprint(path, config, "auto", "float32", 0, "card A")
+    assert fingerprint(path, config, "auto", "float32", 0) == fingerprint(path, config, "auto", "float32", 0, "GPU A")
 
 
 def test_kv_cache_may_be_of_another_dtype_than_the_model(folder: dict[str, Path]) -> None:
@@ -179,9 +179,9 @@ def test_an_interface_is_found_by_its_address() -> None:
     assert interface_name("192.0.2.77") == ""
 
 
-def test_steps_are_larger_on_a_card_unless_somebody_says_otherwise(folder: dict[str, Path]) -> None:
+def test_steps_are_larger_on_a_gpu_unless_somebody_says_otherwise(folder: dict[str, Path]) -> None:
     plan = plan_node(PrefillConfig(model=str(folder["llama"])))
-    on_card = replace(plan, device="cuda")
-    assert [batched_tokens(PrefillConfig(), each) for each in (plan, on_card)] == [512, 8192]
-    assert [batched_tokens(DecodeConfig(), each) for each in (plan, on_card)] == [256, 2048]
-    assert batched_tokens(DecodeConfig(max_num_batched_tokens=7), on_card) == 7
+    on_gpu = replace(plan, device="cuda")
+    assert [batched_tokens(PrefillConfig(), each) for each in (plan, on_gpu)] == [512, 8192]
+    assert [batched_tokens(DecodeConfig(), each) for each in (plan, on_gpu)] == [256, 2048]
+    assert batched_tokens(DecodeConfig(max_num_batched_tokens=7), on_gpu) == 7
