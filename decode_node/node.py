@@ -1,4 +1,4 @@
-"""The logic of a decode node: what it does on every event. Runs on the engine's thread, does no I/O itself.
+"""The core of a decode node: what it does on every event. Runs on the engine's thread, does no I/O itself.
 
 One attempt here, by `Phase`: a relayed one waits for the prefill node's offer, gets blocks (the grant),
 receives KV, and joins the running batch when every slice and the first token are in; a local one goes to the
@@ -43,9 +43,9 @@ from common.engine.executor import Executor
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Received, ReceiveFailed
 from common.engine.scheduler import Progress, Scheduler, insert_by_priority
 from common.kv.layout import KVLayout, check_compatible
-from common.node.core import Attempt, RoleLogic
-from common.node.events import ClientLost, FromClient, Outbox
-from kvtransfer.node_transfers import Opened, RankedReceiver
+from common.node.core import Attempt, NodeCore
+from common.node.events import ClientLost, FromClient, SendBuffer
+from kvtransfer.node_transfers import NodeReceiver, Opened
 from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class _Early:
     messages: list[tuple[Identity, Offer | PrefillDone]] = field(default_factory=list)
 
 
-class DecodeNode(RoleLogic[_Attempt]):
+class DecodeNode(NodeCore[_Attempt]):
     """All attempts of one decode node. Invariant: when `attempts` is empty, no block is used."""
 
     def __init__(
@@ -101,15 +101,15 @@ class DecodeNode(RoleLogic[_Attempt]):
         vocab_size: int,
         scheduler: Scheduler,
         executor: Executor,
-        receiver: RankedReceiver,
-        outbox: Outbox,
+        receiver: NodeReceiver,
+        send_buffer: SendBuffer,
         clock: Clock,
         *,
         max_accepted: int,
         transfer_timeout_s: float,
         early_s: float,
     ) -> None:
-        super().__init__(me, layout, vocab_size, scheduler, executor, outbox, clock, max_accepted=max_accepted)
+        super().__init__(me, layout, vocab_size, scheduler, executor, send_buffer, clock, max_accepted=max_accepted)
         self.receiver = receiver
         self.transfer_timeout_s = transfer_timeout_s
         self.early_s = early_s
@@ -208,7 +208,7 @@ class DecodeNode(RoleLogic[_Attempt]):
         error = TransferAborted("the decode node was never asked for this attempt, or has ended it")
         for identity, message in self.early.pop(key).messages:
             if isinstance(message, Offer):
-                self.outbox.reply(identity, TransferAbort(key, error.code, error.message))
+                self.send_buffer.reply(identity, TransferAbort(key, error.code, error.message))
 
     def _offered(self, attempt: _Attempt, identity: Identity, offer: Offer) -> None:
         if attempt.phase is not Phase.WAITING:
@@ -263,7 +263,9 @@ class DecodeNode(RoleLogic[_Attempt]):
     def _send_grant(self, attempt: _Attempt) -> None:
         if attempt.phase is Phase.RECEIVING:
             key, blocks = attempt.seq.key, list(attempt.seq.blocks)
-            self.outbox.reply(attempt.prefill_identity, Grant(key, self.me, self.layout, attempt.held_blocks, blocks))
+            self.send_buffer.reply(
+                attempt.prefill_identity, Grant(key, self.me, self.layout, attempt.held_blocks, blocks)
+            )
 
     # ------------------------------------------------------------ arrival
 
@@ -278,7 +280,7 @@ class DecodeNode(RoleLogic[_Attempt]):
     def _received(self, attempt: _Attempt, bytes_received: int) -> None:
         attempt.received_bytes = bytes_received
         self._relayed_bytes += bytes_received
-        self.outbox.reply(attempt.prefill_identity, TransferReceived(attempt.seq.key, bytes_received))
+        self.send_buffer.reply(attempt.prefill_identity, TransferReceived(attempt.seq.key, bytes_received))
 
     def _receive_failed(self, attempt: _Attempt, error: Exception) -> None:
         if attempt.phase is Phase.DRAINING:
@@ -319,7 +321,7 @@ class DecodeNode(RoleLogic[_Attempt]):
         stats = None if attempt.spoke else self._stats(attempt)
         attempt.spoke = True
         logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
-        self.outbox.tokens(
+        self.send_buffer.tokens(
             attempt.identity,
             TokenChunk(seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats),
         )
@@ -360,9 +362,9 @@ class DecodeNode(RoleLogic[_Attempt]):
             return
         key = attempt.seq.key
         log.warning("%s failed: %s", key, error.message)
-        self.outbox.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
+        self.send_buffer.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
         if attempt.offer is not None and attempt.phase is not Phase.ACTIVE:
-            self.outbox.reply(attempt.prefill_identity, TransferAbort(key, error.code, error.message))
+            self.send_buffer.reply(attempt.prefill_identity, TransferAbort(key, error.code, error.message))
         self._end(attempt)
 
     def _end(self, attempt: _Attempt | None) -> None:

@@ -25,9 +25,9 @@ def run(fields: dict[str, Any], rank: int, leader: str) -> None:
     with lasting_imports():
         from common.node.ranks.process import RankProcess
         from decode_node.rank_end import ReceivingRank
-        from decode_node.service import CODEC, blueprint_of
+        from decode_node.service import CODEC, plan_of
 
-    process = RankProcess(config, blueprint_of(config), rank, leader, CODEC)
+    process = RankProcess(config, plan_of(config), rank, leader, CODEC)
     process.run(small_batches=True, make_end=ReceivingRank)
 
 

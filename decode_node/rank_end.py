@@ -8,32 +8,32 @@ from collections.abc import Callable
 from common.engine.kv_transfer import ReceiverEvent
 from common.node.address import advertised
 from common.node.ranks.process import TransferEnd
-from common.node.worker import LoadedRank
-from kvtransfer.node_transfers import Open, Opened, TransferOrder, obey, to_report
+from common.node.worker import Worker
+from kvtransfer.node_transfers import Open, Opened, TransferOrder, apply, to_report
 from kvtransfer.transports.factory import make_receiver
 
 
 class ReceivingRank(TransferEnd):
     """Carries out the leader's orders on this rank's `KVReceiver`."""
 
-    def __init__(self, loaded: LoadedRank, rank: int, incarnation: str, report: Callable[[object], None]) -> None:
+    def __init__(self, worker: Worker, rank: int, incarnation: str, report: Callable[[object], None]) -> None:
         self._rank = rank
         self._report = report
         self._lock = threading.Lock()
         self._receiver = make_receiver(
-            loaded.config,
-            loaded.storage,
-            loaded.blueprint.layout,
+            worker.config,
+            worker.storage,
+            worker.plan.layout,
             rank,
             self._on_event,
             port=0,
             incarnation=incarnation,
         )
-        self.data_address = advertised(self._receiver.address, loaded.config)
+        self.data_address = advertised(self._receiver.address, worker.config)
 
-    def obey(self, order: TransferOrder) -> None:
+    def apply(self, order: TransferOrder) -> None:
         with self._lock:  # what comes of opening is reported after the opening
-            obey(self._receiver, order)
+            apply(self._receiver, order)
             if isinstance(order, Open) and order.incoming is not None:
                 self._report(to_report(self._rank, Opened(order.incoming.key)))
 

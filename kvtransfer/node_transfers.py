@@ -88,7 +88,7 @@ TransferOrder = Open | Granted | Stop | Disconnect
 ORDER_TYPES: tuple[type, ...] = (Open, Granted, Stop, Disconnect)
 
 
-def obey(end: KVSender | KVReceiver, order: TransferOrder) -> None:
+def apply(end: KVSender | KVReceiver, order: TransferOrder) -> None:
     """Carry an order out on a rank."""
     match order:
         case Open(outgoing, incoming):
@@ -136,7 +136,7 @@ def _check_new(key: AttemptKey, live: dict[AttemptKey, _Gathered]) -> None:
         raise TransferError(f"cannot open {key}: it is open already")
 
 
-class RankedSender:
+class NodeSender:
     """`KVSender` over all ranks: `SourceReleased` once, when the last rank has released."""
 
     def __init__(
@@ -204,7 +204,7 @@ class RankedSender:
             self.abort(report.key)
 
 
-class RankedReceiver:
+class NodeReceiver:
     """`KVReceiver` over all ranks: `Received` when all have all, one `ReceiveFailed`, one `DestinationReleased`.
 
     A slice must not reach a rank that does not expect it yet, so `open` may be answered later, by `Opened`.

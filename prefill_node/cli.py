@@ -29,11 +29,11 @@ def _run(resolved: Resolved[PrefillConfig]) -> None:
     with lasting_imports():
         from common.node.ranks.launch import fork_ranks
         from prefill_node.rank import run
-        from prefill_node.service import blueprint_of, serve
+        from prefill_node.service import plan_of, serve
 
-    blueprint = blueprint_of(config)
-    forks = fork_ranks(config, blueprint, run)
-    run_service(lambda: serve(config, blueprint, forks))
+    plan = plan_of(config)
+    forks = fork_ranks(config, plan, run)
+    run_service(lambda: serve(config, plan, forks))
 
 
 app = service_app(PrefillConfig, help=_HELP, run=_run)

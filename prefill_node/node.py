@@ -1,4 +1,4 @@
-"""The logic of a prefill node: what it does on every event. Runs on the engine's thread, does no I/O itself.
+"""The core of a prefill node: what it does on every event. Runs on the engine's thread, does no I/O itself.
 
 One attempt here: queued -> admitted (blocks taken, offered to the decode node) -> computed chunk by chunk,
 each layer relayed as it becomes final -> first token out -> source blocks released -> forgotten.
@@ -37,8 +37,8 @@ from common.engine.executor import Executor
 from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
 from common.engine.scheduler import Progress, Scheduler
 from common.kv.layout import KVLayout, check_compatible
-from common.node.core import Attempt, RoleLogic
-from common.node.events import FromClient, FromPeer, Outbox, PeerGone
+from common.node.core import Attempt, NodeCore
+from common.node.events import FromClient, FromPeer, PeerGone, SendBuffer
 from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _Attempt(Attempt):
     """Nobody wants anything of it any more; it only waits for its blocks."""
 
 
-class PrefillNode(RoleLogic[_Attempt]):
+class PrefillNode(NodeCore[_Attempt]):
     """All attempts of one prefill node. Invariant: when `attempts` is empty, no block is used."""
 
     def __init__(
@@ -68,13 +68,13 @@ class PrefillNode(RoleLogic[_Attempt]):
         scheduler: Scheduler,
         executor: Executor,
         sender: KVSender,
-        outbox: Outbox,
+        send_buffer: SendBuffer,
         clock: Clock,
         *,
         max_accepted: int,
         transfer_timeout_s: float,
     ) -> None:
-        super().__init__(me, layout, vocab_size, scheduler, executor, outbox, clock, max_accepted=max_accepted)
+        super().__init__(me, layout, vocab_size, scheduler, executor, send_buffer, clock, max_accepted=max_accepted)
         self.sender = sender
         self.transfer_timeout_s = transfer_timeout_s
 
@@ -142,7 +142,7 @@ class PrefillNode(RoleLogic[_Attempt]):
                 final_blocks=seq.num_computed // BLOCK_SIZE,
             )
         )
-        self.outbox.to_peer(
+        self.send_buffer.to_peer(
             attempt.request.decode, Offer(seq.key, self.me, self.layout, seq.num_tokens, block_hashes=hashes)
         )
 
@@ -170,8 +170,10 @@ class PrefillNode(RoleLogic[_Attempt]):
         logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
         chunk = TokenChunk(seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats)
         if not attempt.ended:
-            self.outbox.tokens(attempt.identity, chunk)
-            self.outbox.to_peer(attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason))
+            self.send_buffer.tokens(attempt.identity, chunk)
+            self.send_buffer.to_peer(
+                attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason)
+            )
         attempt.reported = True
         # With a finish nobody will decode: what is not yet sent need not be, and no failure matters any more.
         if not attempt.offered or attempt.received or done.finish_reason is not None:
@@ -203,8 +205,8 @@ class PrefillNode(RoleLogic[_Attempt]):
             return
         key = attempt.seq.key
         log.warning("%s failed: %s", key, error.message)
-        self.outbox.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
-        self.outbox.to_peer(attempt.request.decode, TransferAbort(key, error.code, error.message))
+        self.send_buffer.reply(attempt.identity, AttemptFailed(key, error.code, error.message))
+        self.send_buffer.to_peer(attempt.request.decode, TransferAbort(key, error.code, error.message))
         self._end(attempt)
 
     def _end(self, attempt: _Attempt | None) -> None:

@@ -1,4 +1,4 @@
-"""The prefill node's process: loads the model, then runs `PrefillNode` in the shell that all nodes share."""
+"""The prefill node's process: loads the model, then runs `PrefillNode` in the server that all nodes share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from common.base.clock import monotonic
 from common.node.plan import (
-    Blueprint,
+    NodePlan,
     batched_tokens,
     fit_memory,
     make_record,
@@ -19,8 +19,8 @@ from common.node.plan import (
 )
 from common.node.ranks.launch import Leader, follow, share_cores
 from common.node.ranks.messages import rank_codec
-from common.node.server import NodeShell
-from kvtransfer.node_transfers import ORDER_TYPES, RankedSender, TransferReport
+from common.node.server import NodeServer
+from kvtransfer.node_transfers import ORDER_TYPES, NodeSender, TransferReport
 from kvtransfer.transports.factory import make_sender
 from prefill_node.node import PrefillNode
 
@@ -34,52 +34,52 @@ _MAX_ACCEPTED = 1024
 CODEC = rank_codec(*ORDER_TYPES, TransferReport)
 
 
-def blueprint_of(config: PrefillConfig) -> Blueprint:
+def plan_of(config: PrefillConfig) -> NodePlan:
     """What the node of `config` will be. Raises: ConfigError."""
     return plan_node(config)
 
 
-async def serve(config: PrefillConfig, blueprint: Blueprint, forks: Sequence[ForkedRank] = ()) -> None:
+async def serve(config: PrefillConfig, plan: NodePlan, forks: Sequence[ForkedRank] = ()) -> None:
     """Run until cancelled. `forks`: for the other ranks that run here; without any they are started as programs.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
-    config = share_cores(config, blueprint.world_size // config.nnodes, os.cpu_count() or 1)
+    config = share_cores(config, plan.world_size // config.nnodes, os.cpu_count() or 1)
     if config.node_rank > 0:
-        await follow(config, "prefill", blueprint, CODEC, forks)
+        await follow(config, "prefill", plan, CODEC, forks)
         return
-    shell = NodeShell(config, node_id_for("prefill", config))
-    await shell.bind()
-    leader = Leader(config, "prefill", blueprint, CODEC, forks)
+    server = NodeServer(config, node_id_for("prefill", config))
+    await server.bind()
+    leader = Leader(config, "prefill", plan, CODEC, forks)
     await leader.start(small_batches=False)
     try:
-        blueprint = fit_memory(blueprint, config, leader.num_blocks)
-        sender = RankedSender(
-            blueprint.world_size,
+        plan = fit_memory(plan, config, leader.num_blocks)
+        sender = NodeSender(
+            plan.world_size,
             leader.broadcast,
-            shell.post,
-            lambda on_event: make_sender(config, leader.loaded.storage, blueprint.layout, 0, on_event),
+            server.post,
+            lambda on_event: make_sender(config, leader.worker.storage, plan.layout, 0, on_event),
         )
-        await leader.begin(shell.me.incarnation, "")
-        leader.watch(shell.post, sender.on_report, shell.on_crash)
+        await leader.begin(server.me.incarnation, "")
+        leader.watch(server.post, sender.on_report, server.on_crash)
         node = PrefillNode(
-            shell.me,
-            blueprint.layout,
-            blueprint.model.vocab_size,
-            make_scheduler(config, blueprint, leader.num_blocks, prefill_chunk=batched_tokens(config, blueprint)),
-            leader.executor(sender.blocks_final, shell.post),
+            server.me,
+            plan.layout,
+            plan.model.vocab_size,
+            make_scheduler(config, plan, leader.num_blocks, prefill_chunk=batched_tokens(config, plan)),
+            leader.executor(sender.blocks_final, server.post),
             sender,
-            shell.outbox,
+            server.send_buffer,
             monotonic,
             max_accepted=_MAX_ACCEPTED,
             transfer_timeout_s=config.transfer_timeout_s,
         )
         try:
-            await shell.run(
+            await server.run(
                 node,
-                make_record("prefill", shell.me, config, blueprint, leader.num_blocks),
+                make_record("prefill", server.me, config, plan, leader.num_blocks),
                 node.scheduler.pool.journal,
-                on_ready=lambda: log.info("prefill node %s ready at %s", shell.me.node_id, shell.me.control_address),
+                on_ready=lambda: log.info("prefill node %s ready at %s", server.me.node_id, server.me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": sender.traffic.describe()},
             )
         finally:

@@ -46,7 +46,7 @@ class Executor(Protocol):
         ...
 
 
-class Pending(Protocol):
+class RunningStep(Protocol):
     """A started step."""
 
     def wait(self) -> StepOutput:
@@ -57,13 +57,13 @@ class Pending(Protocol):
 class Runner(Protocol):
     """One rank's model, as `common.engine.runner.ModelRunner` implements it."""
 
-    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Pending: ...
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> RunningStep: ...
 
 
 class Starter(Protocol):
-    """What can start a step without waiting for its output: `LocalExecutor`, and `RankedExecutor` without a pipeline."""
+    """What can start a step without waiting for its output: `LocalExecutor`, and `MultiRankExecutor` without a pipeline."""
 
-    def start(self, step: StepInput) -> Pending: ...
+    def start(self, step: StepInput) -> RunningStep: ...
 
 
 class LocalExecutor:
@@ -78,7 +78,7 @@ class LocalExecutor:
     def submit(self, step: StepInput) -> StepOutput:
         return self.start(step).wait()
 
-    def start(self, step: StepInput) -> Pending:
+    def start(self, step: StepInput) -> RunningStep:
         """Launch a step. Its `wait` belongs to one thread."""
         return _Counted(self, self._runner.launch(step, self._reporter(step)))
 
@@ -97,7 +97,7 @@ class LocalExecutor:
 @dataclass(frozen=True)
 class _Counted:
     executor: LocalExecutor
-    pending: Pending
+    pending: RunningStep
 
     def wait(self) -> StepOutput:
         output = self.pending.wait()
@@ -111,7 +111,7 @@ class AsyncExecutor:
     def __init__(self, starter: Starter, post: Callable[[Any], None]) -> None:
         self._starter = starter
         self._post = post
-        self._started: queue.SimpleQueue[tuple[int, Pending] | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[tuple[int, RunningStep] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._collect, name="outputs", daemon=True)
         self._thread.start()
 

@@ -1,7 +1,7 @@
 """The engine's thread: takes events, steps while there is work, posts what is to be sent.
 
-A node's logic (`prefill_node.node`, `decode_node.node`) is a plain object that lives on this thread only.
-Everything reaches it through `EngineLoop.post`; everything leaves through its outbox.
+A node's core (`prefill_node.node`, `decode_node.node`) is a plain object that lives on this thread only.
+Everything reaches it through `EngineLoop.post`; everything leaves through its send buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IDLE_WAIT_S = 0.05
 """How long an idle loop sleeps at most before it looks at its deadlines again."""
 
 
-class NodeLogic(Protocol):
+class EngineCore(Protocol):
     """What the loop drives."""
 
     def handle(self, event: Any) -> None:
@@ -44,19 +44,19 @@ class _Question:
 
 
 class EngineLoop:
-    """Runs `logic` on a thread of its own until `stop`. `flush` is called after every round.
+    """Runs `core` on a thread of its own until `stop`. `flush` is called after every round.
 
-    `on_crash(error)` is called once if the logic raises: a bug, after which the process must end.
+    `on_crash(error)` is called once if the core raises: a bug, after which the process must end.
     """
 
     def __init__(
         self,
-        logic: NodeLogic,
+        core: EngineCore,
         flush: Callable[[], None],
         on_crash: Callable[[BaseException], None],
         clock: Clock = monotonic,
     ) -> None:
-        self._logic = logic
+        self._core = core
         self._flush = flush
         self._on_crash = on_crash
         self._clock = clock
@@ -70,11 +70,11 @@ class EngineLoop:
         self._thread.start()
 
     def post(self, event: Any) -> None:
-        """Hand one event to the logic. Any thread."""
+        """Hand one event to the core. Any thread."""
         self._inbox.put(event)
 
     def ask(self, question: Callable[[], Any]) -> Future[Any]:
-        """Run `question` on the engine's thread, between two steps: the only place from which to look at the logic."""
+        """Run `question` on the engine's thread, between two steps: the only place from which to look at the core."""
         answer: Future[Any] = Future()
 
         def put() -> None:
@@ -101,8 +101,8 @@ class EngineLoop:
             while not self._stopping:
                 self._drain(block=not busy)
                 now_s = self.last_round_s = self._clock()
-                self._logic.on_time(now_s)
-                busy = self._logic.step()
+                self._core.on_time(now_s)
+                busy = self._core.step()
                 self._flush()
         except BaseException as error:
             log.exception("the engine loop crashed")
@@ -115,7 +115,7 @@ class EngineLoop:
                 if isinstance(event, _Question):
                     event.put()
                 elif event is not None:
-                    self._logic.handle(event)
+                    self._core.handle(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
             return

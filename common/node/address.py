@@ -68,13 +68,13 @@ def one_interface(config: NodeConfig) -> str:
     return source_address(config.redis_url) if config.host in _EVERY_INTERFACE else config.host
 
 
-def mesh_interface(config: NodeConfig, *, on_cards: bool) -> str:
+def mesh_interface(config: NodeConfig, *, on_gpus: bool) -> str:
     """What the exchanges among the ranks of one node are bound to.
 
     On cards the same as a relay's: NCCL settles on one interface when a process first uses it, which is for these, and
     from loopback no relay would reach another host. Raises: ConfigError as `source_address`.
     """
-    return one_interface(config) if on_cards else rank_host(config)
+    return one_interface(config) if on_gpus else rank_host(config)
 
 
 def source_address(redis_url: str) -> str:

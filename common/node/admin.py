@@ -16,13 +16,13 @@ from common.control.messages import NodeRecord
 from common.node.address import advertised
 
 if TYPE_CHECKING:
-    from common.node.server import NodeShell
+    from common.node.server import NodeServer
 
 _ENGINE_ANSWERS_S = 5.0
 """An engine in a longer step, or a stuck one, is reported without its attempts; the age of its round tells."""
 
 Describe = Callable[[], dict[str, Any]]
-"""Adds to a node's status what the shell does not know: its ranks, its transports."""
+"""Adds to a node's status what the server does not know: its ranks, its transports."""
 
 
 def open_admin(config: NodeConfig) -> tuple[AdminServer | None, str]:
@@ -46,8 +46,8 @@ def _is_loopback(host: str) -> bool:
 class NodeAdmin:
     """The routes of one node: `GET /status`, `POST /drain`, `POST /undrain`."""
 
-    def __init__(self, shell: NodeShell, record: NodeRecord, describe: Describe) -> None:
-        self._shell = shell
+    def __init__(self, server: NodeServer, record: NodeRecord, describe: Describe) -> None:
+        self._server = server
         self._record = record
         self._describe = describe
 
@@ -60,17 +60,17 @@ class NodeAdmin:
         ]
 
     async def _drain(self, call: Call) -> dict[str, Any]:
-        self._shell.drain.begin()
+        self._server.drain.begin()
         return await self._status(call)
 
     async def _undrain(self, call: Call) -> dict[str, Any]:
-        self._shell.drain.end()
+        self._server.drain.end()
         return await self._status(call)
 
     async def _status(self, call: Call) -> dict[str, Any]:
-        shell, record = self._shell, self._record
+        server, record = self._server, self._record
         attempts = await self._attempts()
-        untold = shell.drain.untold(shell.leases)
+        untold = server.drain.untold(server.leases)
         return {
             "node_id": record.peer.node_id,
             "incarnation": record.peer.incarnation,
@@ -86,13 +86,13 @@ class NodeAdmin:
                 "dtype": record.layout.dtype,
                 "block_size": record.layout.block_size,
             },
-            "draining": shell.drain.active,
-            "idle": shell.drain.active and attempts == [] and untold == 0,
+            "draining": server.drain.active,
+            "idle": server.drain.active and attempts == [] and untold == 0,
             "leases_untold": untold,
-            "redis": "ok" if shell.registered else "away: it serves on and keeps trying",
+            "redis": "ok" if server.registered else "away: it serves on and keeps trying",
             "engine": "ok" if attempts is not None else "does not answer: in a long step, or stuck",
-            "load": dataclasses.asdict(shell.load),
-            "leases": shell.describe_leases(),
+            "load": dataclasses.asdict(server.load),
+            "leases": server.describe_leases(),
             "attempts": attempts,
             **self._describe(),
         }
@@ -101,6 +101,6 @@ class NodeAdmin:
         """None if the engine does not answer in time."""
         try:
             async with asyncio.timeout(_ENGINE_ANSWERS_S):
-                return await asyncio.wrap_future(self._shell.ask_attempts())
+                return await asyncio.wrap_future(self._server.ask_attempts())
         except TimeoutError:
             return None

@@ -1,4 +1,4 @@
-"""What the logic of both roles has in common: attempts taken in, steps begun and entered, deadlines, load. Engine thread.
+"""What the core of both roles has in common: attempts taken in, steps begun and entered, deadlines, load. Engine thread.
 
 A role says what being admitted, a token, a failure and an end mean for its attempts.
 """
@@ -20,8 +20,8 @@ from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
 from common.kv.layout import KVLayout
-from common.node.events import ClientLost, Outbox
-from common.node.step_timer import StepMeter
+from common.node.events import ClientLost, SendBuffer
+from common.node.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Attempt:
 AttemptT = TypeVar("AttemptT", bound=Attempt)
 
 
-class RoleLogic(ABC, Generic[AttemptT]):
+class NodeCore(ABC, Generic[AttemptT]):
     """All attempts of one node. Invariants: every step begun is entered as done or failed once; when `attempts` is
     empty, no block is used.
     """
@@ -51,7 +51,7 @@ class RoleLogic(ABC, Generic[AttemptT]):
         vocab_size: int,
         scheduler: Scheduler,
         executor: Executor,
-        outbox: Outbox,
+        send_buffer: SendBuffer,
         clock: Clock,
         *,
         max_accepted: int,
@@ -61,14 +61,14 @@ class RoleLogic(ABC, Generic[AttemptT]):
         self.vocab_size = vocab_size
         self.scheduler = scheduler
         self.executor = executor
-        self.outbox = outbox
+        self.send_buffer = send_buffer
         self.clock = clock
         self.max_accepted = max_accepted
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
         self._plans: dict[int, Plan] = {}
         """Steps in flight."""
-        self._meter = StepMeter(depth=scheduler.config.depth)
+        self._meter = StepTimer(depth=scheduler.config.depth)
         self._prompt_tokens = 0
         self._relayed_bytes = 0
         self._relayed_by: dict[str, int] = {}
@@ -133,7 +133,7 @@ class RoleLogic(ABC, Generic[AttemptT]):
         try:
             return self._sequence(request)
         except KvRelayError as error:
-            self.outbox.reply(identity, AttemptFailed(request.key, error.code, error.message))
+            self.send_buffer.reply(identity, AttemptFailed(request.key, error.code, error.message))
             return None
 
     def _sequence(self, request: PrefillRequest | DecodeRequest) -> Sequence:
@@ -174,7 +174,7 @@ class RoleLogic(ABC, Generic[AttemptT]):
             if seq.first_step_s is None:
                 seq.first_step_s = self.clock()
             self._admitted(self.attempts[seq.key])
-        self.outbox.flush()  # offers and grants must not wait for the step: an answer can be back before it is done
+        self.send_buffer.flush()  # offers and grants must not wait for the step: an answer can be back before it is done
         self._plans[step_id] = plan
         self._meter.begin(step_id, self.clock())
         try:

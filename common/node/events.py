@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.control.links import Identity
 from common.control.messages import Message, PeerRef, TokenBatch, TokenChunk
 
-# Events that the shell posts to the engine loop, beside those of the transfer threads.
+# Events that the server posts to the engine loop, beside those of the transfer threads.
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ class ToPeer:
     message: Message
 
 
-Outgoing = ToClient | ToPeer
+OutgoingMessage = ToClient | ToPeer
 
 
-class Outbox:
+class SendBuffer:
     """Collects what one round of the engine wants sent; `flush` hands it over in one piece.
 
     Token chunks for the same router travel as one batch, at the end of the round or before its next other message: what
     one router gets keeps its order. An answer's end must not come behind the failure of what is left of its attempt.
     """
 
-    def __init__(self, deliver: Callable[[list[Outgoing]], None]) -> None:
+    def __init__(self, deliver: Callable[[list[OutgoingMessage]], None]) -> None:
         self._deliver = deliver
-        self._messages: list[Outgoing] = []
+        self._messages: list[OutgoingMessage] = []
         self._chunks: dict[Identity, list[TokenChunk]] = {}
 
     def reply(self, identity: Identity, message: Message) -> None:

@@ -1,6 +1,6 @@
 """How many KV blocks fit on a card: what the operator allows, less all else that this rank takes.
 
-`kv_blocks_on_card` is pure arithmetic on measured sizes; `common.node.profile_run` measures them. A fraction counts the
+`kv_blocks_on_gpu` is pure arithmetic on measured sizes; `common.node.profile_run` measures them. A fraction counts the
 card's whole memory, whoever else uses it: two nodes on one card fit with fractions that sum to less than one. What
 others hold is looked at only to refuse at once what could not be allocated now.
 """
@@ -23,7 +23,7 @@ _FEWEST_BLOCKS = 2
 
 
 @dataclass(frozen=True)
-class CardUse:
+class GpuMemoryUse:
     """One rank's card after a profile run, all in bytes."""
 
     total: int
@@ -44,7 +44,7 @@ class CardUse:
 
 
 @dataclass(frozen=True)
-class KvWish:
+class KvMemoryRequest:
     """What the operator asked for; `blocks` wins over `memory_bytes`, and that over `utilization`."""
 
     utilization: float
@@ -53,7 +53,7 @@ class KvWish:
     blocks: int | None = None
 
 
-def kv_blocks_on_card(use: CardUse, wish: KvWish, block_bytes: int, spare_blocks: int) -> int:
+def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int, spare_blocks: int) -> int:
     """KV blocks for the pool, beside `spare_blocks` that no sequence gets.
 
     Raises: ConfigError in one sentence, with the sizes, if nothing is left for KV or if it is not free now.
@@ -86,7 +86,7 @@ def staging_bytes(kv_transport: str) -> int:
     return STAGING_BYTES if kv_transport in ("auto", "collective") else 0
 
 
-def _parts(use: CardUse) -> str:
+def _parts(use: GpuMemoryUse) -> str:
     return (
         f"weights {_gb(use.weights)}, activations {_gb(use.activations)}, recorded steps {_gb(use.graphs)}, "
         f"staging of relays {_gb(use.staging)} and the CUDA context {_gb(CONTEXT_BYTES)}"

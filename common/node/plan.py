@@ -33,7 +33,7 @@ def node_id_for(role: Role, config: NodeConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class NodePlan:
     """What a node will be, before any weight is read; equal on all of its ranks."""
 
     path: Path
@@ -52,7 +52,7 @@ class Blueprint:
         return RankPlace.of(rank, self.layout.tp_size, self.layout.pp_size)
 
 
-def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> Blueprint:
+def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> NodePlan:
     """Read the model's config and settle device, dtype, context and layout.
 
     Raises: ConfigError in one sentence for a model, a layout or a device that cannot be.
@@ -82,7 +82,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> B
     name = config.served_model_name or (config.model if config.model == "demo" else path.name)
     max_model_len = model_config.fit_context(config.max_model_len)
     info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len)
-    return Blueprint(path, model_config, layout, info, dtype, device)
+    return NodePlan(path, model_config, layout, info, dtype, device)
 
 
 def _kv_dtype(wanted: str, model_dtype: str) -> str:
@@ -92,10 +92,10 @@ def _kv_dtype(wanted: str, model_dtype: str) -> str:
     return "float8_e4m3" if wanted.startswith("fp8") else wanted
 
 
-def batched_tokens(config: NodeConfig, blueprint: Blueprint) -> int:
+def batched_tokens(config: NodeConfig, plan: NodePlan) -> int:
     """`--max-num-batched-tokens`, which by default depends on the device."""
-    on_cpu, on_card = config.default_rows
-    return config.max_num_batched_tokens or (on_cpu if blueprint.device == "cpu" else on_card)
+    on_cpu, on_gpu = config.default_rows
+    return config.max_num_batched_tokens or (on_cpu if plan.device == "cpu" else on_gpu)
 
 
 def _parse_layers(text: str) -> tuple[int, ...]:
@@ -118,51 +118,49 @@ def resident_bytes(pid: int) -> int | None:
         return None
 
 
-def fit_memory(blueprint: Blueprint, config: NodeConfig, num_blocks: int) -> Blueprint:
-    """`blueprint` with a context that `num_blocks` can hold: no request that the node lets in can be too long for it.
+def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
+    """`plan` with a context that `num_blocks` can hold: no request that the node lets in can be too long for it.
 
     Raises: ConfigError if the operator asked for a longer one.
     """
-    longest = num_blocks * blueprint.layout.block_size
-    if blueprint.model.max_model_len <= longest:
-        return blueprint
+    longest = num_blocks * plan.layout.block_size
+    if plan.model.max_model_len <= longest:
+        return plan
     if config.max_model_len is not None:
         raise ConfigError(
             f"max_model_len {config.max_model_len} needs more than the {num_blocks} KV blocks ({longest} tokens) that "
             "this node has room for: give it more --kv-memory-gb, or ask for less"
         )
     log.warning(
-        "the model's context of %d tokens is cut to the %d that KV memory holds", blueprint.model.max_model_len, longest
+        "the model's context of %d tokens is cut to the %d that KV memory holds", plan.model.max_model_len, longest
     )
-    return replace(blueprint, model=replace(blueprint.model, max_model_len=longest))
+    return replace(plan, model=replace(plan.model, max_model_len=longest))
 
 
-def make_record(role: Role, me: PeerRef, config: NodeConfig, blueprint: Blueprint, num_blocks: int) -> NodeRecord:
+def make_record(role: Role, me: PeerRef, config: NodeConfig, plan: NodePlan, num_blocks: int) -> NodeRecord:
     """What the node says about itself in the membership."""
-    return NodeRecord(
-        role, me, blueprint.model, blueprint.layout, num_blocks, time.time(), max_num_seqs=config.max_num_seqs
-    )
+    return NodeRecord(role, me, plan.model, plan.layout, num_blocks, time.time(), max_num_seqs=config.max_num_seqs)
 
 
-def steps_ahead(config: NodeConfig, blueprint: Blueprint) -> int:
+def steps_ahead(config: NodeConfig, plan: NodePlan) -> int:
     """Steps in flight over the same sequences: 2 with asynchronous scheduling, else 1.
 
     A pipeline has a step of other sequences in flight for each of its stages, prepared while the others run.
     """
-    wanted = blueprint.device == "cuda" if config.async_scheduling is None else config.async_scheduling
-    return 2 if wanted and blueprint.layout.pp_size == 1 else 1
+    wanted = plan.device == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return 2 if wanted and plan.layout.pp_size == 1 else 1
 
 
-def make_scheduler(config: NodeConfig, blueprint: Blueprint, num_blocks: int, *, prefill_chunk: int) -> Scheduler:
+def make_scheduler(config: NodeConfig, plan: NodePlan, num_blocks: int, *, prefill_chunk: int) -> Scheduler:
     """The scheduler of a node whose ranks hold `num_blocks`."""
     return Scheduler(
         SchedulerConfig(
-            max_model_len=blueprint.model.max_model_len,
+            max_model_len=plan.model.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=batched_tokens(config, blueprint),
+            max_num_batched_tokens=batched_tokens(config, plan),
             prefill_chunk=prefill_chunk,
-            num_groups=blueprint.layout.pp_size,
-            depth=steps_ahead(config, blueprint),
+            num_groups=plan.layout.pp_size,
+            depth=steps_ahead(config, plan),
         ),
         BlockPool(num_blocks),
     )

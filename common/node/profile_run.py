@@ -21,7 +21,7 @@ from common.engine.sampling.penalties import SeenTokens
 from common.engine.step import SampleSpec, StepInput
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
-from common.node.kv_budget import GRAPH_BYTES, CardUse
+from common.node.kv_budget import GRAPH_BYTES, GpuMemoryUse
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def profile_run(
     graph_sizes: Callable[[AttentionBackend], list[int]],
     *,
     graphs_kept: bool,
-) -> CardUse:
+) -> GpuMemoryUse:
     """Run the largest steps on a small KV memory that is gone afterwards.
 
     `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps to be recorded later with such
@@ -154,7 +154,7 @@ def profile_run(
     graphs = _graph_bytes(runner, attention, largest, meter, graph_sizes(attention), graphs_kept)
     del runner, attention, storage
     free, total = meter.card()
-    return CardUse(total, free, weights, activations, graphs)
+    return GpuMemoryUse(total, free, weights, activations, graphs)
 
 
 def _graph_bytes(

@@ -1,6 +1,6 @@
-"""The process around a node's logic: control socket, links to peers, leases of routers, registration.
+"""The process around a node's core: control socket, links to peers, leases of routers, registration.
 
-Everything here runs on the process's asyncio loop; the logic runs on the engine's thread. Between them:
+Everything here runs on the process's asyncio loop; the core runs on the engine's thread. Between them:
 `EngineLoop.post` one way, `deliver` the other.
 """
 
@@ -25,20 +25,20 @@ from common.control.admin_server import AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server
 from common.control.messages import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
-from common.engine.loop import EngineLoop, NodeLogic
+from common.engine.loop import EngineCore, EngineLoop
 from common.kv.journal import BlockJournal
 from common.node.address import advertised
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
-from common.node.events import ClientLost, FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
+from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
 
 log = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 64
 
 
-class MeasuredLogic(NodeLogic, Protocol):
-    """What the shell needs of a node's logic beside what the loop needs."""
+class ServedCore(EngineCore, Protocol):
+    """What the server needs of a node's core beside what the loop needs."""
 
     @property
     def load(self) -> NodeLoad: ...
@@ -46,16 +46,16 @@ class MeasuredLogic(NodeLogic, Protocol):
     def describe_attempts(self) -> list[dict[str, Any]]: ...
 
 
-class NodeShell:
-    """One node's sockets and leases. Use: make, `bind`, build the logic around `outbox` and `me`, `run`."""
+class NodeServer:
+    """One node's sockets and leases. Use: make, `bind`, build the core around `send_buffer` and `me`, `run`."""
 
     def __init__(self, config: NodeConfig, node_id: str) -> None:
         self.config = config
         self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
-        self.outbox = Outbox(self._deliver_from_engine)
+        self.send_buffer = SendBuffer(self._deliver_from_engine)
         self._loop = asyncio.get_running_loop()
         self._engine: EngineLoop | None = None
-        self._logic: MeasuredLogic | None = None
+        self._core: ServedCore | None = None
         self._leases: dict[Identity, float] = {}
         self._holders: dict[Identity, str] = {}
         """What those who hold a lease call themselves."""
@@ -77,7 +77,7 @@ class NodeShell:
         self._admin, self._admin_address = open_admin(self.config)
 
     def post(self, event: Any) -> None:
-        """Hand an event to the logic; for the callbacks of transfer threads."""
+        """Hand an event to the core; for the callbacks of transfer threads."""
         if self._engine is not None:
             self._engine.post(event)
 
@@ -106,32 +106,32 @@ class NodeShell:
     @property
     def load(self) -> NodeLoad:
         """As of now; all zero before `run`."""
-        if self._logic is None or self._engine is None:
+        if self._core is None or self._engine is None:
             return NodeLoad()
-        load, age_s = self._logic.load, monotonic() - self._engine.last_round_s
+        load, age_s = self._core.load, monotonic() - self._engine.last_round_s
         return replace(load, step_age_s=max(age_s, load.step_age_s), draining=self.drain.active)
 
     def ask_attempts(self) -> Future[list[dict[str, Any]]]:
         """What `describe_attempts` says, between two steps. Only while `run` runs."""
         assert self._engine is not None
-        assert self._logic is not None
-        return self._engine.ask(self._logic.describe_attempts)
+        assert self._core is not None
+        return self._engine.ask(self._core.describe_attempts)
 
     async def run(
         self,
-        logic: MeasuredLogic,
+        core: ServedCore,
         record: NodeRecord,
         journal: BlockJournal,
         on_ready: Callable[[], None],
         describe: Describe = dict,
     ) -> None:
-        """Serve until cancelled; then end in order. `journal` is that of the logic's block pool; `describe` adds to the
+        """Serve until cancelled; then end in order. `journal` is that of the core's block pool; `describe` adds to the
         status that the admin port tells.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
         """
-        self._logic = logic
-        self._engine = EngineLoop(logic, self.outbox.flush, self.on_crash)
+        self._core = core
+        self._engine = EngineLoop(core, self.send_buffer.flush, self.on_crash)
         self._engine.start()
         record = replace(record, admin_address=self._admin_address)
         redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
@@ -207,10 +207,10 @@ class NodeShell:
 
     # ------------------------------------------------------------ out
 
-    def _deliver_from_engine(self, messages: list[Outgoing]) -> None:
+    def _deliver_from_engine(self, messages: list[OutgoingMessage]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, messages)
 
-    def _deliver(self, messages: list[Outgoing]) -> None:
+    def _deliver(self, messages: list[OutgoingMessage]) -> None:
         for outgoing in messages:
             try:
                 if isinstance(outgoing, ToClient):

@@ -8,7 +8,7 @@ _GAIN = 0.1
 
 
 @dataclass
-class StepMeter:
+class StepTimer:
     """Times steps; several may be in flight.
 
     `prompt_busy_s`: seconds of steps that computed prompts, overlapping ones counted once. `step_s`: mean duration of

@@ -24,24 +24,24 @@ from common.kernels.library import find_flashinfer
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
 from common.model.loader import load_model
-from common.node.kv_budget import KvWish, kv_blocks_on_card, staging_bytes
-from common.node.plan import Blueprint, batched_tokens, steps_ahead
+from common.node.kv_budget import KvMemoryRequest, kv_blocks_on_gpu, staging_bytes
+from common.node.plan import NodePlan, batched_tokens, steps_ahead
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
 from common.parallel.mesh import Mesh, RankPlace
 
 log = logging.getLogger(__name__)
 
 
-class LoadedRank:
-    """One rank's shard of the model. `lay_out` gives it KV memory, from then on `runner` and `storage` are there;
-    `record` then readies its decode steps."""
+class Worker:
+    """One rank's shard of the model. `allocate_kv` gives it KV memory, from then on `runner` and `storage` are there;
+    `capture_graphs` then readies its decode steps."""
 
     runner: ModelRunner
     storage: KVStorage
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        plan: NodePlan,
         config: NodeConfig,
         mesh: Mesh,
         model: DecoderModel,
@@ -54,20 +54,20 @@ class LoadedRank:
         self._recorder = recorder
         self._spare_blocks = 0 if recorder is None else 1  # what rows that pad a recorded step write to
         self.device = model.device
-        self.blueprint = blueprint
+        self.plan = plan
         self.config = config
         self.mesh = mesh
         self.place = mesh.place
-        self.shard = blueprint.layout.shard(mesh.place.tp_rank, mesh.place.pp_rank)
+        self.shard = plan.layout.shard(mesh.place.tp_rank, mesh.place.pp_rank)
         self._model = model
         per_block = (
-            blueprint.layout.slice_bytes_per_block
+            plan.layout.slice_bytes_per_block
             * (self.shard.layer_hi - self.shard.layer_lo)
             * (self.shard.head_hi - self.shard.head_lo)
         )
         kv_bytes = int((config.kv_memory_gb or CPU_KV_GB) * 2**30)
         blocks = config.kv_blocks or kv_bytes // per_block
-        self.max_blocks = blocks if meter is None else self._blocks_on_card(meter, per_block)
+        self.max_blocks = blocks if meter is None else self._blocks_on_gpu(meter, per_block)
         """KV blocks that fit into this rank's memory."""
         if self.max_blocks < 2:
             raise ConfigError(f"{self.max_blocks} KV blocks of {per_block} bytes: give the node more KV memory")
@@ -77,33 +77,33 @@ class LoadedRank:
         """Whether this rank draws the tokens."""
         return self.place.is_last_stage and self.place.tp_rank == 0
 
-    def _blocks_on_card(self, meter: MemoryMeter, block_bytes: int) -> int:
+    def _blocks_on_gpu(self, meter: MemoryMeter, block_bytes: int) -> int:
         """Raises: ConfigError with the sizes, if the card has no room."""
         config = self.config
         # The profile's steps go through all ranks, so all must have loaded.
         self.mesh.agree("weights", "loaded", config.start_timeout_s)
-        rows = max(batched_tokens(config, self.blueprint), config.max_num_seqs)
-        largest = Largest(rows, self.blueprint.model.max_model_len, config.max_num_seqs)
+        rows = max(batched_tokens(config, self.plan), config.max_num_seqs)
+        largest = Largest(rows, self.plan.model.max_model_len, config.max_num_seqs)
         kept = self._recorder is not None and self._recorder.keeps_memory
         use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_record, graphs_kept=kept)
         use = replace(use, staging=staging_bytes(config.kv_transport))
         log.info("%s: %s", self.place, use)
         memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
-        wish = KvWish(config.gpu_memory_utilization, memory, config.kv_blocks)
-        return kv_blocks_on_card(use, wish, block_bytes, self._spare_blocks)
+        wish = KvMemoryRequest(config.gpu_memory_utilization, memory, config.kv_blocks)
+        return kv_blocks_on_gpu(use, wish, block_bytes, self._spare_blocks)
 
     def _sizes_to_record(self, attention: AttentionBackend) -> list[int]:
         """Batch sizes of decode steps; empty where none are recorded."""
-        if self._recorder is None or not worth_recording(attention, self.blueprint.model.max_model_len):
+        if self._recorder is None or not worth_recording(attention, self.plan.model.max_model_len):
             return []
         return graph_sizes(self.config.max_num_seqs)
 
-    def lay_out(self, num_blocks: int) -> None:
+    def allocate_kv(self, num_blocks: int) -> None:
         """Allocate KV memory for `num_blocks`, the same on all ranks. Raises: ConfigError if it is not there."""
         self.storage = self._storage(num_blocks + self._spare_blocks)
         self.runner, self._attention = self._runner(self.storage)
 
-    def record(self) -> None:
+    def capture_graphs(self) -> None:
         """Record decode steps, if this rank is to. All ranks of the node do this at the same time.
 
         Raises: ConfigError if that fails.
@@ -113,7 +113,7 @@ class LoadedRank:
         if not self._sizes_to_record(self._attention):
             log.warning("decode steps are not recorded: attention on gathered pages is slower so")
             return
-        layout, seqs = self.blueprint.layout, self.config.max_num_seqs
+        layout, seqs = self.plan.layout, self.config.max_num_seqs
         pad_block = self.storage.num_blocks - 1
         use_device(self.device)
         try:
@@ -128,19 +128,19 @@ class LoadedRank:
     def _storage(self, num_blocks: int) -> KVStorage:
         try:
             scales = self._model.kv_scales
-            return KVStorage(self.blueprint.layout, self.shard, num_blocks, str(self.device), scales)
+            return KVStorage(self.plan.layout, self.shard, num_blocks, str(self.device), scales)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"no memory for {num_blocks} KV blocks on {self.device}: {_sentence(error)}") from error
 
     def _runner(self, storage: KVStorage) -> tuple[ModelRunner, AttentionBackend]:
-        config = self.blueprint.model_config
+        config = self.plan.model_config
         shape = AttentionShape(
             num_q_heads=config.num_q_heads // self.place.tp_size,
             num_kv_heads=self.shard.head_hi - self.shard.head_lo,
             head_dim=config.head_dim,
             dtype=self._model.precision.wide,
-            block_size=self.blueprint.layout.block_size,
-            max_context=self.blueprint.model.max_model_len,
+            block_size=self.plan.layout.block_size,
+            max_context=self.plan.model.max_model_len,
         )
         attention = choose_attention(storage, shape)
         return self._model_runner(storage, attention), attention
@@ -148,9 +148,9 @@ class LoadedRank:
     def _model_runner(
         self, storage: KVStorage, attention: AttentionBackend, graphs: DecodeGraphs | None = None
     ) -> ModelRunner:
-        carries = steps_ahead(self.config, self.blueprint) > 1
-        on_card = self.device.type == "cuda"
-        sampler = DeviceSampler(find_flashinfer(self.device).flashinfer) if on_card else HostSampler()
+        carries = steps_ahead(self.config, self.plan) > 1
+        on_gpu = self.device.type == "cuda"
+        sampler = DeviceSampler(find_flashinfer(self.device).flashinfer) if on_gpu else HostSampler()
         return ModelRunner(self._model, storage, attention, graphs, sampler, carries=carries)
 
     def describe(self, peak_bytes: int) -> str:
@@ -160,37 +160,37 @@ class LoadedRank:
         )
 
 
-def own_device(blueprint: Blueprint, config: NodeConfig, place: RankPlace) -> torch.device:
+def own_device(plan: NodePlan, config: NodeConfig, place: RankPlace) -> torch.device:
     """The card of this rank, or the CPU. Raises: ConfigError if there are fewer cards than ranks."""
-    ranks_here = blueprint.world_size // config.nnodes
-    return rank_device(blueprint.device, place.rank % ranks_here, ranks_here)
+    ranks_here = plan.world_size // config.nnodes
+    return rank_device(plan.device, place.rank % ranks_here, ranks_here)
 
 
-def load_rank(blueprint: Blueprint, config: NodeConfig, mesh: Mesh, *, small_batches: bool) -> LoadedRank:
+def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches: bool) -> Worker:
     """Load this rank's shard. Blocking, seconds to minutes.
 
     `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
     Raises: ConfigError in one sentence for whatever is wrong with the weights or the sizes.
     """
-    device = own_device(blueprint, config, mesh.place)
+    device = own_device(plan, config, mesh.place)
     use_device(device)
     try:
         model = load_model(
-            blueprint.path,
-            blueprint.model_config,
-            dtype=blueprint.dtype,
+            plan.path,
+            plan.model_config,
+            dtype=plan.dtype,
             load_format=config.load_format,
             seed=config.seed,
             small_batches=small_batches,
             mesh=mesh,
-            pp_layers=blueprint.layout.pp_layers,
+            pp_layers=plan.layout.pp_layers,
             device=device,
         )
         if device.type == "cpu":
-            return LoadedRank(blueprint, config, mesh, model)
+            return Worker(plan, config, mesh, model)
         recorder = EagerRecorder() if config.enforce_eager else CudaRecorder(device)
         recorder = recorder if small_batches else None
-        return LoadedRank(blueprint, config, mesh, model, meter=CudaMeter(device), recorder=recorder)
+        return Worker(plan, config, mesh, model, meter=CudaMeter(device), recorder=recorder)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit on {device}: {_sentence(error)}") from error
 

@@ -1,4 +1,4 @@
-"""A decode node's engine side in this process: the node's real logic, scheduler, executor and outbox, no sockets.
+"""A decode node's engine side in this process: the node's real logic, scheduler, executor and send_buffer, no sockets.
 
 What a round costs beside the model's forward is Python that holds the interpreter lock, so the encoding of what
 goes to the router is counted too, although a real node does it on another thread.
@@ -18,7 +18,7 @@ from common.engine.kv_transfer import IncomingTransfer
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
 from common.kv.layout import KVLayout
-from common.node.events import FromClient, Outbox, Outgoing
+from common.node.events import FromClient, OutgoingMessage, SendBuffer
 from decode_node.node import DecodeNode
 
 _WARM_UP_ROUNDS = 5
@@ -60,7 +60,7 @@ class OverheadNode:
 
     def __init__(self, layout: KVLayout, model: ModelInfo, scheduler: Scheduler, runner: Runner) -> None:
         self._executor = LocalExecutor(runner)
-        self._outbox = Outbox(self._deliver)
+        self._send_buffer = SendBuffer(self._deliver)
         self._sent_bytes = 0
         self._node = DecodeNode(
             PeerRef("bench", "0" * 16, "none", ["none"]),
@@ -69,7 +69,7 @@ class OverheadNode:
             scheduler,
             self._executor,
             NoReceiver(),
-            self._outbox,
+            self._send_buffer,
             monotonic,
             max_accepted=1024,
             transfer_timeout_s=60.0,
@@ -98,7 +98,7 @@ class OverheadNode:
         forward_s = self._executor.busy_s - busy_s
         for key in keys:
             self._node.handle(FromClient(b"router", Abort(key)))
-        self._outbox.flush()
+        self._send_buffer.flush()
         scheduler.pool.check_integrity()
         assert scheduler.pool.num_used == 0
         return {"wall_s": wall_s, "forward_s": forward_s, "steps": steps, "sent_bytes": self._sent_bytes}
@@ -107,7 +107,7 @@ class OverheadNode:
         """As one round of `EngineLoop`."""
         self._node.on_time(monotonic())
         assert self._node.step()
-        self._outbox.flush()
+        self._send_buffer.flush()
 
-    def _deliver(self, messages: list[Outgoing]) -> None:
+    def _deliver(self, messages: list[OutgoingMessage]) -> None:
         self._sent_bytes += sum(len(encode(outgoing.message)) for outgoing in messages)

@@ -28,7 +28,7 @@ from common.engine.kv_transfer import (
 from common.engine.step import RelayProgress, SampleSpec, StepInput
 from common.kv.layout import blocks_for
 from common.node.plan import plan_node
-from common.node.worker import LoadedRank, load_rank
+from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
 from kvtransfer.transports.zmq import ZmqReceiver, ZmqSender
 
@@ -41,11 +41,11 @@ class _Engine:
 
     def __init__(self, config: NodeConfig) -> None:
         configure_torch(config.threads)
-        self.blueprint = plan_node(config)
-        self.loaded: LoadedRank = load_rank(self.blueprint, config, SOLO, small_batches=False)
-        self.loaded.lay_out(self.loaded.max_blocks)
-        self.layout = self.blueprint.layout
-        self.executor = LocalExecutor(self.loaded.runner)
+        self.plan = plan_node(config)
+        self.worker: Worker = load_worker(self.plan, config, SOLO, small_batches=False)
+        self.worker.allocate_kv(self.worker.max_blocks)
+        self.layout = self.plan.layout
+        self.executor = LocalExecutor(self.worker.runner)
         self.changed = threading.Condition()
         self.over: dict[AttemptKey, tuple[float, Exception | None]] = {}
         """When the transfer ended at this end, and with what error."""
@@ -56,7 +56,7 @@ class _Engine:
     def prompt(self, number: int, tokens: int) -> list[int]:
         """The same at both ends."""
         rng = random.Random(number)
-        return [rng.randrange(256, self.blueprint.model.vocab_size) for _ in range(tokens)]
+        return [rng.randrange(256, self.plan.model.vocab_size) for _ in range(tokens)]
 
     def hashes(self, prompt: list[int]) -> list[bytes]:
         return hash_blocks(root_hash(self.layout.fingerprint), prompt, include_partial=True)
@@ -104,8 +104,8 @@ class OverlapSource(_Engine):
     def __init__(self, chunk: int, **config: Any) -> None:
         super().__init__(PrefillConfig(**config))
         self._chunk = chunk
-        self._sender = ZmqSender(self.loaded.storage, self.layout, 0, self._on_event)
-        self._layer_wise = LocalExecutor(self.loaded.runner, self._sender.blocks_final)
+        self._sender = ZmqSender(self.worker.storage, self.layout, 0, self._on_event)
+        self._layer_wise = LocalExecutor(self.worker.runner, self._sender.blocks_final)
 
     def _on_event(self, event: SenderEvent) -> None:
         if isinstance(event, SourceReleased):
@@ -150,7 +150,7 @@ class OverlapDestination(_Engine):
 
     def __init__(self, bind: str, **config: Any) -> None:
         super().__init__(DecodeConfig(**config))
-        self._receiver = ZmqReceiver(self.loaded.storage, self.layout, 0, bind, 0, self._on_event)
+        self._receiver = ZmqReceiver(self.worker.storage, self.layout, 0, bind, 0, self._on_event)
 
     def _on_event(self, event: ReceiverEvent) -> None:
         if isinstance(event, ReceiveFailed):
@@ -164,7 +164,7 @@ class OverlapDestination(_Engine):
 
     def expect(self, number: int, tokens: int) -> None:
         """Open the transfer of that prompt; what its blocks held is forgotten."""
-        self.loaded.storage.data.zero_()
+        self.worker.storage.data.zero_()
         prompt = self.prompt(number, tokens)
         src, blocks = PeerRef("src", "0" * 16, "none", []), list(range(blocks_for(tokens)))
         self._receiver.open(

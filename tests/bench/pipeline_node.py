@@ -28,13 +28,13 @@ from common.control.messages import AttemptKey, DecodeRequest, PeerRef, Sampling
 from common.engine.executor import Executor, StepDone
 from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
-from common.node.events import FromClient, Outbox, Outgoing, ToClient
+from common.node.events import FromClient, OutgoingMessage, SendBuffer, ToClient
 from common.node.plan import WARM_UP, make_scheduler, plan_node
 from common.node.ranks.launch import Leader, share_cores
-from common.node.worker import load_rank
+from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 from decode_node.node import DecodeNode
-from decode_node.service import CODEC, blueprint_of
+from decode_node.service import CODEC, plan_of
 
 _KV_BLOCKS = 2048
 _TIMEOUT_S = 900.0
@@ -87,9 +87,9 @@ class PipelineNode:
             pp_layers=pp_layers,
             local_prefill_chunk=256,  # prompts are not what is measured: in with them
         )
-        blueprint = blueprint_of(config)
-        config = share_cores(config, blueprint.world_size, os.cpu_count() or 1)
-        self._vocab_size = blueprint.model.vocab_size
+        plan = plan_of(config)
+        config = share_cores(config, plan.world_size, os.cpu_count() or 1)
+        self._vocab_size = plan.model.vocab_size
         self._crash: BaseException | None = None
         self._changed = threading.Condition()
         self._requests = 0
@@ -97,28 +97,28 @@ class PipelineNode:
         self._running: set[AttemptKey] = set()
         self._moments: list[_Moment] = []
         """After each round in which all requests generate."""
-        self._leader = Leader(config, "decode", blueprint, CODEC)
+        self._leader = Leader(config, "decode", plan, CODEC)
         try:
             asyncio.run(self._leader.start(small_batches=True))
             asyncio.run(self._leader.begin("0" * 16, "none"))
             me = psutil.Process()
             self._processes = [me, *me.children()]
             self._recorder = _Recorder(self._leader)
-            self._outbox = Outbox(self._on_round)
+            self._send_buffer = SendBuffer(self._on_round)
             node = DecodeNode(
                 PeerRef("bench", "0" * 16, "none", ["none"]),
-                blueprint.layout,
+                plan.layout,
                 self._vocab_size,
-                make_scheduler(config, blueprint, self._leader.num_blocks, prefill_chunk=config.local_prefill_chunk),
+                make_scheduler(config, plan, self._leader.num_blocks, prefill_chunk=config.local_prefill_chunk),
                 self._recorder,
                 NoReceiver(),
-                self._outbox,
+                self._send_buffer,
                 monotonic,
                 max_accepted=1024,
                 transfer_timeout_s=60.0,
                 early_s=3.0,
             )
-            self._engine = EngineLoop(node, self._outbox.flush, self._on_crash)
+            self._engine = EngineLoop(node, self._send_buffer.flush, self._on_crash)
             self._leader.watch(self._on_step, lambda report: None, self._on_crash)
             self._engine.start()
         except BaseException:
@@ -168,7 +168,7 @@ class PipelineNode:
             self._recorder.done(event.output)
         self._engine.post(event)
 
-    def _on_round(self, messages: list[Outgoing]) -> None:
+    def _on_round(self, messages: list[OutgoingMessage]) -> None:
         """On the engine's thread."""
         with self._changed:
             for outgoing in messages:
@@ -235,9 +235,9 @@ class SingleProcess:
     def __init__(self, folder: str, threads: int) -> None:
         config = DecodeConfig(model=folder, load_format="dummy", dtype="bfloat16", kv_blocks=_KV_BLOCKS)
         configure_torch(threads)
-        loaded = load_rank(plan_node(config), config, SOLO, small_batches=True)
-        loaded.lay_out(_KV_BLOCKS)
-        self._runner = loaded.runner
+        worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
+        worker.allocate_kv(_KV_BLOCKS)
+        self._runner = worker.runner
         self._runner.execute(WARM_UP)
 
     def replay(self, record: str) -> tuple[float, float]:

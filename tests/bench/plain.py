@@ -18,7 +18,7 @@ from common.config.options import DecodeConfig
 from common.control.messages import SamplingParams
 from common.engine.step import SampleSpec, StepInput
 from common.node.plan import make_scheduler, plan_node
-from common.node.worker import load_rank
+from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 
 _GREEDY = SamplingParams(seed=0, max_tokens=1 << 30, temperature=0.0)
@@ -30,11 +30,11 @@ class Plain:
     def __init__(self, folder: str) -> None:
         config = DecodeConfig(model=folder, load_format="dummy", dtype="bfloat16", kv_memory_gb=0.5)
         configure_torch(None)
-        blueprint = self._blueprint = plan_node(config)
-        loaded = load_rank(blueprint, config, SOLO, small_batches=True)
-        loaded.lay_out(loaded.max_blocks)
-        self._runner = loaded.runner
-        self._scheduler = make_scheduler(config, blueprint, loaded.max_blocks, prefill_chunk=config.local_prefill_chunk)
+        plan = self._plan = plan_node(config)
+        worker = load_worker(plan, config, SOLO, small_batches=True)
+        worker.allocate_kv(worker.max_blocks)
+        self._runner = worker.runner
+        self._scheduler = make_scheduler(config, plan, worker.max_blocks, prefill_chunk=config.local_prefill_chunk)
         self._rng = random.Random(1)
         self._step_id = 0
 
@@ -63,11 +63,11 @@ class Plain:
     def overhead(self, batch: int, prompt: int, steps: int, stub: bool) -> dict[str, Any]:
         """Wall and forward time of a decode node's rounds with `batch` running sequences."""
         runner = StubRunner() if stub else self._runner
-        node = OverheadNode(self._blueprint.layout, self._blueprint.model, self._scheduler, runner)
+        node = OverheadNode(self._plan.layout, self._plan.model, self._scheduler, runner)
         return node.measure([self._random_tokens(prompt) for _ in range(batch)], steps)
 
     def _random_tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(self._blueprint.model.vocab_size) for _ in range(count)]
+        return [self._rng.randrange(self._plan.model.vocab_size) for _ in range(count)]
 
     def _run(
         self, rows: list[int], query_lens: list[int], context_lens: list[int], tables: list[list[int]], *, sample: bool

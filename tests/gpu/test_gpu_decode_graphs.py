@@ -17,7 +17,7 @@ from common.config.options import DecodeConfig, PrefillConfig
 from common.engine.cuda_graphs import graph_sizes
 from common.node.kv_budget import CONTEXT_BYTES
 from common.node.plan import WARM_UP, plan_node
-from common.node.worker import LoadedRank, load_rank
+from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
 
 SHAPE = Shape("graphs", hidden=512, layers=4, q_heads=8, kv_heads=2, intermediate=1024, vocab=4096)
@@ -34,20 +34,20 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecodeConfig:
     )
 
 
-def started(config: DecodeConfig) -> LoadedRank:
+def started(config: DecodeConfig) -> Worker:
     """A rank as a node starts it."""
-    loaded = load_rank(plan_node(config), config, SOLO, small_batches=True)
-    loaded.lay_out(loaded.max_blocks)
-    loaded.record()
-    loaded.runner.execute(WARM_UP)
-    return loaded
+    worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
+    worker.allocate_kv(worker.max_blocks)
+    worker.capture_graphs()
+    worker.runner.execute(WARM_UP)
+    return worker
 
 
-def fill(loaded: LoadedRank) -> None:
+def fill(worker: Worker) -> None:
     """The same KV everywhere, of ordinary size."""
-    flat = loaded.storage.data.view(torch.uint8).flatten()
-    noise = torch.randn(loaded.storage.data.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    flat.copy_(noise.to(loaded.storage.data.dtype).view(torch.uint8).flatten())
+    flat = worker.storage.data.view(torch.uint8).flatten()
+    noise = torch.randn(worker.storage.data.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    flat.copy_(noise.to(worker.storage.data.dtype).view(torch.uint8).flatten())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -57,21 +57,21 @@ def test_graphs_on_and_off_give_the_same_bits_at_every_batch_size(
 ) -> None:
     config = replace(config, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     replayed, launched = started(config), started(replace(config, enforce_eager=True))
-    for loaded in (replayed, launched):
-        fill(loaded)
+    for worker in (replayed, launched):
+        fill(worker)
     rng = random.Random(1)
     for num_seqs in [*range(1, MAX_SEQS + 1), *range(MAX_SEQS, 0, -3)]:
         step = random_decode(POOL, MAX_PAGES, rng, num_seqs, SHAPE.vocab)
         assert replayed.runner.execute(step).sampled == launched.runner.execute(step).sampled
-        kept = [loaded.storage.data[:, :, :POOL].view(torch.uint8) for loaded in (replayed, launched)]
+        kept = [worker.storage.data[:, :, :POOL].view(torch.uint8) for worker in (replayed, launched)]
         assert torch.equal(*kept)
 
 
 def test_a_replayed_step_costs_the_host_little(config: DecodeConfig) -> None:
     """Not a benchmark: a step of 4 layers must not be launched operation by operation."""
-    loaded = started(config)
+    worker = started(config)
     step = random_decode(POOL, MAX_PAGES, random.Random(2), 8, SHAPE.vocab)
-    graphs = loaded.runner._graphs  # pyright: ignore[reportPrivateUsage]
+    graphs = worker.runner._graphs  # pyright: ignore[reportPrivateUsage]
     assert graphs is not None
     graphs.load(step)
     durations: list[float] = []
@@ -90,7 +90,7 @@ def test_two_ranks_take_their_fractions_of_one_card_and_no_more(config: DecodeCo
     before, total = torch.cuda.mem_get_info()
     fraction = 0.2
     wanted = replace(config, kv_blocks=None, gpu_memory_utilization=fraction)
-    ranks: list[LoadedRank] = []
+    ranks: list[Worker] = []
     for _ in range(2):
         ranks.append(started(wanted))
         for size in (MAX_SEQS, 1):
@@ -116,11 +116,11 @@ def test_a_fraction_that_others_left_no_room_for_is_refused_in_one_sentence(conf
 
 def test_a_prefill_rank_records_nothing(config: DecodeConfig) -> None:
     prefill = PrefillConfig(model=config.model, load_format="dummy", device="cuda", kv_blocks=64)
-    loaded = load_rank(plan_node(prefill), prefill, SOLO, small_batches=False)
-    loaded.lay_out(64)
-    loaded.record()
-    assert loaded.storage.num_blocks == 64
-    assert loaded.runner._graphs is None  # pyright: ignore[reportPrivateUsage]
+    worker = load_worker(plan_node(prefill), prefill, SOLO, small_batches=False)
+    worker.allocate_kv(64)
+    worker.capture_graphs()
+    assert worker.storage.num_blocks == 64
+    assert worker.runner._graphs is None  # pyright: ignore[reportPrivateUsage]
 
 
 def test_every_size_is_recorded(config: DecodeConfig) -> None:

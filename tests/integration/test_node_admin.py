@@ -1,4 +1,4 @@
-"""A node's admin port around a shell whose engine does nothing: draining, and an engine that does not answer."""
+"""A node's admin port around a server whose engine does nothing: draining, and an engine that does not answer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from common.control.messages import Message, ModelInfo, NodeLoad, NodeRecord, Pi
 from common.kv.journal import BlockJournal
 from common.kv.layout import KVLayout
 from common.node.drain import Drain
-from common.node.server import NodeShell
+from common.node.server import NodeServer
 
 
-class Logic:
+class Core:
     """Does nothing; `stuck` holds the engine's thread up."""
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class Logic:
 class Bench:
     """A node, its admin port, and a link of a router to it."""
 
-    def __init__(self, logic: Logic, admin: httpx.AsyncClient, link: Link, pongs: asyncio.Queue[Pong], url: str):
-        self.logic, self.admin, self.url, self._link, self._pongs = logic, admin, url, link, pongs
+    def __init__(self, core: Core, admin: httpx.AsyncClient, link: Link, pongs: asyncio.Queue[Pong], url: str):
+        self.core, self.admin, self.url, self._link, self._pongs = core, admin, url, link, pongs
 
     async def ping(self) -> NodeLoad:
         """Renew the lease; the load that the pong tells."""
@@ -62,14 +62,14 @@ class Bench:
 def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Awaitable[None]], **describe: Any) -> None:
     async def main() -> None:
         config = DecodeConfig(redis_url=redis_server.url, cluster=cluster, admin_token="t", lease_s=3.0)
-        shell, logic, ready = NodeShell(config, "decode-x"), Logic(), asyncio.Event()
-        shell.drain = Drain(0.0)  # these pings follow each other as fast as their pongs come
-        await shell.bind()
+        server, core, ready = NodeServer(config, "decode-x"), Core(), asyncio.Event()
+        server.drain = Drain(0.0)  # these pings follow each other as fast as their pongs come
+        await server.bind()
         record = NodeRecord(
-            "decode", shell.me, ModelInfo("m", "/m", 100, 64), KVLayout("f", 2, 2, 16, "float32"), 10, 1.0
+            "decode", server.me, ModelInfo("m", "/m", 100, 64), KVLayout("f", 2, 2, 16, "float32"), 10, 1.0
         )
         node = asyncio.create_task(
-            shell.run(logic, record, BlockJournal(), ready.set, lambda: {"ranks": [], **describe})
+            server.run(core, record, BlockJournal(), ready.set, lambda: {"ranks": [], **describe})
         )
         seen: asyncio.Queue[list[NodeRecord]] = asyncio.Queue()
         directory = asyncio.create_task(Directory(redis_server.url, cluster, seen.put_nowait, poll_s=0.02).run())
@@ -79,16 +79,16 @@ def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Await
             assert isinstance(message, Pong)
             pongs.put_nowait(message)
 
-        link = Link(shell.me.control_address, on_message, print)
+        link = Link(server.me.control_address, on_message, print)
         try:
             async with asyncio.timeout(20):
                 [listed] = await seen.get()
             headers = {"authorization": "Bearer t"}
             url = listed.admin_address
             async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as admin:
-                await scene(Bench(logic, admin, link, pongs, url))
+                await scene(Bench(core, admin, link, pongs, url))
         finally:
-            logic.turning.set()
+            core.turning.set()
             link.close()
             for task in (node, directory):
                 task.cancel()
@@ -117,11 +117,11 @@ def test_drain_is_idle_once_nothing_runs_and_every_router_knows(redis_server: Re
         assert (status["draining"], status["idle"], status["leases_untold"]) == (True, False, 1)
         assert (await bench.ping()).draining
         assert not (await bench.admin.get("/status")).json()["idle"]
-        bench.logic.attempts = [{"attempt": "a#1", "state": "running", "age_s": 1.0}]
+        bench.core.attempts = [{"attempt": "a#1", "state": "running", "age_s": 1.0}]
         assert (await bench.ping()).draining
         status = (await bench.admin.get("/status")).json()
-        assert (status["idle"], status["leases_untold"], status["attempts"]) == (False, 0, bench.logic.attempts)
-        bench.logic.attempts = []
+        assert (status["idle"], status["leases_untold"], status["attempts"]) == (False, 0, bench.core.attempts)
+        bench.core.attempts = []
         status = (await bench.admin.get("/status")).json()
         assert (status["idle"], status["leases"][0]["knows_of_drain"]) == (True, True)
 
@@ -138,13 +138,13 @@ def test_engine_that_stands_still_is_told_and_drain_does_not_call_it_idle(
     monkeypatch.setattr(common.node.admin, "_ENGINE_ANSWERS_S", 0.2)
 
     async def scene(bench: Bench) -> None:
-        bench.logic.turning.clear()
+        bench.core.turning.clear()
         async with asyncio.timeout(10):
             while (status := (await bench.admin.post("/drain")).json())["attempts"] is not None:
                 pass
         assert status["engine"].startswith("does not answer")
         assert (status["draining"], status["idle"]) == (True, False)
-        bench.logic.turning.set()
+        bench.core.turning.set()
         async with asyncio.timeout(10):
             while not (await bench.admin.get("/status")).json()["idle"]:
                 await asyncio.sleep(0.02)
@@ -156,7 +156,7 @@ def test_a_bug_in_the_status_costs_the_answer_and_not_the_node(redis_server: Red
     async def scene(bench: Bench) -> None:
         answer = await bench.admin.get("/status")
         assert answer.status_code == 200  # what JSON does not know is told as text
-        bench.logic.describe_attempts = lambda: 1 / 0  # type: ignore[method-assign,assignment]
+        bench.core.describe_attempts = lambda: 1 / 0  # type: ignore[method-assign,assignment]
         assert (await bench.admin.get("/status")).status_code == 500
         assert (await bench.ping()).kv_blocks_total == 10
         async with httpx.AsyncClient(trust_env=False) as stranger:

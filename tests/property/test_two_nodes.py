@@ -1,4 +1,4 @@
-"""A prefill node and a decode node in one room: the real logic of both, messages and slices in any order.
+"""A prefill node and a decode node in one room: the real cores of both, messages and slices in any order.
 
 Steps' outputs come at once, or as events any time later while the next step is prepared.
 Random interleavings of arrivals, steps, deliveries, transfers, aborts, failed steps and a lost peer. Every request
@@ -32,7 +32,7 @@ from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import StepInput
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
-from common.node.events import FromClient, FromPeer, Outbox, Outgoing, PeerGone, ToClient
+from common.node.events import FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
 
@@ -102,7 +102,7 @@ class Room(RuleBasedStateMachine):
             Scheduler(SchedulerConfig(150, seats, 40, 40, depth=depth), BlockPool(p_blocks)),
             executor(p_runner, self.to_p, depth, wire.sender.blocks_final),
             wire.sender,
-            Outbox(self._from_p),
+            SendBuffer(self._from_p),
             self.clock,
             max_accepted=100,
             transfer_timeout_s=60.0,
@@ -114,7 +114,7 @@ class Room(RuleBasedStateMachine):
             Scheduler(SchedulerConfig(150, seats, 40, 8, depth=depth), BlockPool(d_blocks)),
             executor(d_runner, self.to_d, depth),
             wire.receiver,
-            Outbox(self._from_d),
+            SendBuffer(self._from_d),
             self.clock,
             max_accepted=100,
             transfer_timeout_s=60.0,
@@ -123,14 +123,14 @@ class Room(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ the network
 
-    def _from_p(self, messages: list[Outgoing]) -> None:
+    def _from_p(self, messages: list[OutgoingMessage]) -> None:
         for out in messages:
             if isinstance(out, ToClient):
                 self._to_router(out.message)
             else:
                 self.to_d.append(FromClient(P_LINK, out.message))
 
-    def _from_d(self, messages: list[Outgoing]) -> None:
+    def _from_d(self, messages: list[OutgoingMessage]) -> None:
         for out in messages:
             assert isinstance(out, ToClient)
             if out.identity == P_LINK:
@@ -194,13 +194,13 @@ class Room(RuleBasedStateMachine):
     def prefill_steps(self) -> None:
         self.prefill.on_time(self.clock())
         self.prefill.step()
-        self.prefill.outbox.flush()
+        self.prefill.send_buffer.flush()
 
     @rule()
     def decode_steps(self) -> None:
         self.decode.on_time(self.clock())
         self.decode.step()
-        self.decode.outbox.flush()
+        self.decode.send_buffer.flush()
 
     @rule(blocks=st.integers(1, 5))
     def slices_move(self, blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""A model and a transport without tensors, for tests of scheduling and of the two nodes' logic.
+"""A model and a transport without tensors, for tests of scheduling and of the two nodes' cores.
 
 The fake model's KV slot holds the identity of the whole prefix up to its token, so that any step that reads a
 wrong, stale or overwritten slot is caught at once; its next token is a function of that prefix.

@@ -14,7 +14,7 @@ from support.runner_cases import NUM_BLOCKS
 from common.config.options import DecodeConfig
 from common.engine.runner import ModelRunner
 from common.node.plan import plan_node
-from common.node.worker import load_rank
+from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 
 DEVICE: Any = os.environ.get("GPU_SUITE_DEVICE", "cuda")
@@ -25,10 +25,10 @@ def make_runner(model: Path, **options: Any) -> ModelRunner:
     """The runner of a decode node with `options`, its steps recorded as a node records them."""
     options = {"kv_blocks": NUM_BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 2048, **options}
     config = DecodeConfig(model=str(model), device=DEVICE, **options)
-    loaded = load_rank(plan_node(config), config, SOLO, small_batches=True)
-    loaded.lay_out(NUM_BLOCKS)
-    loaded.record()
-    return loaded.runner
+    worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
+    worker.allocate_kv(NUM_BLOCKS)
+    worker.capture_graphs()
+    return worker.runner
 
 
 def sanitized(*tests: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The logic of a prefill and a decode node side by side, with a fake model and a fake wire; a test carries the messages."""
+"""The core of a prefill and a decode node side by side, with a fake model and a fake wire; a test carries the messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from common.engine.executor import LocalExecutor
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
-from common.node.events import FromClient, FromPeer, Outbox, Outgoing, ToClient, ToPeer
+from common.node.events import FromClient, FromPeer, OutgoingMessage, SendBuffer, ToClient, ToPeer
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
 
@@ -37,8 +37,8 @@ class Pair:
 
     def __init__(self, *, p_blocks: int = 32, d_blocks: int = 32, d_layout: KVLayout = LAYOUT, chunk: int = 16) -> None:
         self.clock = MockClock()
-        self.p_out: list[Outgoing] = []
-        self.d_out: list[Outgoing] = []
+        self.p_out: list[OutgoingMessage] = []
+        self.d_out: list[OutgoingMessage] = []
         self.p_runner, self.d_runner = FakeRunner(p_blocks), FakeRunner(d_blocks)
         self.wire = FakeWire(self.p_runner, self.d_runner)
         self.p = PrefillNode(
@@ -48,7 +48,7 @@ class Pair:
             Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(p_blocks)),
             LocalExecutor(self.p_runner, self.wire.sender.blocks_final),
             self.wire.sender,
-            Outbox(self.p_out.extend),
+            SendBuffer(self.p_out.extend),
             self.clock,
             max_accepted=4,
             transfer_timeout_s=60.0,
@@ -60,7 +60,7 @@ class Pair:
             Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(d_blocks)),
             LocalExecutor(self.d_runner),
             self.wire.receiver,
-            Outbox(self.d_out.extend),
+            SendBuffer(self.d_out.extend),
             self.clock,
             max_accepted=4,
             transfer_timeout_s=60.0,
@@ -84,11 +84,11 @@ class Pair:
 
     def step_prefill(self) -> None:
         self.p.step()
-        self.p.outbox.flush()
+        self.p.send_buffer.flush()
 
     def step_decode(self) -> None:
         self.d.step()
-        self.d.outbox.flush()
+        self.d.send_buffer.flush()
 
     def to_decode(self, kind: type | None = None) -> list[Message]:
         """Carry what the prefill node sent to the decode node (of one kind, if given)."""
@@ -101,7 +101,7 @@ class Pair:
 
     def to_prefill(self) -> list[Message]:
         """Carry what the decode node sent to the prefill node."""
-        self.d.outbox.flush()
+        self.d.send_buffer.flush()
         sent = [out.message for out in self.d_out if isinstance(out, ToClient) and out.identity == P_LINK]
         self.d_out[:] = [out for out in self.d_out if out.message not in sent]
         for message in sent:
@@ -118,7 +118,7 @@ class Pair:
             while self.wire.pump():
                 pass
 
-    def heard(self, out: list[Outgoing], router: bytes = ROUTER) -> list[Message]:
+    def heard(self, out: list[OutgoingMessage], router: bytes = ROUTER) -> list[Message]:
         """What the router got."""
         return [o.message for o in out if isinstance(o, ToClient) and o.identity == router]
 

@@ -24,11 +24,11 @@ from common.control.messages import Codec, Role
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, OnBlocksFinal, StepDone
 from common.engine.step import StepOutput
 from common.node.address import mesh_interface, rank_host
-from common.node.plan import WARM_UP, Blueprint, peak_memory_bytes, resident_bytes, steps_ahead
+from common.node.plan import WARM_UP, NodePlan, peak_memory_bytes, resident_bytes, steps_ahead
 from common.node.ranks.forked import ForkedRank, RunRank
-from common.node.ranks.links import RankedExecutor, RankLinks
+from common.node.ranks.links import MultiRankExecutor, RankLinks
 from common.node.ranks.messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
-from common.node.worker import LoadedRank, load_rank, own_device
+from common.node.worker import Worker, load_worker, own_device
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import SOLO
 
@@ -67,33 +67,33 @@ def ranks_of_host(config: NodeConfig, world_size: int) -> range:
     return range(config.node_rank * each, (config.node_rank + 1) * each)
 
 
-def fork_ranks(config: NodeConfig, blueprint: Blueprint, run: RunRank) -> list[ForkedRank]:
+def fork_ranks(config: NodeConfig, plan: NodePlan, run: RunRank) -> list[ForkedRank]:
     """A process for each other rank on this host, where ranks can be forked. Call it before there is a second thread.
 
     Raises: ConfigError if the ranks do not spread evenly.
     """
-    if blueprint.device != "cpu" or sys.platform != "linux":
+    if plan.device != "cpu" or sys.platform != "linux":
         return []
-    return [ForkedRank(run) for rank in ranks_of_host(config, blueprint.world_size) if rank > 0]
+    return [ForkedRank(run) for rank in ranks_of_host(config, plan.world_size) if rank > 0]
 
 
 class Leader:
     """Rank 0 of a node and its links to the others. Use: `start`, then `begin`, then `executor`; `close` at the end."""
 
     def __init__(
-        self, config: NodeConfig, role: Role, blueprint: Blueprint, codec: Codec, forks: Sequence[ForkedRank] = ()
+        self, config: NodeConfig, role: Role, plan: NodePlan, codec: Codec, forks: Sequence[ForkedRank] = ()
     ) -> None:
         """`forks`: of `fork_ranks`."""
         self._config = config
-        self._blueprint = blueprint
+        self._plan = plan
         self._since_s = time.monotonic()
         self.links: RankLinks | None = None
-        if blueprint.world_size > 1:
-            ranks = ranks_of_host(config, blueprint.world_size)
+        if plan.world_size > 1:
+            ranks = ranks_of_host(config, plan.world_size)
             host = config.master_addr if config.nnodes > 1 else rank_host(config)
-            self.links = RankLinks(codec, blueprint.world_size, host, config.master_port)
+            self.links = RankLinks(codec, plan.world_size, host, config.master_port)
             self.links.spawn(role, ranks[1:], config, self.links.address, forks)
-        self.loaded: LoadedRank
+        self.worker: Worker
         self.num_blocks = 0
         self.data_addresses: list[str] = []
         self._local: LocalExecutor | None = None
@@ -135,11 +135,11 @@ class Leader:
     def _start(self, small_batches: bool) -> None:
         links, config = self.links, self._config
         if links is None:
-            self.loaded = load_rank(self._blueprint, config, SOLO, small_batches=small_batches)
-            self.num_blocks = self.loaded.max_blocks
-            self.loaded.lay_out(self.num_blocks)
-            self.loaded.record()
-            self.loaded.runner.execute(WARM_UP)
+            self.worker = load_worker(self._plan, config, SOLO, small_batches=small_batches)
+            self.num_blocks = self.worker.max_blocks
+            self.worker.allocate_kv(self.num_blocks)
+            self.worker.capture_graphs()
+            self.worker.runner.execute(WARM_UP)
         else:
             self._collect(links, RankHello, "their processes are starting")
             same_host = config.nnodes == 1
@@ -147,28 +147,28 @@ class Leader:
             links.broadcast(setup)
             with links.last_words():  # why nobody came to meet this rank
                 mesh = connect_mesh(
-                    self._blueprint.place(0),
+                    self._plan.place(0),
                     master_address=setup.mesh_host,
                     master_port=setup.mesh_port,
-                    interface=mesh_interface(config, on_cards=self._blueprint.device == "cuda"),
+                    interface=mesh_interface(config, on_gpus=self._plan.device == "cuda"),
                     timeout_s=config.rank_timeout_s,
                     same_host=same_host,
-                    device=own_device(self._blueprint, config, self._blueprint.place(0)),
+                    device=own_device(self._plan, config, self._plan.place(0)),
                 )
-                self.loaded = load_rank(self._blueprint, config, mesh, small_batches=small_batches)
+                self.worker = load_worker(self._plan, config, mesh, small_batches=small_batches)
             ready = self._collect(links, RankReady, "they load their shards")
-            self.num_blocks = min(self.loaded.max_blocks, *(report.max_blocks for report in ready.values()))
+            self.num_blocks = min(self.worker.max_blocks, *(report.max_blocks for report in ready.values()))
             for rank, report in sorted(ready.items()):
-                place = self._blueprint.place(rank)
+                place = self._plan.place(rank)
                 log.info(
                     "%s: %.2f GB at its peak, room for %d KV blocks", place, report.peak_bytes / 1e9, report.max_blocks
                 )
-            self.loaded.lay_out(self.num_blocks)
-        log.info(self.loaded.describe(peak_memory_bytes()))
-        layout = self._blueprint.layout
+            self.worker.allocate_kv(self.num_blocks)
+        log.info(self.worker.describe(peak_memory_bytes()))
+        layout = self._plan.layout
         log.info(
             "model %s, %s, %d KV blocks (%.2f GB, %d tokens)",
-            self._blueprint.model.name,
+            self._plan.model.name,
             layout.dtype,
             self.num_blocks,
             self.num_blocks * layout.bytes_per_block / 1e9,
@@ -186,7 +186,7 @@ class Leader:
             return
 
         def open_ends() -> None:
-            self.loaded.record()
+            self.worker.capture_graphs()
             started = self._collect(links, RankStarted, "they open their transfer ends")
             self.data_addresses += [report.data_address for _, report in sorted(started.items())]
 
@@ -203,10 +203,10 @@ class Leader:
     ) -> Executor:
         """Runs steps on all ranks. Where the next one is prepared while one runs, their outputs go to `post`."""
         self._serving_since_s = time.monotonic()
-        local = self._local = LocalExecutor(self.loaded.runner, on_blocks_final)
+        local = self._local = LocalExecutor(self.worker.runner, on_blocks_final)
         links = self.links
-        ranks = local if links is None else RankedExecutor(links, local, samples_here=self.loaded.samples)
-        if post is None or steps_ahead(self._config, self._blueprint) == 1:
+        ranks = local if links is None else MultiRankExecutor(links, local, samples_here=self.worker.samples)
+        if post is None or steps_ahead(self._config, self._plan) == 1:
             return ranks
         self._outputs = AsyncExecutor(ranks, post)
         return self._outputs
@@ -227,7 +227,7 @@ class Leader:
         return [
             {
                 "rank": rank,
-                "place": str(self._blueprint.place(rank)),
+                "place": str(self._plan.place(rank)),
                 "pid": pids.get(rank),
                 "memory_bytes": resident_bytes(pids[rank]) if rank in pids else None,
                 "kv_blocks": self.num_blocks,
@@ -263,18 +263,18 @@ class Leader:
             if self._local is not None:
                 log.info("ranks computed %s", ", ".join(f"{b.busy_s:.1f} of {b.up_s:.1f} s" for b in self.busy()))
             self.links.close()
-            if hasattr(self, "loaded"):
-                self.loaded.mesh.close()
+            if hasattr(self, "worker"):
+                self.worker.mesh.close()
 
 
 async def follow(
-    config: NodeConfig, role: Role, blueprint: Blueprint, codec: Codec, forks: Sequence[ForkedRank] = ()
+    config: NodeConfig, role: Role, plan: NodePlan, codec: Codec, forks: Sequence[ForkedRank] = ()
 ) -> None:
     """A host whose ranks belong to a leader elsewhere: run them until one ends, then end them all.
 
     Raises: RankLost naming the rank that ended.
     """
-    ranks = ranks_of_host(config, blueprint.world_size)
+    ranks = ranks_of_host(config, plan.world_size)
     links = RankLinks(codec, 1, "127.0.0.1", 0)  # nobody reports here: the ranks talk to the leader
     links.spawn(role, ranks, config, f"tcp://{config.master_addr}:{config.master_port}", forks)
     try:

@@ -24,7 +24,7 @@ from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, tied_command
 from common.config.options import NodeConfig
 from common.control.messages import MAX_MESSAGE_BYTES, Codec
-from common.engine.executor import LocalExecutor, Pending
+from common.engine.executor import LocalExecutor, RunningStep
 from common.engine.step import StepInput, StepOutput
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.messages import LeaderBeat, RankBeat, RankBusy, RankFailed, RankHello
@@ -250,7 +250,7 @@ def _raise_if_failed(report: object) -> None:
         raise from_code(report.code, f"rank {report.rank}: {report.message}")
 
 
-class RankedExecutor:
+class MultiRankExecutor:
     """All ranks of a node: orders the step everywhere, runs the leader's own part here.
 
     With one pipeline stage the leader samples and the output comes at once; with more the last stage reports it.
@@ -266,21 +266,21 @@ class RankedExecutor:
         output = self.start(step).wait()
         return output if self._samples_here else None
 
-    def start(self, step: StepInput) -> Pending:
+    def start(self, step: StepInput) -> RunningStep:
         """Order the step everywhere and launch the leader's part. Raises: RankLost, as the result's `wait` does."""
         self._links.broadcast(step)
-        return _Fated(_or_lost(lambda: self._local.start(step)))
+        return _SharedStep(_fail_as_rank_lost(lambda: self._local.start(step)))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fated:
-    pending: Pending
+class _SharedStep:
+    pending: RunningStep
 
     def wait(self) -> StepOutput:
-        return _or_lost(self.pending.wait)
+        return _fail_as_rank_lost(self.pending.wait)
 
 
-def _or_lost(part: Callable[[], ResultT]) -> ResultT:
+def _fail_as_rank_lost(part: Callable[[], ResultT]) -> ResultT:
     """What the leader does of a step. The other ranks compute theirs, or wait for this one in the middle of it: if it
     fails, none can go on."""
     try:

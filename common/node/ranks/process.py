@@ -23,7 +23,7 @@ from common.control.messages import Codec
 from common.engine.executor import LocalExecutor, OnBlocksFinal
 from common.engine.step import StepInput
 from common.node.address import advertised, mesh_interface, rank_host
-from common.node.plan import Blueprint, peak_memory_bytes
+from common.node.plan import NodePlan, peak_memory_bytes
 from common.node.ranks.messages import (
     MAX_ORDER_BYTES,
     LeaderBeat,
@@ -36,7 +36,7 @@ from common.node.ranks.messages import (
     RankStart,
     RankStarted,
 )
-from common.node.worker import LoadedRank, load_rank, own_device
+from common.node.worker import Worker, load_worker, own_device
 from common.parallel.connect import connect_mesh
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class TransferEnd:
     data_address: str = ""
     on_blocks_final: OnBlocksFinal | None = None
 
-    def obey(self, order: Any) -> None:
+    def apply(self, order: Any) -> None:
         """Carry out a transfer order."""
         raise NotImplementedError
 
@@ -61,16 +61,16 @@ class TransferEnd:
         raise NotImplementedError
 
 
-MakeEnd = Callable[[LoadedRank, int, str, Callable[[object], None]], TransferEnd]
-"""(loaded rank, number of the rank, the node's incarnation, report) -> its transfer end; `report` takes any thread."""
+MakeEnd = Callable[[Worker, int, str, Callable[[object], None]], TransferEnd]
+"""(worker, number of the rank, the node's incarnation, report) -> its transfer end; `report` takes any thread."""
 
 
 class RankProcess:
     """One rank's sockets and main loop."""
 
-    def __init__(self, config: NodeConfig, blueprint: Blueprint, rank: int, leader: str, codec: Codec) -> None:
+    def __init__(self, config: NodeConfig, plan: NodePlan, rank: int, leader: str, codec: Codec) -> None:
         self._config = config
-        self._blueprint = blueprint
+        self._plan = plan
         self._rank = rank
         self._leader = leader
         self._codec = codec
@@ -117,25 +117,25 @@ class RankProcess:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         setup = self._wait_for(RankSetup, "all ranks' processes must be there")
         configure_torch(self._config.threads)
-        blueprint = self._blueprint
+        plan = self._plan
         mesh = connect_mesh(
-            blueprint.place(self._rank),
+            plan.place(self._rank),
             master_address=setup.mesh_host,
             master_port=setup.mesh_port,
-            interface=mesh_interface(self._config, on_cards=blueprint.device == "cuda"),
+            interface=mesh_interface(self._config, on_gpus=plan.device == "cuda"),
             timeout_s=self._config.rank_timeout_s,
             same_host=setup.same_host,
-            device=own_device(blueprint, self._config, blueprint.place(self._rank)),
+            device=own_device(plan, self._config, plan.place(self._rank)),
         )
-        loaded = load_rank(blueprint, self._config, mesh, small_batches=small_batches)
-        self.report(RankReady(self._rank, loaded.max_blocks, peak_memory_bytes()))
+        worker = load_worker(plan, self._config, mesh, small_batches=small_batches)
+        self.report(RankReady(self._rank, worker.max_blocks, peak_memory_bytes()))
         start = self._wait_for(RankStart, "all ranks must have loaded their shards")
-        loaded.lay_out(start.num_blocks)
-        loaded.record()
-        end = make_end(loaded, self._rank, start.incarnation, self.report)
+        worker.allocate_kv(start.num_blocks)
+        worker.capture_graphs()
+        end = make_end(worker, self._rank, start.incarnation, self.report)
         try:
             self.report(RankStarted(self._rank, end.data_address))
-            self._serve(LocalExecutor(loaded.runner, end.on_blocks_final), end, loaded.samples)
+            self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, worker.samples)
         finally:
             end.close()
             mesh.close()
@@ -163,7 +163,7 @@ class RankProcess:
                 if isinstance(order, StepInput):
                     steps.put(order)
                 elif not isinstance(order, LeaderBeat):
-                    end.obey(order)
+                    end.apply(order)
         except Exception as error:  # the rank ends, on its main thread
             steps.put(error)
             if not self._ending.wait(_LAST_STEP_S):

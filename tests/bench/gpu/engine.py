@@ -16,7 +16,7 @@ from common.control.messages import SamplingParams
 from common.engine.runner import Launched
 from common.engine.step import SampleSpec, StepInput
 from common.node.plan import plan_node
-from common.node.worker import load_rank
+from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 
 _GREEDY = SamplingParams(seed=0, max_tokens=1 << 30, temperature=0.0)
@@ -40,12 +40,12 @@ class Engine:
             async_scheduling=True,
         )
         configure_torch(None)
-        blueprint = plan_node(config)
-        loaded = load_rank(blueprint, config, SOLO, small_batches=True)
-        loaded.lay_out(loaded.max_blocks)
-        loaded.record()
-        self._runner = loaded.runner
-        self._vocab_size = blueprint.model.vocab_size
+        plan = plan_node(config)
+        worker = load_worker(plan, config, SOLO, small_batches=True)
+        worker.allocate_kv(worker.max_blocks)
+        worker.capture_graphs()
+        self._runner = worker.runner
+        self._vocab_size = plan.model.vocab_size
         self._is_card = torch.device(device).type == "cuda"
         self._rng = random.Random(1)
         self._steps = 0

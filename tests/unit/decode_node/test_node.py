@@ -1,4 +1,4 @@
-"""Single behaviours of the prefill and the decode node's logic, with a fake model and a fake wire.
+"""Single behaviours of the prefill and the decode node's core, with a fake model and a fake wire.
 
 The random interleavings are in tests/property/test_two_nodes.py; here stands what one would look up.
 """
@@ -115,7 +115,7 @@ def test_last_slice_may_be_in_before_the_first_token_is_drawn(*, lost_after_the_
     pair.step_prefill()
     if lost_after_the_token:
         assert KEY not in pair.p.attempts, "no ack can fail what is done"
-    pair.p.outbox.flush()
+    pair.p.send_buffer.flush()
     assert pair.tokens() == generate(PROMPT, 1)
     assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
     assert not pair.p.attempts
@@ -154,7 +154,7 @@ def test_answer_that_ended_with_its_first_token_cannot_fail_any_more(
     if not isinstance(late, SourceReleased):
         assert KEY in pair.p.attempts, "its blocks are still being read"
         pair.p.handle(SourceReleased(KEY, 0, TransferAborted("aborted")))
-    pair.p.outbox.flush()
+    pair.p.send_buffer.flush()
     assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)], "it has had its end"
     assert not pair.p.attempts
     assert pair.p.scheduler.pool.num_used == 0
@@ -236,7 +236,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come_the_other_way(
 def test_request_that_can_never_fit_is_refused_at_once_with_the_sizes() -> None:
     pair = Pair(d_blocks=4)
     pair.request(max_tokens=100)
-    pair.d.outbox.flush()
+    pair.d.send_buffer.flush()
     [failure] = pair.heard(pair.d_out)
     assert isinstance(failure, AttemptFailed)
     assert "9 KV blocks" in failure.message
@@ -256,7 +256,7 @@ def test_node_that_has_accepted_its_bound_answers_overloaded() -> None:
     pair = Pair()
     for number in range(5):
         pair.request(AttemptKey(f"r{number}", 1))
-    pair.p.outbox.flush()
+    pair.p.send_buffer.flush()
     failures = [message for message in pair.heard(pair.p_out) if isinstance(message, AttemptFailed)]
     assert [(failure.key.request_id, failure.code) for failure in failures] == [("r4", "overloaded")]
 
@@ -285,7 +285,7 @@ def test_offer_of_another_incarnation_than_the_router_chose_is_refused() -> None
     [offer] = [o.message for o in pair.p_out if isinstance(o, ToPeer)]
     assert isinstance(offer, Offer)
     pair.d.handle(FromClient(P_LINK, replace(offer, src=replace(P_REF, incarnation="p0"))))
-    pair.d.outbox.flush()
+    pair.d.send_buffer.flush()
     [failure] = [m for m in pair.heard(pair.d_out) if isinstance(m, AttemptFailed)]
     assert failure.code == "peer_lost"
 
@@ -307,8 +307,8 @@ def test_silent_routers_attempts_end_on_both_legs_and_it_is_told() -> None:
     pair.step_decode()
     pair.p.handle(ClientLost(ROUTER))
     pair.d.handle(ClientLost(ROUTER))
-    pair.p.outbox.flush()
-    pair.d.outbox.flush()
+    pair.p.send_buffer.flush()
+    pair.d.send_buffer.flush()
     for out in (pair.p_out, pair.d_out):  # it may have been held up only: silence would leave its client waiting
         assert [m.code for m in pair.heard(out) if isinstance(m, AttemptFailed)] == ["unavailable"]
     pair.assert_whole()
@@ -326,7 +326,7 @@ def test_decode_nodes_death_fails_the_prefill_leg_with_a_retryable_code() -> Non
     pair.request()
     pair.step_prefill()
     pair.p.handle(PeerGone(D_REF.incarnation, "connection broke"))
-    pair.p.outbox.flush()
+    pair.p.send_buffer.flush()
     [failure] = [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
     assert failure.code == "peer_lost"
     assert pair.p.scheduler.pool.num_used == 0
@@ -350,7 +350,7 @@ def test_prefill_node_silent_past_its_lease_fails_what_still_waits_for_it(phase:
             pass
     assert pair.d.attempts[KEY].phase is phase
     pair.d.handle(ClientLost(P_LINK))
-    pair.d.outbox.flush()
+    pair.d.send_buffer.flush()
     [failure] = [m for m in pair.heard(pair.d_out) if isinstance(m, AttemptFailed)]
     assert failure.code == "peer_lost"
     while pair.wire.pump():
@@ -436,7 +436,7 @@ def test_blocks_taken_back_are_no_failure_before_the_prefill_node_says_why(
         monkeypatch.setattr(pair.wire.receiver, "abort", lambda key: None)
     pair.d.handle(ReceiveFailed(KEY, TransferAborted("its sender took the blocks back")))
     assert (pair.d.scheduler.pool.num_used == 0) == released
-    pair.d.outbox.flush()
+    pair.d.send_buffer.flush()
     assert not pair.heard(pair.d_out)
     if why == "whole answer":
         pair.d.handle(FromClient(P_LINK, PrefillDone(KEY, 1, "stop")))
@@ -448,7 +448,7 @@ def test_blocks_taken_back_are_no_failure_before_the_prefill_node_says_why(
         pair.clock.advance(4.0)
         pair.d.on_time(pair.clock())
         pair.d.on_time(pair.clock())
-    pair.d.outbox.flush()
+    pair.d.send_buffer.flush()
     told = [m.code for m in pair.heard(pair.d_out) if isinstance(m, AttemptFailed)]
     assert told == {"lost": ["peer_lost"], "never said": ["transfer_aborted"]}.get(why, [])
     if not released:
@@ -521,7 +521,7 @@ def test_a_step_that_fails_on_the_decode_node_ends_its_attempts_once_and_bothers
     pair.to_prefill()
     pair.d_runner.fail_next = RuntimeError("made to fail")
     pair.d.step()
-    pair.d.outbox.flush()
+    pair.d.send_buffer.flush()
     (told,) = pair.d_out
     assert isinstance(told, ToClient)
     assert (told.identity, told.message) == (

@@ -1,6 +1,6 @@
 """Where users of other systems got hurt, by the number of the list that this project began with: inside the two nodes.
 
-The real logic of a prefill and a decode node with a fake model and a fake wire, messages carried by hand. The other
+The real cores of a prefill and a decode node with a fake model and a fake wire, messages carried by hand. The other
 numbers: `test_peers_processes.py` here, `test_peers_router.py` among the integration tests.
 """
 
@@ -155,7 +155,7 @@ def test_peers_07_a_prefill_node_that_restarted_is_somebody_else() -> None:
     [offer] = [out.message for out in pair.p_out if isinstance(out.message, Offer)]
     reborn = dataclasses.replace(offer, src=PeerRef(P_REF.node_id, "p2", P_REF.control_address, []))
     pair.d.handle(FromClient(P_LINK, reborn))
-    pair.d.outbox.flush()
+    pair.d.send_buffer.flush()
     [failure] = [message for message in pair.heard(pair.d_out) if isinstance(message, AttemptFailed)]
     assert failure.code == "peer_lost"
     assert not pair.d.attempts
@@ -219,7 +219,7 @@ def test_peers_18_a_request_that_is_too_long_for_a_node_is_answered() -> None:
     pair = Pair()
     pair.request(prompt=list(range(200)))
     for node in (pair.p, pair.d):
-        node.outbox.flush()
+        node.send_buffer.flush()
     for out in (pair.p_out, pair.d_out):
         [failure] = [message for message in pair.heard(out) if isinstance(message, AttemptFailed)]
         assert "maximum context length" in failure.message

@@ -12,7 +12,7 @@ from support.transfer_harness import Cluster, layout
 from common.base.errors import TransferError
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import IncomingTransfer, OutgoingTransfer, Received, SourceReleased, Traffic
-from kvtransfer.node_transfers import RankedReceiver, RankedSender, TransferReport, obey
+from kvtransfer.node_transfers import NodeReceiver, NodeSender, TransferReport, apply
 from kvtransfer.traffic import MAX_PAIRS, TrafficLog
 
 KEY = AttemptKey("r", 1)
@@ -46,7 +46,7 @@ class Silent:
 
 def test_leader_adds_up_what_all_ranks_sent() -> None:
     events: list[Any] = []
-    sender = RankedSender(2, lambda order: None, events.append, lambda on_event: Silent())  # type: ignore[arg-type]
+    sender = NodeSender(2, lambda order: None, events.append, lambda on_event: Silent())  # type: ignore[arg-type]
     for _ in range(2):
         sender.open(OutgoingTransfer(KEY, "src", [0], [b"h" * 16], 4, 9.0))
         sender.grant(Grant(KEY, PEER, layout(tp=2), 0, [0]))
@@ -66,7 +66,7 @@ def test_leader_adds_up_what_all_ranks_sent() -> None:
 
 def test_leader_adds_up_what_all_ranks_received() -> None:
     events: list[Any] = []
-    receiver = RankedReceiver(2, lambda order: None, events.append, lambda on_event: Silent())  # type: ignore[arg-type]
+    receiver = NodeReceiver(2, lambda order: None, events.append, lambda on_event: Silent())  # type: ignore[arg-type]
     src = PeerRef("prefill-3", "inc-9", "", [])
     receiver.open(IncomingTransfer(KEY, src, layout(), [0], [b"h" * 16], 0, 9.0))
     for rank in range(2):
@@ -80,10 +80,10 @@ def test_opening_a_live_attempt_again_is_refused_before_any_rank_hears_of_it() -
     orders: list[Any] = []
     outgoing = OutgoingTransfer(KEY, "i", [0], [b"h" * 16], 4, 9.0)
     incoming = IncomingTransfer(KEY, PEER, layout(), [0], [b"h" * 16], 0, 9.0)
-    for kind, transfer in ((RankedSender, outgoing), (RankedReceiver, incoming)):
+    for kind, transfer in ((NodeSender, outgoing), (NodeReceiver, incoming)):
         end: Any = kind(2, orders.append, lambda _: None, lambda _: Silent())  # type: ignore[arg-type]
         end.open(transfer)
-        end.on_report(TransferReport(1, "Opened" if kind is RankedReceiver else "SourceReleased", KEY))
+        end.on_report(TransferReport(1, "Opened" if kind is NodeReceiver else "SourceReleased", KEY))
         with pytest.raises(TransferError, match="open already"):
             end.open(transfer)
         assert end._open[KEY].opened + end._open[KEY].reports == 2, "what the ranks said stays"
@@ -96,7 +96,7 @@ def test_every_rank_disconnects_from_a_node_that_cannot_be_reached() -> None:
     def rank(number: int) -> Any:
         return SimpleNamespace(disconnect=ends[number].append)
 
-    sender = RankedSender(2, lambda order: obey(rank(1), order), lambda _: None, lambda _: rank(0))
+    sender = NodeSender(2, lambda order: apply(rank(1), order), lambda _: None, lambda _: rank(0))
     sender.disconnect("inc-3")
     assert ends == [["inc-3"], ["inc-3"]]
 

@@ -15,7 +15,7 @@ from common.control.links import Link
 from common.control.messages import NodeLoad, Ping, Pong
 from common.node import address
 from common.node.address import advertised, mesh_interface, one_interface, rank_host, source_address
-from common.node.server import NodeShell
+from common.node.server import NodeServer
 
 REDIS = "redis://127.0.0.1:6379/0"
 
@@ -82,8 +82,8 @@ def test_ranks_on_cards_take_the_interface_of_relays_to_other_hosts(host: str, m
     """NCCL settles on one for the whole process."""
     monkeypatch.setattr(address, "source_address", lambda _: "192.0.2.7")
     node = config(host=host)
-    assert mesh_interface(node, on_cards=True) == one_interface(node) == "192.0.2.7"
-    assert mesh_interface(node, on_cards=False) == "127.0.0.1"
+    assert mesh_interface(node, on_gpus=True) == one_interface(node) == "192.0.2.7"
+    assert mesh_interface(node, on_gpus=False) == "127.0.0.1"
 
 
 def test_a_redis_without_a_route_is_a_configuration_error_without_its_password() -> None:
@@ -105,7 +105,7 @@ def test_the_flag_reaches_both_kinds_of_node() -> None:
 
 def test_a_shell_listens_on_every_interface_and_registers_one_that_can_be_reached(redis_server: RedisServer) -> None:
     async def check() -> tuple[str, Pong]:
-        shell = NodeShell(DecodeConfig(redis_url=redis_server.url, host="0.0.0.0"), "decode-x")
+        shell = NodeServer(DecodeConfig(redis_url=redis_server.url, host="0.0.0.0"), "decode-x")
         await shell.bind()
         answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_a_probe_begins_no_lease(redis_server: RedisServer) -> None:
     """Else its end would abort requests, or at least frighten whoever reads the log."""
 
     async def leases(lease_s: float) -> int:
-        shell = NodeShell(DecodeConfig(redis_url=redis_server.url), "decode-x")
+        shell = NodeServer(DecodeConfig(redis_url=redis_server.url), "decode-x")
         await shell.bind()
         answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
         link = Link(shell.me.control_address, answer.set_result, print)  # type: ignore[arg-type]

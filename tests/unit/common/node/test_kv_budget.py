@@ -19,31 +19,38 @@ from common.engine.sampling.device_penalties import adjusted_on_device
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.step import StepInput, StepOutput
 from common.kv.layout import blocks_for
-from common.node.kv_budget import CONTEXT_BYTES, GRAPH_BYTES, STAGING_BYTES, CardUse, KvWish, kv_blocks_on_card
+from common.node.kv_budget import (
+    CONTEXT_BYTES,
+    GRAPH_BYTES,
+    STAGING_BYTES,
+    GpuMemoryUse,
+    KvMemoryRequest,
+    kv_blocks_on_gpu,
+)
 from common.node.plan import WARM_UP, plan_node
 from common.node.profile_run import Largest, decode_step, largest_steps
-from common.node.worker import LoadedRank, load_rank
+from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
 
 GB = 10**9
 BLOCK = 2 * 10**6
-USE = CardUse(total=80 * GB, free=60 * GB, weights=16 * GB, activations=2 * GB, graphs=GB)
+USE = GpuMemoryUse(total=80 * GB, free=60 * GB, weights=16 * GB, activations=2 * GB, graphs=GB)
 
 
 def test_kv_gets_what_the_fraction_leaves_beside_everything_else() -> None:
-    blocks = kv_blocks_on_card(USE, KvWish(0.9), BLOCK, 1)
+    blocks = kv_blocks_on_gpu(USE, KvMemoryRequest(0.9), BLOCK, 1)
     assert blocks == (72 * GB - 19 * GB - CONTEXT_BYTES) // BLOCK - 1
-    assert kv_blocks_on_card(USE, KvWish(0.9), BLOCK, 0) == blocks + 1
+    assert kv_blocks_on_gpu(USE, KvMemoryRequest(0.9), BLOCK, 0) == blocks + 1
 
 
 def test_a_stated_size_or_number_wins_over_the_fraction() -> None:
-    assert kv_blocks_on_card(USE, KvWish(0.9, memory_bytes=GB), BLOCK, 1) == 500
-    assert kv_blocks_on_card(USE, KvWish(0.9, memory_bytes=GB, blocks=7), BLOCK, 1) == 7
+    assert kv_blocks_on_gpu(USE, KvMemoryRequest(0.9, memory_bytes=GB), BLOCK, 1) == 500
+    assert kv_blocks_on_gpu(USE, KvMemoryRequest(0.9, memory_bytes=GB, blocks=7), BLOCK, 1) == 7
 
 
 def test_a_fraction_without_room_for_kv_is_refused_with_every_size() -> None:
     with pytest.raises(ConfigError) as caught:
-        kv_blocks_on_card(USE, KvWish(0.2), BLOCK, 0)
+        kv_blocks_on_gpu(USE, KvMemoryRequest(0.2), BLOCK, 0)
     text = str(caught.value)
     for part in (
         "--gpu-memory-utilization 0.2 of 80.00 GB",
@@ -59,20 +66,23 @@ def test_a_fraction_without_room_for_kv_is_refused_with_every_size() -> None:
 def test_memory_that_others_hold_is_refused_before_anything_is_allocated() -> None:
     crowded = replace(USE, free=30 * GB)
     with pytest.raises(ConfigError, match=r"of 80\.00 GB only 30\.00 GB are free"):
-        kv_blocks_on_card(crowded, KvWish(0.9), BLOCK, 1)
+        kv_blocks_on_gpu(crowded, KvMemoryRequest(0.9), BLOCK, 1)
     with pytest.raises(ConfigError, match=r"30\.00 GB are free"):
-        kv_blocks_on_card(crowded, KvWish(0.1, blocks=14_000), BLOCK, 1)
-    assert kv_blocks_on_card(crowded, KvWish(0.5), BLOCK, 1) > 2
+        kv_blocks_on_gpu(crowded, KvMemoryRequest(0.1, blocks=14_000), BLOCK, 1)
+    assert kv_blocks_on_gpu(crowded, KvMemoryRequest(0.5), BLOCK, 1) > 2
 
 
 def test_two_nodes_on_one_card_fit_side_by_side_by_their_fractions() -> None:
     first = replace(USE, free=80 * GB - CONTEXT_BYTES - 16 * GB)
-    taken = CONTEXT_BYTES + 16 * GB + kv_blocks_on_card(first, KvWish(0.45), BLOCK, 0) * BLOCK + 3 * GB
+    taken = CONTEXT_BYTES + 16 * GB + kv_blocks_on_gpu(first, KvMemoryRequest(0.45), BLOCK, 0) * BLOCK + 3 * GB
     assert taken <= 0.45 * 80 * GB
     second = replace(USE, free=80 * GB - taken - CONTEXT_BYTES - 16 * GB)
-    assert kv_blocks_on_card(second, KvWish(0.45), BLOCK, 1) == kv_blocks_on_card(first, KvWish(0.45), BLOCK, 0) - 1
+    assert (
+        kv_blocks_on_gpu(second, KvMemoryRequest(0.45), BLOCK, 1)
+        == kv_blocks_on_gpu(first, KvMemoryRequest(0.45), BLOCK, 0) - 1
+    )
     with pytest.raises(ConfigError, match="other nodes on this card"):
-        kv_blocks_on_card(second, KvWish(0.6), BLOCK, 1)
+        kv_blocks_on_gpu(second, KvMemoryRequest(0.6), BLOCK, 1)
 
 
 sizes = st.integers(0, 40 * GB)
@@ -90,9 +100,9 @@ sizes = st.integers(0, 40 * GB)
 def test_what_is_promised_never_exceeds_the_fraction_nor_what_is_free(
     weights: int, activations: int, graphs: int, free: int, fraction: float, block: int, spare: int
 ) -> None:
-    use = CardUse(80 * GB, free, weights, activations, graphs)
+    use = GpuMemoryUse(80 * GB, free, weights, activations, graphs)
     try:
-        blocks = kv_blocks_on_card(use, KvWish(fraction), block, spare)
+        blocks = kv_blocks_on_gpu(use, KvMemoryRequest(fraction), block, spare)
     except ConfigError:
         return
     kv = (blocks + spare) * block
@@ -163,10 +173,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", tmp_path_factory.mktemp("memory") / "llama"))
 
 
-def load(config: DecodeConfig, **parts: Any) -> LoadedRank:
+def load(config: DecodeConfig, **parts: Any) -> Worker:
     """A rank on the CPU that counts its memory and records its steps as one on a card does."""
-    plain = load_rank(plan_node(config), config, SOLO, small_batches=True)
-    return LoadedRank(plain.blueprint, config, SOLO, plain._model, **parts)  # pyright: ignore[reportPrivateUsage]
+    plain = load_worker(plan_node(config), config, SOLO, small_batches=True)
+    return Worker(plain.plan, config, SOLO, plain._model, **parts)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
@@ -184,14 +194,14 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
         model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
     )
     meter = FakeMeter()
-    loaded = load(config, meter=meter, recorder=KeepingRecorder())
+    worker = load(config, meter=meter, recorder=KeepingRecorder())
     # The longest chunk, the most sequences, one row, the largest decode step; the card is looked at last, with all of it
     # gone.
     assert ran == [1, 5, 1, 5]
     assert meter.looks[-1] == "card"
-    use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, len(graph_sizes(5)) * GRAPH_BYTES + 4 * 10**6)
-    per_block = loaded.blueprint.layout.bytes_per_block
-    assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), per_block, 1)
+    use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, len(graph_sizes(5)) * GRAPH_BYTES + 4 * 10**6)
+    per_block = worker.plan.layout.bytes_per_block
+    assert worker.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), per_block, 1)
 
 
 def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None:
@@ -200,9 +210,9 @@ def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None
         model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
     )
     eager, kept = (load(config, meter=FakeMeter(), recorder=each()) for each in (EagerRecorder, KeepingRecorder))
-    use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
-    per_block = eager.blueprint.layout.bytes_per_block
-    assert eager.max_blocks == kv_blocks_on_card(use, KvWish(0.5), per_block, 1)
+    use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
+    per_block = eager.plan.layout.bytes_per_block
+    assert eager.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), per_block, 1)
     assert eager.max_blocks - kept.max_blocks >= len(graph_sizes(5)) * GRAPH_BYTES // per_block
 
 
@@ -217,7 +227,7 @@ def test_buffers_of_relays_by_nccl_are_counted_where_there_may_be_some(model: st
     }
     assert blocks["auto"].max_blocks == blocks["collective"].max_blocks
     fewer = blocks["cuda_ipc"].max_blocks - blocks["auto"].max_blocks
-    assert abs(fewer - STAGING_BYTES // blocks["auto"].blueprint.layout.bytes_per_block) <= 1
+    assert abs(fewer - STAGING_BYTES // blocks["auto"].plan.layout.bytes_per_block) <= 1
 
 
 def test_steps_that_will_not_be_recorded_get_no_memory(
@@ -227,11 +237,11 @@ def test_steps_that_will_not_be_recorded_get_no_memory(
     config = DecodeConfig(
         model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
     )
-    loaded = load(config, meter=FakeMeter(), recorder=KeepingRecorder())
-    use = CardUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
-    assert loaded.max_blocks == kv_blocks_on_card(use, KvWish(0.5), loaded.blueprint.layout.bytes_per_block, 1)
-    loaded.lay_out(20)
-    loaded.record()
+    worker = load(config, meter=FakeMeter(), recorder=KeepingRecorder())
+    use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
+    assert worker.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), worker.plan.layout.bytes_per_block, 1)
+    worker.allocate_kv(20)
+    worker.capture_graphs()
     assert "decode steps are not recorded" in caplog.text
 
 
@@ -239,10 +249,10 @@ def test_a_rank_that_records_has_one_block_more_than_its_pool(model: str) -> Non
     config = DecodeConfig(model=model, max_num_seqs=5, kv_blocks=20)
     recording, plain = load(config, recorder=EagerRecorder()), load(config)
     outputs: list[StepOutput] = []
-    for loaded in (recording, plain):
-        loaded.lay_out(loaded.max_blocks)
-        loaded.record()
-        outputs.append(loaded.runner.execute(WARM_UP))
+    for worker in (recording, plain):
+        worker.allocate_kv(worker.max_blocks)
+        worker.capture_graphs()
+        outputs.append(worker.runner.execute(WARM_UP))
     assert (recording.max_blocks, recording.storage.num_blocks) == (20, 21)
     assert (plain.max_blocks, plain.storage.num_blocks) == (20, 20)
     assert outputs[0].sampled == outputs[1].sampled
@@ -253,7 +263,7 @@ def test_a_step_that_cannot_be_recorded_says_what_helps(model: str) -> None:
         def record(self, run: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    loaded = load(DecodeConfig(model=model, kv_blocks=20), recorder=Broken())
-    loaded.lay_out(20)
+    worker = load(DecodeConfig(model=model, kv_blocks=20), recorder=Broken())
+    worker.allocate_kv(20)
     with pytest.raises(ConfigError, match=r"not permitted when stream is capturing.*--enforce-eager does without"):
-        loaded.record()
+        worker.capture_graphs()

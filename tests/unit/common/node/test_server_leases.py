@@ -11,14 +11,14 @@ from common.config.options import DecodeConfig
 from common.control.links import Link
 from common.control.messages import Abort, AttemptKey
 from common.node.events import ClientLost, FromClient
-from common.node.server import NodeShell
+from common.node.server import NodeServer
 
 
 def test_a_message_without_a_ping_begins_a_lease_that_ends(redis_server: RedisServer) -> None:
     """A link that was cut delivers late: the lease of its sender is over by then, and nobody will end what it asks."""
 
     async def events() -> list[Any]:
-        shell = NodeShell(DecodeConfig(redis_url=redis_server.url, lease_s=0.3), "decode-x")
+        shell = NodeServer(DecodeConfig(redis_url=redis_server.url, lease_s=0.3), "decode-x")
         await shell.bind()
         got: list[Any] = []
         shell._engine = SimpleNamespace(post=got.append)  # type: ignore[assignment]

@@ -11,8 +11,8 @@ from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import StepInput
 from common.kv.pool import BlockPool
-from common.node.events import FromClient, Outbox, Outgoing, ToClient
-from common.node.step_timer import StepMeter
+from common.node.events import FromClient, OutgoingMessage, SendBuffer, ToClient
+from common.node.step_timer import StepTimer
 
 
 def sequence(name: str, priority: int = 0, tokens: int = 40, first: int = 1, arrival_s: float = 0.0) -> Sequence:
@@ -94,7 +94,7 @@ def test_a_waiting_prompt_is_known_to_be_cached() -> None:
 
 
 def test_steps_in_flight_together_are_busy_time_once() -> None:
-    meter = StepMeter()
+    meter = StepTimer()
     meter.begin(1, 10.0)
     meter.begin(2, 10.5)
     meter.end(1, 11.0, [64, 1])
@@ -113,7 +113,7 @@ def test_steps_in_flight_together_are_busy_time_once() -> None:
 
 def test_steps_in_flight_age_until_one_of_them_ends() -> None:
     """The loop comes round beside them, so that it alone would say that a card that hangs is well."""
-    meter = StepMeter(depth=2)
+    meter = StepTimer(depth=2)
     assert meter.age_s(5.0) == 0.0
     meter.begin(1, 10.0)
     meter.begin(2, 10.1)
@@ -161,15 +161,15 @@ def test_a_prompt_counts_as_queued_until_it_is_computed_on_either_node() -> None
 
 def test_what_one_router_gets_keeps_its_order() -> None:
     """Two outputs and a failure can fall into one round; a failure that overtakes the last token costs another attempt."""
-    sent: list[Outgoing] = []
-    outbox = Outbox(sent.extend)
+    sent: list[OutgoingMessage] = []
+    send_buffer = SendBuffer(sent.extend)
     first, second, other = (TokenChunk(AttemptKey(name, 1), 0, [7], None, None, None) for name in "abc")
     failed = AttemptFailed(AttemptKey("a", 1), "engine_error", "")
-    outbox.tokens(b"r1", first)
-    outbox.tokens(b"r2", other)
-    outbox.reply(b"r1", failed)
-    outbox.tokens(b"r1", second)
-    outbox.flush()
+    send_buffer.tokens(b"r1", first)
+    send_buffer.tokens(b"r2", other)
+    send_buffer.reply(b"r1", failed)
+    send_buffer.tokens(b"r1", second)
+    send_buffer.flush()
     to_first = [out.message for out in sent if isinstance(out, ToClient) and out.identity == b"r1"]
     assert to_first == [TokenBatch([first]), failed, TokenBatch([second])]
     assert ToClient(b"r2", TokenBatch([other])) in sent

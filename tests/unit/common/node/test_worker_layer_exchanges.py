@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.config.options import DecodeConfig
 from common.node.plan import WARM_UP, plan_node
-from common.node.worker import load_rank
+from common.node.worker import load_worker
 from common.parallel.mesh import RankPlace
 
 
@@ -53,11 +53,11 @@ def test_a_step_sums_after_attention_and_after_the_mlp_and_nowhere_else(
     """Beside the two of each layer: one for the embedding on the first stage, one gathering of logits on the last."""
     folder = make_tiny(name, tmp_path / name)
     config = DecodeConfig(model=str(folder), dtype="float32", kv_blocks=4, tensor_parallel_size=2)
-    blueprint = plan_node(config, pp_size=2)
-    mesh = CountingMesh(blueprint.place(rank))
-    loaded = load_rank(blueprint, config, mesh, small_batches=False)
-    loaded.lay_out(4)
-    loaded.runner.execute(WARM_UP)
-    layers = loaded.shard.layer_hi - loaded.shard.layer_lo
+    plan = plan_node(config, pp_size=2)
+    mesh = CountingMesh(plan.place(rank))
+    worker = load_worker(plan, config, mesh, small_batches=False)
+    worker.allocate_kv(4)
+    worker.runner.execute(WARM_UP)
+    layers = worker.shard.layer_hi - worker.shard.layer_lo
     assert 0 < layers < TINY[name].config.num_hidden_layers
     assert (mesh.sums, mesh.gathers, mesh.sent) == (2 * layers + embeddings, heads, 1 - heads)

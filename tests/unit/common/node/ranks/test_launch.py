@@ -43,7 +43,7 @@ def own_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     made = Hang()
-    monkeypatch.setattr("common.node.ranks.launch.load_rank", made)
+    monkeypatch.setattr("common.node.ranks.launch.load_worker", made)
     yield made
     made.over.set()
     for thread in threading.enumerate():
@@ -103,7 +103,7 @@ def test_a_leader_of_ranks_whose_own_part_never_loads_has_the_deadline_too(
 def test_the_end_of_a_start_has_what_its_beginning_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = of_two_ranks(tmp_path, monkeypatch, 600.0)
     over = threading.Event()
-    made.loaded = SimpleNamespace(record=lambda: over.wait(60))  # type: ignore[assignment]
+    made.worker = SimpleNamespace(capture_graphs=lambda: over.wait(60))  # type: ignore[assignment]
     made._since_s -= 600.0
     with pytest.raises(ConfigError, match="the model was not loaded within 600 s"):
         asyncio.run(asyncio.wait_for(made.begin("an-incarnation", "here"), 30))
@@ -127,7 +127,7 @@ def test_another_timeout_of_the_start_keeps_its_own_words(tmp_path: Path, monkey
     def times_out(*args: Any, **kwargs: Any) -> None:
         raise TimeoutError("a socket of the start")
 
-    monkeypatch.setattr("common.node.ranks.launch.load_rank", times_out)
+    monkeypatch.setattr("common.node.ranks.launch.load_worker", times_out)
     with pytest.raises(TimeoutError, match="a socket of the start"):
         asyncio.run(leader(tmp_path, 30.0).start(small_batches=False))
 

@@ -14,7 +14,7 @@ from common.config.options import DecodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
 from common.node.plan import WARM_UP
-from common.node.ranks.links import RankedExecutor
+from common.node.ranks.links import MultiRankExecutor
 from common.node.ranks.messages import LeaderBeat, RankBeat, RankBusy, rank_codec
 from common.node.ranks.process import RankProcess, TransferEnd
 
@@ -51,7 +51,7 @@ def test_whatever_ends_the_leaders_part_of_a_step_ends_the_node(error: Exception
         def start(self, step: StepInput) -> Computed:
             raise error
 
-    executor = RankedExecutor(Links(), Broken(), samples_here=True)  # type: ignore[arg-type]
+    executor = MultiRankExecutor(Links(), Broken(), samples_here=True)  # type: ignore[arg-type]
     with pytest.raises(RankLost):
         executor.submit(WARM_UP)
 
