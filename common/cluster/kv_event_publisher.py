@@ -78,7 +78,7 @@ return last
 Kind = Literal["change", "reset", "renew"]
 
 
-class Publisher:
+class KvEventPublisher:
     """Keeps what Redis says of this node's blocks equal to its pool's journal."""
 
     def __init__(

@@ -29,7 +29,7 @@ def on_the_wire(frame: bytes) -> bytes:
     return len(frame).to_bytes(_LENGTH_BYTES, "big") + frame
 
 
-class Connection(asyncio.Protocol):
+class FrameConnection(asyncio.Protocol):
     """Frames over TCP. Without a future or a task per message: a router's whole throughput passes here.
 
     `on_frame` may close it. `on_end(reason)` comes at most once, and not after `close`.
@@ -39,7 +39,7 @@ class Connection(asyncio.Protocol):
         self,
         on_frame: Callable[[bytes | bytearray], None],
         on_end: Callable[[str], None],
-        on_open: Callable[[Connection], None] = lambda _: None,
+        on_open: Callable[[FrameConnection], None] = lambda _: None,
     ) -> None:
         self._on_frame, self._on_end, self._on_open = on_frame, on_end, on_open
         self._transport: asyncio.Transport | None = None

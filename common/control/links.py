@@ -21,7 +21,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from common.base.errors import ConfigError, ProtocolError, Unavailable
-from common.control.frames import QUEUE_BYTES, Connection
+from common.control.frames import QUEUE_BYTES, FrameConnection
 from common.control.messages import Message, check, decode, encode, join, split
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Server:
 
     def __init__(self, host: str, port: int, on_message: Callable[[Identity, Message], None]) -> None:
         self._on_message = on_message
-        self._connections: dict[Identity, Connection] = {}
+        self._connections: dict[Identity, FrameConnection] = {}
         self._names = itertools.count(1)
         try:
             listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
@@ -79,10 +79,10 @@ class Server:
         self._connections.clear()
         (await self._listening).close()
 
-    def _accept(self) -> Connection:
+    def _accept(self) -> FrameConnection:
         identity = b"%d" % next(self._names)
 
-        def opened(connection: Connection) -> None:
+        def opened(connection: FrameConnection) -> None:
             self._connections[identity] = connection
             connection.send(join([]))
 
@@ -91,7 +91,7 @@ class Server:
             if not reason.startswith("broke"):
                 log.warning("closed a control connection: its other end %s", reason)
 
-        return Connection(lambda frame: self._receive(identity, frame), ended, opened)
+        return FrameConnection(lambda frame: self._receive(identity, frame), ended, opened)
 
     def _receive(self, identity: Identity, frame: bytes | bytearray) -> None:
         try:
@@ -138,7 +138,7 @@ class Link:
         place = _place(address)
         self.closed = False
         self._loop = asyncio.get_running_loop()
-        self._connection: Connection | None = None
+        self._connection: FrameConnection | None = None
         self._stands = False
         self._deadline: asyncio.TimerHandle | None = None
         if connect_timeout_s is not None:
@@ -191,12 +191,12 @@ class Link:
                     return
             await asyncio.sleep(_RETRY_S)
 
-    def _new_connection(self) -> Connection:
-        return Connection(
+    def _new_connection(self) -> FrameConnection:
+        return FrameConnection(
             self._receive, lambda reason: self._lose(f"connection to {self.address} {reason}"), self._open
         )
 
-    def _open(self, connection: Connection) -> None:
+    def _open(self, connection: FrameConnection) -> None:
         self._connection = connection
         if self.closed:
             connection.close()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from common.base.clock import monotonic
 from common.base.errors import EngineError, RankLost, Unavailable
-from common.cluster.kv_event_publisher import Publisher
+from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
 from common.cluster.redis_client import check_redis
 from common.config.options import NodeConfig
@@ -136,7 +136,7 @@ class NodeServer:
         record = replace(record, admin_address=self._admin_address)
         redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
         registrar = Registrar(redis_url, cluster, record, lease_s=lease_s, load=lambda: self.load)
-        publisher = Publisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
+        publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar
         if self._admin is not None:
             self._admin.start(NodeAdmin(self, record, describe).routes())

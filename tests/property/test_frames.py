@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.control import frames
-from common.control.frames import Connection, on_the_wire
+from common.control.frames import FrameConnection, on_the_wire
 
 
 class Transport:
-    """What `Connection` needs of asyncio's."""
+    """What `FrameConnection` needs of asyncio's."""
 
     def __init__(self) -> None:
         self.reading, self.closed = True, False
@@ -51,7 +51,7 @@ async def deliver(pieces: list[bytes], close_after: int) -> tuple[list[bytes], l
         if len(taken) == close_after:
             connection.close()
 
-    connection, transport = Connection(take, ends.append), Transport()
+    connection, transport = FrameConnection(take, ends.append), Transport()
     connection.connection_made(cast("asyncio.Transport", transport))
     for piece in pieces:
         before = len(taken)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from common.base.clock import Clock, monotonic
-from common.cluster.kv_event_publisher import Publisher
+from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import LEASE_IN_REDIS, Directory, Registrar
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.journal import BlockJournal
@@ -55,7 +55,7 @@ class ANode:
         self.journal = BlockJournal()
         self.load = NodeLoad()
         self.registrar = Registrar(url, cluster, record, lease_s=lease_s, load=lambda: self.load)
-        self.publisher = Publisher(url, cluster, record.peer, self.journal, lease_s=lease_s, clock=clock)
+        self.publisher = KvEventPublisher(url, cluster, record.peer, self.journal, lease_s=lease_s, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

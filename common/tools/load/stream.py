@@ -56,7 +56,7 @@ class Stream:
         self.done = False
         """[DONE] was seen."""
         self.error: RequestFailed | None = None
-        self.connection: Connection | None = None
+        self.connection: StreamConnection | None = None
         self._buffer = b""
 
     def feed(self, body: bytes, arrived_s: float) -> None:
@@ -147,10 +147,10 @@ class Stream:
         return self.token_times()[0][0] - self.sent_s
 
 
-class Connection(asyncio.Protocol):
+class StreamConnection(asyncio.Protocol):
     """One connection, over which streams go one after the other. `on_free` is called when it can take another."""
 
-    def __init__(self, on_free: Callable[[Connection], None] | None = None) -> None:
+    def __init__(self, on_free: Callable[[StreamConnection], None] | None = None) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._on_free = on_free
@@ -239,7 +239,7 @@ class Target:
         self._keep_alive = keep_alive
         given = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\n{given}"
-        self._idle: list[Connection] = []
+        self._idle: list[StreamConnection] = []
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Stream:
         """A request to be sent with `send`."""
@@ -249,7 +249,7 @@ class Target:
 
     async def send(self, stream: Stream) -> Stream:
         """Send on an idle connection, or on a new one. Raises: OSError if there is no connection to be had."""
-        connection: Connection | None = None
+        connection: StreamConnection | None = None
         while self._idle and connection is None:
             candidate = self._idle.pop()
             connection = None if candidate.closed else candidate
@@ -264,10 +264,10 @@ class Target:
             connection.close()
         self._idle.clear()
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> StreamConnection:
         on_free = self._idle.append if self._keep_alive else None
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(on_free), self._host, self._port, ssl=self._tls
+            lambda: StreamConnection(on_free), self._host, self._port, ssl=self._tls
         )
         return connection
 

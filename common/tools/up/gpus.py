@@ -1,4 +1,4 @@
-"""Which of a machine's CUDA cards each node of `kvrelay up` gets, and how much of them. No torch, no driver."""
+"""Assigns a machine's GPUs to the nodes of `kvrelay up`. Needs neither torch nor the driver."""
 
 from __future__ import annotations
 
@@ -7,53 +7,54 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.config.options import NodeConfig
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ALL_NODES = 0.9
-"""Of a card's memory, for all nodes on it together, where nobody says how much."""
+_ALL_NODES = NodeConfig.gpu_memory_utilization
+"""Default share of a GPU's memory, for all nodes on it together."""
 
 
 @dataclass(frozen=True)
-class NodeCards:
-    """One node's cards, and the part of each that it may take by default."""
+class NodeGpus:
+    """The GPUs of one node, and the share of each one's memory that it takes by default."""
 
     visible: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """Names as in CUDA_VISIBLE_DEVICES."""
     utilization: float
 
 
-def find_cards(environ: Mapping[str, str]) -> list[str]:
-    """The cards that CUDA_VISIBLE_DEVICES leaves, by default all of this machine."""
+def find_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES allows; without it, all of this machine."""
     names = [entry.name for entry in Path("/dev").iterdir()] if Path("/dev").is_dir() else []
-    return visible_cards(environ.get(VISIBLE), names)
+    return visible_gpus(environ.get(VISIBLE), names)
 
 
-def visible_cards(wanted: str | None, device_files: Iterable[str]) -> list[str]:
-    """`wanted`: what CUDA_VISIBLE_DEVICES says, None where it is not set. Like CUDA, stops at the first -1."""
-    cards = [str(i) for i, _ in enumerate(name for name in device_files if re.fullmatch(r"nvidia\d+", name))]
-    if wanted is None or not cards:
-        return cards
+def visible_gpus(wanted: str | None, device_files: Iterable[str]) -> list[str]:
+    """`wanted`: the value of CUDA_VISIBLE_DEVICES, None if unset. Like CUDA, stops at the first -1."""
+    gpus = [str(i) for i, _ in enumerate(name for name in device_files if re.fullmatch(r"nvidia\d+", name))]
+    if wanted is None or not gpus:
+        return gpus
     chosen = [name.strip() for name in wanted.split(",")]
     end = next((i for i, name in enumerate(chosen) if name in ("", "-1")), len(chosen))
     return chosen[:end]
 
 
-def share_cards(cards: list[str], ranks: list[int]) -> list[NodeCards | None]:
-    """Cards for nodes of so many `ranks` each, in turn: every rank of a node its own, none shared while some are free.
+def share_gpus(gpus: list[str], ranks: list[int]) -> list[NodeGpus | None]:
+    """Assign GPUs to nodes with the given numbers of `ranks`.
 
-    A node with more ranks than there are cards gets them all, and says itself that they do not do. None without cards.
+    Every rank of a node gets a GPU of its own; nodes share a GPU only when none is free. A node with more ranks than
+    there are GPUs gets all of them and reports the shortage itself. Without GPUs every entry is None.
     """
-    if not cards:
+    if not gpus:
         return [None] * len(ranks)
-    taken = [0] * len(cards)
+    taken = [0] * len(gpus)
     places: list[list[int]] = []
     for count in ranks:
-        # The least used first; among equals in order, so that a node's cards are neighbours.
-        places.append(sorted(range(len(cards)), key=lambda card: (taken[card], card))[:count])
-        for card in places[-1]:
-            taken[card] += 1
+        # Least used first, then in order, so that the GPUs of a node are neighbours.
+        places.append(sorted(range(len(gpus)), key=lambda gpu: (taken[gpu], gpu))[:count])
+        for gpu in places[-1]:
+            taken[gpu] += 1
     return [
-        NodeCards(
-            tuple(cards[card] for card in sorted(place)), round(_ALL_NODES / max(taken[card] for card in place), 4)
-        )
+        NodeGpus(tuple(gpus[gpu] for gpu in sorted(place)), round(_ALL_NODES / max(taken[gpu] for gpu in place), 4))
         for place in places
     ]

@@ -28,7 +28,7 @@ async def redis_answers(url: str) -> bool:
     return True
 
 
-class RouterProbe:
+class HealthProbe:
     """Asks routers for their health."""
 
     def __init__(self) -> None:

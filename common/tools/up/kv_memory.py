@@ -14,8 +14,8 @@ from common.config.sources import resolve
 from common.tools.up.plan import ChildSpec
 
 
-def check_memory(specs: Sequence[ChildSpec], environ: Mapping[str, str], free_bytes: float, *, cards: bool) -> None:
-    """Add up what the nodes of `specs` may take of the processor's memory for KV; `cards`: "auto" is no processor here.
+def check_memory(specs: Sequence[ChildSpec], environ: Mapping[str, str], free_bytes: float, *, gpus: bool) -> None:
+    """Add up what the nodes of `specs` may take of the processor's memory for KV; `gpus`: "auto" is no processor here.
 
     A cache whose size is given in blocks (--kv-blocks) is left out: what a block takes, only the node knows.
 
@@ -25,7 +25,7 @@ def check_memory(specs: Sequence[ChildSpec], environ: Mapping[str, str], free_by
     for spec in specs:
         if spec.role in ("prefill", "decode"):
             node = _as_it_reads(spec, environ)
-            if node.kv_blocks is None and (node.device == "cpu" or (node.device == "auto" and not cards)):
+            if node.kv_blocks is None and (node.device == "cpu" or (node.device == "auto" and not gpus)):
                 sizes[spec.name] = _ranks(node) * (node.kv_memory_gb or CPU_KV_GB)
     free_gb = free_bytes / 2**30  # as the option counts
     if sum(sizes.values()) > free_gb:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig, field_infos
 from common.config.sources import ENV_PREFIX, Source
-from common.tools.up.gpus import VISIBLE, NodeCards, share_cards
+from common.tools.up.gpus import VISIBLE, NodeGpus, share_gpus
 from common.tools.up.routers import ADMIN_HOST, RouterPlace
 
 ServiceRole = Literal["redis", "router", "prefill", "decode"]
@@ -46,10 +46,10 @@ def plan_children(
     own_redis: tuple[str, ...] | None,
     host_name: str,
     admin_token: str,
-    cards: list[str],
+    gpus: list[str],
 ) -> list[ChildSpec]:
-    """The children in order of start. `own_redis` is the command of a Redis to run, None for a foreign one; `cards`
-    are the CUDA cards that the nodes may use, which are shared among them.
+    """The children in order of start. `own_redis` is the command of a Redis to run, None for a foreign one; `gpus`
+    are the CUDA gpus that the nodes may use, which are shared among them.
 
     All services get `admin_token`.
 
@@ -65,7 +65,7 @@ def plan_children(
         spec = _service(place.name, RouterConfig, config, sources, router, None)
         children.append(replace(spec, url=place.url))
     ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
-    shares = iter(share_cards(cards if config.device != "cpu" else [], ranks))
+    shares = iter(share_gpus(gpus if config.device != "cpu" else [], ranks))
     for role, cls, count in (("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)):
         for index in range(count):
             name = f"{role}-{index}"
@@ -88,7 +88,7 @@ def plan_children(
 
 
 def _ranks(role: str, config: UpConfig) -> dict[str, str]:
-    """How many ranks each node of `role` gets. Also where it is one: cards and memory were counted by these figures."""
+    """How many ranks each node of `role` gets. Also where it is one: gpus and memory were counted by these figures."""
     if role == "prefill":
         return {"tensor_parallel_size": str(config.prefill_tp)}
     return {
@@ -98,8 +98,8 @@ def _ranks(role: str, config: UpConfig) -> dict[str, str]:
     }
 
 
-def _utilization(role: str, config: UpConfig, share: NodeCards | None) -> dict[str, str]:
-    """What a node of `role` may take of its cards, where there are any or somebody said it."""
+def _utilization(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:
+    """What a node of `role` may take of its gpus, where there are any or somebody said it."""
     stated = config.prefill_gpu_memory_utilization if role == "prefill" else config.decode_gpu_memory_utilization
     if stated is None and share is not None:
         stated = share.utilization

@@ -29,8 +29,8 @@ from common.control.messages import NodeRecord
 from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
 from common.tools.up.child import Child
 from common.tools.up.console import Console, banner, failure_line
-from common.tools.up.gpus import find_cards
-from common.tools.up.health import RouterProbe, redis_answers
+from common.tools.up.gpus import find_gpus
+from common.tools.up.health import HealthProbe, redis_answers
 from common.tools.up.kv_memory import check_memory
 from common.tools.up.pid_file import PidEntry, PidFile
 from common.tools.up.plan import STOP_ORDER, ChildSpec, plan_children
@@ -66,7 +66,7 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
     try:
         redis_port = free_port()
         redis_url = config.redis_url or f"redis://127.0.0.1:{redis_port}/0"
-        cards = find_cards(os.environ)
+        gpus = find_gpus(os.environ)
         specs = plan_children(
             config,
             sources,
@@ -75,12 +75,12 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
             own_redis=None if config.redis_url else tuple(redis_command(redis_port, directory)),
             host_name=socket.gethostname(),
             admin_token=admin_token,
-            cards=cards,
+            gpus=gpus,
         )
-        check_memory(specs, os.environ, free_memory_bytes(), cards=bool(cards))
+        check_memory(specs, os.environ, free_memory_bytes(), gpus=bool(gpus))
         specs = _keep_file(specs, directory)
         with announced(running, runtime_folder(os.environ)):
-            await Cluster(config, specs, redis_url, pid_file).run()
+            await Supervisor(config, specs, redis_url, pid_file).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -100,7 +100,7 @@ def _keep_file(specs: list[ChildSpec], directory: str) -> list[ChildSpec]:
     return [replace(spec, environ={**spec.environ, CONFIG_FILE_VARIABLE: kept}) for spec in specs]
 
 
-class Cluster:
+class Supervisor:
     """The children, and the tasks that watch over them.
 
     A child is started and waited for by its own `_supervise` task only; stopping signals it and waits for that task.
@@ -115,7 +115,7 @@ class Cluster:
         self._routers = [spec for spec in specs if spec.role == "router"]
         self._blind: list[str] = []
         """The routers that did not see all nodes when asked last."""
-        self._probe = RouterProbe()
+        self._probe = HealthProbe()
         self._records: dict[str, NodeRecord] = {}
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []

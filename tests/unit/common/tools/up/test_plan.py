@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.base.errors import ConfigError
 from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config.sources import Resolved, resolve
-from common.tools.up.gpus import share_cards, visible_cards
+from common.tools.up.gpus import share_gpus, visible_gpus
 from common.tools.up.kv_memory import check_memory
 from common.tools.up.plan import ChildSpec, plan_children
 from common.tools.up.restarts import GiveUp, RestartAfter, RestartPolicy
@@ -29,7 +29,7 @@ def plan(
     up: Resolved[UpConfig],
     *,
     own_redis: bool = True,
-    cards: tuple[str, ...] = (),
+    gpus: tuple[str, ...] = (),
     routers: tuple[RouterPlace, ...] = (place("router", 9000),),
 ) -> list[ChildSpec]:
     return plan_children(
@@ -40,7 +40,7 @@ def plan(
         own_redis=("redis-server",) if own_redis else None,
         host_name="box",
         admin_token="the-admin-token",
-        cards=list(cards),
+        gpus=list(gpus),
     )
 
 
@@ -48,10 +48,10 @@ def resolved(*, environ: dict[str, str] | None = None, file: str | None = None, 
     return resolve(UpConfig, flags=flags, environ=environ or {}, file=file)
 
 
-def on_cards(cards: tuple[str, ...], **flags: str) -> dict[str, tuple[str | None, float]]:
-    """Of each node, the cards that it sees and the part of them that it may take."""
+def on_gpus(gpus: tuple[str, ...], **flags: str) -> dict[str, tuple[str | None, float]]:
+    """Of each node, the GPUs that it sees and the share of them that it may take."""
     up = resolve(UpConfig, flags=flags, environ={}, file=None)
-    specs = [spec for spec in plan(up, cards=cards) if spec.role in ("prefill", "decode")]
+    specs = [spec for spec in plan(up, gpus=gpus) if spec.role in ("prefill", "decode")]
     return {
         spec.name: (spec.environ.get("CUDA_VISIBLE_DEVICES"), as_the_child_sees_it(spec).gpu_memory_utilization)
         for spec in specs
@@ -219,50 +219,50 @@ def test_once_ready_every_death_leads_to_a_bounded_restart(events: list[tuple[bo
         assert 0 <= decision.delay_s <= 30
 
 
-def test_two_nodes_on_one_card_share_it_evenly_unless_fractions_are_stated() -> None:
-    assert on_cards(("0",)) == {"prefill-0": ("0", 0.45), "decode-0": ("0", 0.45)}
+def test_two_nodes_on_one_gpu_share_it_evenly_unless_fractions_are_stated() -> None:
+    assert on_gpus(("0",)) == {"prefill-0": ("0", 0.45), "decode-0": ("0", 0.45)}
     stated = {"prefill_gpu_memory_utilization": "0.3", "decode_gpu_memory_utilization": "0.6"}
-    assert on_cards(("0",), **stated) == {"prefill-0": ("0", 0.3), "decode-0": ("0", 0.6)}
+    assert on_gpus(("0",), **stated) == {"prefill-0": ("0", 0.3), "decode-0": ("0", 0.6)}
 
 
-def test_no_card_is_shared_while_another_is_free() -> None:
-    assert on_cards(("0", "1")) == {"prefill-0": ("0", 0.9), "decode-0": ("1", 0.9)}
-    assert on_cards(("4", "5", "6"), prefill="1", prefill_tp="2", decode="2") == {
+def test_no_gpu_is_shared_while_another_is_free() -> None:
+    assert on_gpus(("0", "1")) == {"prefill-0": ("0", 0.9), "decode-0": ("1", 0.9)}
+    assert on_gpus(("4", "5", "6"), prefill="1", prefill_tp="2", decode="2") == {
         "prefill-0": ("4,5", 0.45),
         "decode-0": ("6", 0.9),
         "decode-1": ("4", 0.45),
     }
 
 
-def test_nodes_on_the_cpu_hear_nothing_of_cards() -> None:
-    assert on_cards(("0",), device="cpu") == on_cards(()) == {"prefill-0": (None, 0.9), "decode-0": (None, 0.9)}
+def test_nodes_on_the_cpu_are_given_no_gpu_options() -> None:
+    assert on_gpus(("0",), device="cpu") == on_gpus(()) == {"prefill-0": (None, 0.9), "decode-0": (None, 0.9)}
 
 
-def test_cards_are_those_that_cuda_would_see() -> None:
+def test_gpus_are_those_that_cuda_would_see() -> None:
     files = ["null", "nvidia1", "nvidia0", "nvidiactl", "nvidia-uvm"]
-    assert visible_cards(None, files) == ["0", "1"]
-    assert visible_cards("1", files) == ["1"]
-    assert visible_cards("GPU-8f2, 0,-1,1", files) == ["GPU-8f2", "0"]
-    assert visible_cards("", files) == visible_cards("-1", files) == visible_cards("0", ["null"]) == []
+    assert visible_gpus(None, files) == ["0", "1"]
+    assert visible_gpus("1", files) == ["1"]
+    assert visible_gpus("GPU-8f2, 0,-1,1", files) == ["GPU-8f2", "0"]
+    assert visible_gpus("", files) == visible_gpus("-1", files) == visible_gpus("0", ["null"]) == []
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 4), min_size=1, max_size=8))
-def test_every_rank_of_a_node_has_a_card_of_its_own_and_no_card_is_promised_twice(cards: int, ranks: list[int]) -> None:
-    shares = share_cards([str(i) for i in range(cards)], ranks)
-    promised = dict.fromkeys(range(cards), 0.0)
+def test_every_rank_of_a_node_has_a_gpu_of_its_own_and_no_gpu_is_promised_twice(gpus: int, ranks: list[int]) -> None:
+    shares = share_gpus([str(i) for i in range(gpus)], ranks)
+    promised = dict.fromkeys(range(gpus), 0.0)
     for count, share in zip(ranks, shares, strict=True):
         assert share is not None
-        assert len(set(share.visible)) == len(share.visible) == min(count, cards)
-        for card in share.visible:
-            promised[int(card)] += share.utilization
+        assert len(set(share.visible)) == len(share.visible) == min(count, gpus)
+        for gpu in share.visible:
+            promised[int(gpu)] += share.utilization
     assert max(promised.values()) <= 0.901
 
 
-def fits(free_gb: float, /, *, card: str = "", file: str = "", **flags: str) -> None:
+def fits(free_gb: float, /, *, gpu: str = "", file: str = "", **flags: str) -> None:
     """Raises: ConfigError where `kvrelay up` refuses."""
     environ = {"KVRELAY_CONFIG": file} if file else {}
-    specs = plan(resolve(UpConfig, flags=flags, environ=environ, file=None), cards=(card,) if card else ())
-    check_memory(specs, environ, free_gb * 2**30, cards=bool(card))
+    specs = plan(resolve(UpConfig, flags=flags, environ=environ, file=None), gpus=(gpu,) if gpu else ())
+    check_memory(specs, environ, free_gb * 2**30, gpus=bool(gpu))
 
 
 def test_nodes_whose_kv_is_not_there_together_are_refused_with_the_figures() -> None:
@@ -289,7 +289,7 @@ def test_what_a_node_is_told_by_its_own_table_counts(tmp_path) -> None:
 
 
 def test_only_kv_in_memory_of_a_known_size_counts() -> None:
-    fits(0.1, card="0")
+    fits(0.1, gpu="0")
     fits(0.1, kv_blocks="60")
     with pytest.raises(ConfigError):
-        fits(0.1, card="0", device="cpu")
+        fits(0.1, gpu="0", device="cpu")
