@@ -12,7 +12,7 @@ from common.control.messages import ModelInfo, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
 from common.tools.up.pid_file import PidFile
 from common.tools.up.plan import ChildSpec
-from common.tools.up.supervisor import Cluster
+from common.tools.up.supervisor import Supervisor
 
 
 def test_record_of_a_process_before_ours_makes_no_child_ready() -> None:
@@ -23,7 +23,7 @@ def test_record_of_a_process_before_ours_makes_no_child_ready() -> None:
 
     async def main() -> None:
         specs = [ChildSpec("decode-0", "decode", ("true",), node_id="d0")]
-        cluster = Cluster(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None))
+        cluster = Supervisor(UpConfig(), specs, "redis://127.0.0.1:1", PidFile(None))
         child = cluster._children[0]
         child.started_s = time.monotonic()
         cluster._on_nodes([record("dead", time.time() - 5.0)])
@@ -42,7 +42,7 @@ def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_n
 ) -> None:
     async def main() -> None:
         specs = [ChildSpec(f"router-{n}", "router", ("true",), url=f"http://{n}") for n in range(3)]
-        cluster = Cluster(UpConfig(routers=3), specs, "redis://127.0.0.1:1", PidFile(None))
+        cluster = Supervisor(UpConfig(routers=3), specs, "redis://127.0.0.1:1", PidFile(None))
         seeing = {"http://1"}
 
         async def sees(url: str, prefill: int, decode: int) -> bool:
@@ -65,7 +65,7 @@ def test_system_without_a_process_for_a_restart_costs_no_other_child(monkeypatch
     """Memory or processes lack just when a node has died of that: those that live go on, and it is tried again."""
 
     async def main() -> None:
-        cluster = Cluster(
+        cluster = Supervisor(
             UpConfig(), [ChildSpec("decode-0", "decode", ("true",))], "redis://127.0.0.1:1", PidFile(None)
         )
         child = cluster._children[0]
