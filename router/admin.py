@@ -19,7 +19,7 @@ from router.model_catalog import ServedModel
 from router.nodes.node_table import Node
 from router.policy import Fleet
 from router.requests.admission import Objectives
-from router.requests.placement import Chain, Order
+from router.requests.placement import HashChain, PlacementRequest
 
 if TYPE_CHECKING:
     from router.service import Router
@@ -60,7 +60,7 @@ class RouterAdmin:
             "policy": self._config.policy,
             "requests_running": dispatcher.running,
             "requests_waiting": dispatcher.waiting,
-            "requests_held_back": len(dispatcher.held),
+            "requests_held_back": len(dispatcher.admission_queue),
             "objectives": {"ttft_s": self._config.slo_ttft or None, "tpot_s": self._config.slo_tpot or None},
             "breakers_opened": dispatcher.breakers.times_opened,
             "redis": self._router.degraded(self._directory) or "ok",
@@ -124,9 +124,9 @@ class RouterAdmin:
             raise BadRequest(f"the prompt has {len(prompt_ids)} tokens, the model takes {model.max_model_len}")
         dispatcher = self._router.dispatcher
         avoid = dispatcher.breakers.not_admitted()
-        order = Order(prompt_ids, Chain(salt), max_tokens, session, avoid)
+        order = PlacementRequest(prompt_ids, HashChain(salt), max_tokens, session, avoid)
         objectives = Objectives(self._config.slo_ttft, self._config.slo_tpot)
-        return dispatcher.placer.explain(order, objectives, len(dispatcher.held))
+        return dispatcher.placer.explain(order, objectives, len(dispatcher.admission_queue))
 
 
 def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:

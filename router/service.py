@@ -87,7 +87,9 @@ class Router:
         self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers)
         self.follower: Follower | None = None
         self.metrics.watch_queue(
-            lambda: self.dispatcher.running, lambda: self.dispatcher.waiting, lambda: len(self.dispatcher.held)
+            lambda: self.dispatcher.running,
+            lambda: self.dispatcher.waiting,
+            lambda: len(self.dispatcher.admission_queue),
         )
 
     def set_nodes(self, records: list[NodeRecord]) -> None:

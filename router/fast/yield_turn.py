@@ -9,6 +9,6 @@ from types import coroutine
 
 
 @coroutine
-def abreast() -> Generator[None]:
+def yield_turn() -> Generator[None]:
     """Let the others come as far: the next stage then runs for all of them in a row. As `asyncio.sleep(0)`."""
     yield

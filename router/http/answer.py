@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.base.errors import KvRelayError
 from router.fast.http_connection import Client
-from router.fast.yield_turn import abreast
+from router.fast.yield_turn import yield_turn
 from router.http.openai_format import DONE, Format, FormatOptions, Json, error_body, sse, to_json, usage
 from router.http.response_headers import RawHeaders, how_served
 from router.requests.generation import Delta, Generation
@@ -104,7 +104,7 @@ class Answer:
         for start in range(0, max(1, len(deltas)), _PORTION):
             for name, value in form.logprobs(deltas[start : start + _PORTION], index).items():
                 fields.setdefault(name, []).append(to_json(value))
-            await abreast()
+            await yield_turn()
         return b"{%b}" % b",".join(to_json(name) + b":" + _joined(values) for name, values in fields.items())
 
     @property
@@ -158,7 +158,7 @@ class Answer:
                     if len(parts) >= _PORTION:
                         yield b"".join(parts), True
                         parts.clear()
-                        await abreast()
+                        await yield_turn()
                 if outcome is None:
                     continue
                 if outcome.error is not None:
@@ -205,7 +205,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await abreast()
+            await yield_turn()
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for data, more in self._body:
                 await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -31,7 +31,7 @@ from common.base.errors import (
     UnsupportedMediaType,
 )
 from router.fast.http_connection import CLIENT
-from router.fast.yield_turn import abreast
+from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer, EventStream, JsonResponse, error_response
 from router.http.openai_format import ChatFormat, Format, FormatOptions, TextFormat
 from router.http.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase, RequestT, parse_body
@@ -220,7 +220,7 @@ async def _parse(request: Request, services: Services, kind: type[RequestT]) -> 
     """The body, and its size in bytes, which bounds all work on it."""
     data = await read_body(request, services.max_body_bytes, services.bodies)
     body = await _maybe_on_thread(len(data), lambda: parse_body(data, kind))
-    await abreast()
+    await yield_turn()
     return body, len(data)
 
 
@@ -340,7 +340,7 @@ async def _serve(
     options: FormatOptions,
 ) -> Response:
     """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
-    await abreast()
+    await yield_turn()
     answer = Answer()
     ids: RequestIds = request.scope[_IDS]
     handed_over = False
@@ -358,7 +358,7 @@ async def _serve(
         deltas = await answer.finished()
         if answer.abandoned:
             return Response(status_code=499)
-        await abreast()
+        await yield_turn()
         return JsonResponse(await answer.whole(form, deltas), headers=headers(ids, answer.generations[0]))
     except KvRelayError as error:
         # Here and not in the application's handler, so that a failure too says where it was tried.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 Depths = npt.NDArray[np.float64]
 
 
-class Hits(Mapping[str, int]):
+class PrefixHits(Mapping[str, int]):
     """By incarnation, of those that hold the first block. Invariant: never changes."""
 
     def __init__(self, slots: Mapping[str, int], size: int, found: Sequence[tuple[int, int]]) -> None:
@@ -49,10 +49,10 @@ class Hits(Mapping[str, int]):
         """What `column` takes for these incarnations, as long as `slots` is the same object."""
         return np.array([self.slots.get(incarnation, -1) for incarnation in incarnations], np.intp)
 
-    def without(self, incarnations: Iterable[str]) -> Hits:
+    def without(self, incarnations: Iterable[str]) -> PrefixHits:
         """The same, with nothing held by these."""
         kept = ~sum(1 << self.slots[incarnation] for incarnation in set(incarnations) & self.slots.keys())
-        return Hits(self.slots, self._size, [(mask & kept, depth) for mask, depth in self._found if mask & kept])
+        return PrefixHits(self.slots, self._size, [(mask & kept, depth) for mask, depth in self._found if mask & kept])
 
     def __getitem__(self, incarnation: str) -> int:
         depth = self.get(incarnation)

@@ -21,7 +21,7 @@ from common.base.clock import Clock, monotonic
 from common.base.hashing import HASH_BYTES, BlockHash
 from common.control.messages import Tier
 from router.index.block_table import SEGMENT, BlockTable, KeyList, Keys, Values, arrayed, listed
-from router.index.prefix_hits import Hits
+from router.index.prefix_hits import PrefixHits
 
 Hashes = Sequence[BlockHash] | bytes | Keys
 """Block hashes, as a sequence, joined into one blob, or what `keys` made of them."""
@@ -157,7 +157,7 @@ class PrefixIndex:
             mask |= 1 << self._slot(other, "device")
         self._fresh.put(block_keys(hashes), self._with(mask), self._use)
 
-    def match(self, hashes: Hashes, *, touch: bool = True) -> Hits:
+    def match(self, hashes: Hashes, *, touch: bool = True) -> PrefixHits:
         """How many leading blocks each incarnation holds, in whatever tier, of those that hold the first. Without `touch`
         they do not count as used by that.
         """
@@ -181,7 +181,7 @@ class PrefixIndex:
                     break
         if alive and len(keys):
             found.append((alive, len(keys)))
-        return Hits(self._slots, len(self._names), found)
+        return PrefixHits(self._slots, len(self._names), found)
 
     def _few_runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> list[tuple[int, int]]:
         """(first block, mask of its holders) wherever the holders change; ends where nobody's prefix goes on."""

@@ -50,7 +50,7 @@ def token_bytes(layout: KVLayout) -> int:
     return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
 
 
-class Leg(NamedTuple):
+class OpenLeg(NamedTuple):
     """What a request asks of a node: prompt tokens to compute and KV blocks to hold."""
 
     order: int
@@ -73,7 +73,7 @@ class Node:
     """It answers, but its engine stands still."""
     unreachable: bool = False
     """Its address is none, or this process has no socket left."""
-    legs: dict[AttemptKey, Leg] = field(default_factory=dict[AttemptKey, Leg])
+    legs: dict[AttemptKey, OpenLeg] = field(default_factory=dict[AttemptKey, OpenLeg])
     """The open ones."""
     sent: int = 0
     reported: int = 0
@@ -102,7 +102,7 @@ class Node:
         return self.works and not self.load.draining
 
     @property
-    def unreported(self) -> list[Leg]:
+    def unreported(self) -> list[OpenLeg]:
         """Open legs that the last pong cannot include."""
         return [leg for leg in self.legs.values() if leg.order > self.reported]
 
@@ -304,7 +304,7 @@ class NodeTable:
         node.link.send(message)
         node.sent += 1
         tokens = len(message.token_ids) if tokens is None else tokens
-        node.legs[message.key] = Leg(node.sent, tokens, blocks)
+        node.legs[message.key] = OpenLeg(node.sent, tokens, blocks)
         self._fleet(node).sent(incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:

@@ -26,7 +26,7 @@ class Picked(NamedTuple):
     """Estimated prefill work of the request there."""
 
 
-class Choice(NamedTuple):
+class LegDecision(NamedTuple):
     """A picked node, and the scores that it was picked by (lower is better), by node id, best first."""
 
     picked: Picked
@@ -46,8 +46,8 @@ class Decision(NamedTuple):
     policy: str
     mode: PrefillMode
     reason: str
-    decode: Choice
-    prefill: Choice | None = None
+    decode: LegDecision
+    prefill: LegDecision | None = None
     ttft_s: float = 0.0
     """Estimated time to the first token, the relay included."""
     tpot_s: float = 0.0

@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 from common.base.errors import Overloaded, Unavailable
-from router.policy import POLICIES, Choice, Decision, Fleet, Memory, Query, place
+from router.policy import POLICIES, Decision, Fleet, LegDecision, Memory, Query, place
 from router.requests.admission import Objectives, crowded
 
 
@@ -71,7 +71,9 @@ def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Ob
     return f"waits: {why}" if why else "at once"
 
 
-def _candidates(fleet: Fleet, query: Query, policy: str, memory: Memory, leg: Choice | None) -> list[dict[str, Any]]:
+def _candidates(
+    fleet: Fleet, query: Query, policy: str, memory: Memory, leg: LegDecision | None
+) -> list[dict[str, Any]]:
     if not len(fleet):
         return []
     scores = dict(zip(fleet.node_ids, POLICIES[policy].score(fleet, query, memory), strict=True))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.control.messages import Role
-from router.index.prefix_hits import Hits
+from router.index.prefix_hits import PrefixHits
 from router.policy.costs import Costs
 
 FloatArray = npt.NDArray[np.float64]
@@ -303,7 +303,7 @@ class Fleet:
 
     def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
         """Leading blocks of the request that each node holds."""
-        if isinstance(hits, Hits):  # a system prompt's first block is held by all: no Python step per node
+        if isinstance(hits, PrefixHits):  # a system prompt's first block is held by all: no Python step per node
             if hits.slots is not self._hit_slots:
                 self._hit_slots, self._hit_places = hits.slots, hits.places(self.incarnations)
             return hits.column(self._hit_places)

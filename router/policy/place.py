@@ -10,7 +10,7 @@ import numpy as np
 from common.base.errors import ConfigError, Unavailable
 from router.policy import at_random, kv_aware, least_load, power_of_two, round_robin, session
 from router.policy.base import Memory, Policy, Query, Scores
-from router.policy.decision import SHOWN_CANDIDATES, Choice, Decision, Picked
+from router.policy.decision import SHOWN_CANDIDATES, Decision, LegDecision, Picked
 from router.policy.fleet import FEW, Fleet, stable_hash
 from router.policy.picking import pick, shown
 
@@ -96,7 +96,7 @@ def place(
     targets = without(able, query.avoid) or able
     row, held, scores = choose(how, targets, query, memory)
     node_id, incarnation, at = targets.node_ids[row], targets.incarnations[row], targets.nodes[row]
-    target = Choice(Picked(node_id, incarnation, held), shown(targets, scores, shown_count))
+    target = LegDecision(Picked(node_id, incarnation, held), shown(targets, scores, shown_count))
     uncached = max(query.num_tokens - held, 1)
     costs = targets.costs if targets.costs.prefills else prefill.costs  # nobody has measured theirs yet
     local_s, lost_s = kv_aware.local_s(at, uncached, query, costs)
@@ -142,5 +142,5 @@ def place(
     if not sources.nodes:
         reason += "; the prefill nodes failed this request before, there is no other"
     picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_held, work_s)
-    chosen = Choice(picked, shown(pool, source_scores, shown_count))
+    chosen = LegDecision(picked, shown(pool, source_scores, shown_count))
     return Decision(policy, "relayed", reason, target, chosen, relay_s, step_s)

@@ -98,7 +98,7 @@ def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:
     return tokens * computing.costs.queued_token_s / max(1, len(prefill) or len(decode))
 
 
-class Held(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request that waits in the router."""
 
     request_id: str
@@ -110,12 +110,12 @@ class Held(NamedTuple):
 
 
 class FairQueue:
-    """Held requests. Invariant: one tenant's requests of one priority leave in order of arrival."""
+    """Queued requests. Invariant: one tenant's requests of one priority leave in order of arrival."""
 
     def __init__(self) -> None:
-        self._held: dict[int, dict[str, dict[str, Held]]] = {}
+        self._held: dict[int, dict[str, dict[str, QueuedRequest]]] = {}
         """priority -> tenant -> request id -> request, in order of arrival; no empty ones."""
-        self._where: dict[str, Held] = {}
+        self._where: dict[str, QueuedRequest] = {}
         self._clocks: dict[str, float] = {}
         """Tenants whose clock is ahead of `_now`."""
         self._now = 0.0
@@ -123,7 +123,7 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._where)
 
-    def push(self, held: Held) -> None:
+    def push(self, held: QueuedRequest) -> None:
         """Queue a request. Its id must be new."""
         assert held.request_id not in self._where, held.request_id
         self._where[held.request_id] = held
@@ -179,8 +179,8 @@ class FairQueue:
         return max(self._clocks.get(tenant, 0.0), self._now)
 
 
-def hold_back(
-    queue: FairQueue, newcomer: Held, objectives: Objectives, decision: Decision, prefill: Fleet, decode: Fleet
+def enqueue_unless_idle(
+    queue: FairQueue, newcomer: QueuedRequest, objectives: Objectives, decision: Decision, prefill: Fleet, decode: Fleet
 ) -> tuple[str, float]:
     """Queue a new request unless it may go at once. Returns why it waits (empty: it may go) and about how long those
     before it take, in seconds.

@@ -12,11 +12,11 @@ from common.base.clock import Clock
 from common.base.errors import Overloaded
 from common.control.messages import Role
 from router.policy import Decision, Fleet
-from router.requests.admission import FairQueue, Held, Objectives, crowded, hold_back
+from router.requests.admission import FairQueue, Objectives, QueuedRequest, crowded, enqueue_unless_idle
 from router.requests.generation import Generation
 
 
-class Holding:
+class AdmissionQueue:
     """The queue before the nodes. `let_in(request_id)` is called for each whose turn has come, `refuse(request_id, error)`
     for each that is given up; both are out of the queue by then.
     """
@@ -51,8 +51,8 @@ class Holding:
         request, decode = generation.request, self._decode
         tokens = num_tokens + min(request.sampling.max_tokens, int(decode.costs.output_tokens))
         until_s = self._clock() + self._max_wait_s
-        newcomer = Held(generation.request_id, tokens, until_s, request.priority, request.tenant)
-        why, ahead_s = hold_back(self._queue, newcomer, self._objectives, decision, self._prefill, decode)
+        newcomer = QueuedRequest(generation.request_id, tokens, until_s, request.priority, request.tenant)
+        why, ahead_s = enqueue_unless_idle(self._queue, newcomer, self._objectives, decision, self._prefill, decode)
         if not why:
             return True
         generation.story.add("queued", why, {"ahead": len(self._queue) - 1, "ahead_s": round(ahead_s, 3)})

@@ -30,11 +30,11 @@ from router.nodes.node_table import Node, NodeTable, kv_kind
 from router.policy import Decision
 from router.requests import flow_events as f
 from router.requests.admission import Objectives
-from router.requests.admission_queue import Holding
+from router.requests.admission_queue import AdmissionQueue
 from router.requests.deadlines import Deadlines
 from router.requests.generation import Generation, GenerationRequest
-from router.requests.placement import Chain, Order, Placement, Placer
-from router.requests.retry_wait import Parking
+from router.requests.placement import HashChain, Placement, PlacementRequest, Placer
+from router.requests.retry_wait import RetryWait
 from router.requests.story import Stories, Story
 from router.text.detokenizer import TokenPieces
 
@@ -65,7 +65,7 @@ class DispatchSettings:
 class _Live:
     generation: Generation
     deadline_s: float
-    chain: Chain
+    chain: HashChain
     waiting: bool = True
     """No token yet."""
     admitted: bool = False
@@ -100,7 +100,7 @@ class Dispatcher:
         self._metrics = metrics
         self._clock = clock
         self._live: dict[str, _Live] = {}
-        self._parking = Parking()
+        self._retry_wait = RetryWait()
         self._deadlines = Deadlines(settings.request_timeout_s, self._on_deadline)
         self.breakers = Breakers(clock=clock)
         self.stories = Stories()
@@ -118,7 +118,7 @@ class Dispatcher:
             on_load=self._on_load,
             clock=clock,
         )
-        self.held = Holding(
+        self.admission_queue = AdmissionQueue(
             self.nodes.fleets,
             settings.objectives,
             max_wait_s=settings.max_queue_wait_s,
@@ -162,7 +162,7 @@ class Dispatcher:
         """
         self.check_room(len(requests), requests[0].tenant)
         if self._waiting + len(requests) > self._settings.max_waiting:
-            self.held.make_room(requests[0].tenant)
+            self.admission_queue.make_room(requests[0].tenant)
         timeout_s = self._settings.request_timeout_s
         generations: list[Generation] = []
         try:
@@ -177,7 +177,7 @@ class Dispatcher:
                 )
                 self.stories.enter(story)
                 self._deadlines.add(own_id)
-                self._live[own_id] = _Live(generation, self._clock() + timeout_s, Chain(request.cache_salt))
+                self._live[own_id] = _Live(generation, self._clock() + timeout_s, HashChain(request.cache_salt))
                 self._waiting += 1
                 generations.append(generation)
         except Exception:
@@ -219,7 +219,7 @@ class Dispatcher:
             raise Unavailable(self._stopping.message)
         if count > self._settings.max_waiting:
             raise BadRequest(f"at most {self._settings.max_waiting} prompts in one request are served", param="prompt")
-        if self._is_full(count) and (count > 1 or not self.held.has_victim(tenant)):
+        if self._is_full(count) and (count > 1 or not self.admission_queue.has_victim(tenant)):
             raise Overloaded(f"{self._waiting} requests are waiting already; try again shortly", retry_after_s=1.0)
 
     async def run(self) -> None:
@@ -228,7 +228,7 @@ class Dispatcher:
             await asyncio.sleep(self.nodes.tick_s)
             try:
                 self.nodes.tick()
-                self.held.expire()
+                self.admission_queue.expire()
             except Exception:
                 log.exception("a tick failed")
 
@@ -248,7 +248,7 @@ class Dispatcher:
         """End everything and close all links."""
         for live in list(self._live.values()):
             live.generation.cancel()
-        self._parking.close()
+        self._retry_wait.close()
         self._deadlines.close()
         self.nodes.close()
 
@@ -303,7 +303,7 @@ class Dispatcher:
         """Whether a new request may go at once; if not, it was refused or waits."""
         generation = live.generation
         try:
-            live.admitted = self.held.admit(generation, wanted.num_tokens, decision)
+            live.admitted = self.admission_queue.admit(generation, wanted.num_tokens, decision)
         except Overloaded as error:
             generation.story.add("refused", error.message, decision)
             generation.feed(f.Unplaceable(error))
@@ -322,9 +322,9 @@ class Dispatcher:
         """End a request that no node has seen."""
         self._feed(request_id, f.Unplaceable(error))
 
-    def _order(self, live: _Live, wanted: f.Place) -> Order:
+    def _order(self, live: _Live, wanted: f.Place) -> PlacementRequest:
         flow, request = live.generation.flow, live.generation.request
-        return Order(
+        return PlacementRequest(
             request.prompt_ids + flow.token_ids,
             live.chain,
             request.sampling.max_tokens - len(flow.token_ids),
@@ -345,7 +345,7 @@ class Dispatcher:
             generation.feed(f.Unplaceable(error))
             return
         generation.story.add("parked", error.message)
-        self._parking.park(
+        self._retry_wait.park(
             generation.request_id,
             live.parked_until_s - now_s,
             wake=lambda: self._place_again(generation, wanted),
@@ -355,7 +355,7 @@ class Dispatcher:
     def _pause(self, generation: Generation, wanted: f.Place, why: str) -> None:
         generation.story.add("backoff", why, {"seconds": round(wanted.backoff_s, 3)})
         rested = wanted._replace(backoff_s=0.0)
-        self._parking.pause(generation.request_id, wanted.backoff_s, lambda: self._place_again(generation, rested))
+        self._retry_wait.pause(generation.request_id, wanted.backoff_s, lambda: self._place_again(generation, rested))
 
     def _place_again(self, generation: Generation, wanted: f.Place) -> None:
         """`place`, not at the flow's own wish: what goes wrong ends this request and not whoever woke it."""
@@ -379,7 +379,7 @@ class Dispatcher:
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """As `NodeTable.release`."""
         self.nodes.release(incarnation, key)
-        self.held.look_soon()
+        self.admission_queue.look_soon()
 
     def on_tokens(self, generation: Generation, count: int, *, first: bool) -> None:
         """Account for tokens that go to the client."""
@@ -404,8 +404,8 @@ class Dispatcher:
         self._no_longer_waiting(generation)
         del self._live[generation.request_id]
         self._deadlines.remove(generation.request_id)
-        self._parking.forget(generation.request_id)
-        self.held.remove(generation.request_id)
+        self._retry_wait.forget(generation.request_id)
+        self.admission_queue.remove(generation.request_id)
         if generation.outcome is not None and generation.outcome.finish_reason is not None:
             self.placer.answered(len(generation.flow.token_ids))
         self.stories.end(generation.story)
@@ -449,8 +449,8 @@ class Dispatcher:
 
     def _on_load(self, node: Node) -> None:
         self.placer.load_changed(node)
-        self.held.look_soon()
+        self.admission_queue.look_soon()
 
     def _on_usable(self) -> None:
-        self._parking.wake_soon()
-        self.held.look_soon()
+        self._retry_wait.wake_soon()
+        self.admission_queue.look_soon()

@@ -16,13 +16,13 @@ from router.index.prefix_index import PrefixIndex, block_keys
 from router.nodes.node_table import Node, NodeTable
 from router.policy import Decision, Memory, Query, check_policy, place
 from router.policy.costs import CostModel
-from router.policy.decision import SHOWN_CANDIDATES, Choice
+from router.policy.decision import SHOWN_CANDIDATES, LegDecision
 from router.policy.dry_run import dry_run
 from router.requests.admission import Objectives
 
 
 @dataclass
-class Chain:
+class HashChain:
     """The block hashes of one request's tokens, extended as it grows; each is computed once."""
 
     cache_salt: str = ""
@@ -38,11 +38,11 @@ class Chain:
         return self._hashes
 
 
-class Order(NamedTuple):
+class PlacementRequest(NamedTuple):
     """What is to be placed."""
 
     token_ids: Sequence[int]
-    chain: Chain
+    chain: HashChain
     max_new_tokens: int = 0
     session: str = ""
     avoid: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class Placement(NamedTuple):
         tokens = self._uncached(target) if source is None else 0.0
         return tokens, -(-(self.num_tokens + self.max_new_tokens) // BLOCK_SIZE), 0.0
 
-    def _uncached(self, choice: Choice) -> float:
+    def _uncached(self, choice: LegDecision) -> float:
         return float(max(self.num_tokens - choice.picked.hit_tokens, 1))
 
 
@@ -102,7 +102,7 @@ class Placer:
             nodes.fleets[role].costs = model.costs
         nodes.finishing.costs = nodes.fleets["decode"].costs
 
-    def decide(self, order: Order, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
+    def decide(self, order: PlacementRequest, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
         """Pick nodes. `shown_count`: candidates that the decision names per leg; None: all.
 
         Raises: Unavailable when there is no decode node.
@@ -124,7 +124,7 @@ class Placer:
         usual = int(decode.costs.output_tokens)
         return Placement(decision, keys, query.num_tokens, min(order.max_new_tokens, usual))
 
-    def explain(self, order: Order, objectives: Objectives, held: int) -> dict[str, Any]:
+    def explain(self, order: PlacementRequest, objectives: Objectives, held: int) -> dict[str, Any]:
         """What `decide` would decide now, with every candidate, and what a new request would meet with so many held
         back; the policy's memory and the index stay as they are.
         """
@@ -140,7 +140,7 @@ class Placer:
             held=held,
         )
 
-    def _query(self, order: Order, *, touch: bool = True) -> tuple[Query, Keys]:
+    def _query(self, order: PlacementRequest, *, touch: bool = True) -> tuple[Query, Keys]:
         """What the policies are asked, and the index' keys of the prompt's full blocks."""
         hashes = order.chain.hashes(self._fingerprint(), order.token_ids)
         keys = block_keys(hashes)

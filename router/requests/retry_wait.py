@@ -12,7 +12,7 @@ WAKE_AFTER_S = 0.075
 """Nodes that come back together answer within so long; whoever waited for them then has the choice of all."""
 
 
-class Parking:
+class RetryWait:
     """At most one waiting attempt for each request."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from router.index.block_table import Keys
 from router.index.prefix_index import PrefixIndex, block_keys
 from router.policy import Decision, Fleet, Memory, Query, check_policy, place
 from router.policy.costs import CostModel
-from router.requests.admission import FairQueue, Held, Objectives, crowded, hold_back
+from router.requests.admission import FairQueue, Objectives, QueuedRequest, crowded, enqueue_unless_idle
 from router.simulator.decode import DecodeNode
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
@@ -203,8 +203,8 @@ class Brain:
         """As the router's dispatcher does."""
         prefill, decode = self.fleets["prefill"], self.fleets["decode"]
         tokens = request.input_tokens + min(request.output_tokens, int(decode.costs.output_tokens))
-        held = Held(str(request.number), tokens, self._events.now_s + admission.max_queue_wait_s)
-        if not hold_back(self._held, held, admission.objectives, decision, prefill, decode)[0]:
+        held = QueuedRequest(str(request.number), tokens, self._events.now_s + admission.max_queue_wait_s)
+        if not enqueue_unless_idle(self._held, held, admission.objectives, decision, prefill, decode)[0]:
             return False
         self._held_requests[held.request_id] = request
         self._events.at(held.deadline_s, self._expire, held.request_id)

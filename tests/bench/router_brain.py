@@ -18,7 +18,7 @@ from bench.results import Result, Target, median, percentile
 from bench.worker import Worker
 
 from common.base.hashing import HASH_BYTES
-from router.index.prefix_hits import Hits
+from router.index.prefix_hits import PrefixHits
 from router.index.prefix_index import Hashes, PrefixIndex
 from router.policy import Fleet, Memory, Query, place
 
@@ -93,7 +93,7 @@ class IndexBench:
             "longest_stored_ms": 1e3 * self._longest_s,
         }
 
-    def _match_times(self, blocks: Hashes) -> tuple[list[float], Hits]:
+    def _match_times(self, blocks: Hashes) -> tuple[list[float], PrefixHits]:
         times: list[float] = []
         for _ in range(30):
             began = time.thread_time()

@@ -13,7 +13,7 @@ from support.stub_node import MAX_LEN, Stack, StubNode, make_model_folder, runni
 from common.config.options import RouterConfig
 from common.control.admin_server import AdminServer
 from router.admin import RouterAdmin
-from router.requests.placement import Chain
+from router.requests.placement import HashChain
 
 PROMPT = list(range(100, 200))
 
@@ -83,7 +83,7 @@ def test_what_nodes_publish_reaches_the_decisions(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         router = bench.stack.router
         assert router.index is router.dispatcher.placer.index
-        hashes = Chain().hashes(bench.nodes["p1"].fingerprint, PROMPT)
+        hashes = HashChain().hashes(bench.nodes["p1"].fingerprint, PROMPT)
         router.index.stored(bench.nodes["p1"].incarnation, hashes)
         told = (await bench.route(prompt=PROMPT)).json()
         assert {row["node"]: row["hit_tokens"] for row in told["prefill"]} == {"p0": 0, "p1": 96}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.base.errors import Unavailable
 from common.control.messages import Role
-from router.index.prefix_hits import Hits
+from router.index.prefix_hits import PrefixHits
 from router.policy import POLICIES, Fleet, Memory, Query, kv_aware, picking, place
 from router.policy import fleet as fleet_module
 from router.policy.fleet import NAMES
@@ -137,7 +137,7 @@ def test_one_by_one_and_all_at_once_give_the_same_scores_and_the_same_pick(
     made = fleet(role, specs, [0])
     slots = {name: slot for slot, name in enumerate(["elsewhere", *made.incarnations])}
     depths = data.draw(st.lists(st.integers(0, 40), min_size=len(made), max_size=len(made)))
-    hits = Hits(slots, len(slots), [(2 << row, depth) for row, depth in enumerate(depths) if depth])
+    hits = PrefixHits(slots, len(slots), [(2 << row, depth) for row, depth in enumerate(depths) if depth])
     held, memory = made.hit_blocks(hits), Memory(turn=data.draw(st.integers(0, 50)))
     query = Query(num_tokens, hits=hits, max_new_tokens=max_new_tokens)
     one_by_one = kv_aware.score(made, query, memory)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.base.errors import Overloaded
 from router.policy import Fleet, Memory, Query, place
-from router.requests.admission import FairQueue, Held, Objectives, crowded, wait_s
+from router.requests.admission import FairQueue, Objectives, QueuedRequest, crowded, wait_s
 
 
 def fleets(prefill: dict[str, float], decode: dict[str, float]) -> tuple[Fleet, Fleet]:
@@ -88,8 +88,8 @@ def test_requests_are_held_back_only_while_every_node_has_more_than_it_needs(
     assert word in why
 
 
-def held(name: str, tenant: str = "", priority: int = 0, tokens: int = 10, deadline_s: float = 1.0) -> Held:
-    return Held(name, tokens, deadline_s, priority, tenant)
+def held(name: str, tenant: str = "", priority: int = 0, tokens: int = 10, deadline_s: float = 1.0) -> QueuedRequest:
+    return QueuedRequest(name, tokens, deadline_s, priority, tenant)
 
 
 def drain(queue: FairQueue) -> list[str]:

@@ -16,7 +16,7 @@ from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests.dispatch import Dispatcher, DispatchSettings
 from router.requests.generation import Generation, GenerationRequest, Outcome
-from router.requests.placement import Order, Placement
+from router.requests.placement import Placement, PlacementRequest
 
 REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=4), skip_special_tokens=False)
 
@@ -53,9 +53,9 @@ def test_a_bug_in_the_placing_of_one_that_waited_ends_it_and_the_others_are_plac
 
     async def scene(dispatcher: Dispatcher) -> None:
         waiting = [await submit(dispatcher, name) for name in "abc"]
-        asked: list[Order] = []
+        asked: list[PlacementRequest] = []
 
-        def decide(order: Order, **_: object) -> None:
+        def decide(order: PlacementRequest, **_: object) -> None:
             asked.append(order)
             raise ZeroDivisionError
 
@@ -102,13 +102,13 @@ def test_being_woken_in_vain_does_not_prolong_the_wait_for_a_node(monkeypatch: p
         dispatcher._clock = clock
         waiting = await submit(dispatcher, "a")
         waits: list[float] = []
-        park = dispatcher._parking.park
+        park = dispatcher._retry_wait.park
 
         def noted(request_id: str, wait_s: float, **calls: Any) -> None:
             waits.append(wait_s)
             park(request_id, wait_s, **calls)
 
-        monkeypatch.setattr(dispatcher._parking, "park", noted)
+        monkeypatch.setattr(dispatcher._retry_wait, "park", noted)
         async with asyncio.timeout(20):
             for _ in range(20):
                 if waiting.outcome is not None:
@@ -130,8 +130,8 @@ def test_one_that_was_parked_and_then_held_back_waits_its_whole_time_for_a_node(
     """The nodes came back, busy; when its turn has come they are gone once more: that is another wait."""
     monkeypatch.setattr(NodeTable, "rejoining", True)
     monkeypatch.setattr("router.requests.retry_wait.WAKE_AFTER_S", 0.0)
-    for module in ("admission", "holding"):
-        monkeypatch.setattr(f"router.{module}.crowded", lambda *_: "every node is busy")
+    for module in ("admission", "admission_queue"):
+        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
     clock = MockClock()
 
     async def scene(dispatcher: Dispatcher) -> None:
@@ -142,14 +142,14 @@ def test_one_that_was_parked_and_then_held_back_waits_its_whole_time_for_a_node(
         monkeypatch.setattr(dispatcher.placer, "decide", lambda _: placement)
         dispatcher._on_usable()
         async with asyncio.timeout(20):
-            while not len(dispatcher.held):
+            while not len(dispatcher.admission_queue):
                 await asyncio.sleep(0.001)
         clock.advance(20.0)
         monkeypatch.setattr(dispatcher.placer, "decide", decide)
-        dispatcher.held._queue.remove("a")
+        dispatcher.admission_queue._queue.remove("a")
         dispatcher._let_in("a")
         assert waiting.outcome is None
-        assert len(dispatcher._parking) == 1
+        assert len(dispatcher._retry_wait) == 1
         waiting.cancel()
 
     play(scene)
@@ -216,9 +216,9 @@ def test_a_burst_is_placed_in_portions_and_one_that_left_before_its_turn_is_not_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scene(dispatcher: Dispatcher) -> None:
-        asked: list[Order] = []
+        asked: list[PlacementRequest] = []
 
-        def decide(order: Order, **_: object) -> None:
+        def decide(order: PlacementRequest, **_: object) -> None:
             asked.append(order)
             raise ZeroDivisionError  # of one request, and not of those behind it
 
@@ -239,8 +239,8 @@ def test_a_burst_is_placed_in_portions_and_one_that_left_before_its_turn_is_not_
 
 def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one turn of the loop have not begun when the next of them asks for a place."""
-    for module in ("admission", "holding"):
-        monkeypatch.setattr(f"router.{module}.crowded", lambda *_: "every node is busy")
+    for module in ("admission", "admission_queue"):
+        monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
 
     async def scene(dispatcher: Dispatcher) -> None:
         placement = Placement(cast("Any", None), cast("Any", None), 3, 4)

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from router.requests import retry_wait
-from router.requests.retry_wait import Parking
+from router.requests.retry_wait import RetryWait
 
 
 class Lot:
     """A parking whose calls are counted."""
 
     def __init__(self) -> None:
-        self.parking = Parking()
+        self.parking = RetryWait()
         self.called: list[str] = []
 
     def note(self, name: str) -> Callable[[], None]:
