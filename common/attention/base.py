@@ -36,7 +36,7 @@ class AttentionBackend(Protocol):
         """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
 
         q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype. Scale is 1/sqrt(head_dim).
+        Returns [T, q_heads/tp, head_dim], q's dtype.
         """
         ...
 
@@ -60,3 +60,5 @@ class AttentionShape:
     block_size: int
     max_context: int = 0
     """Tokens of the longest sequence, which bounds the memory of `for_graph`; 0: as many as the cache holds."""
+    scale: float | None = None
+    """Factor of the products of queries and keys; None: 1/sqrt(head_dim)."""

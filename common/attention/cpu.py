@@ -62,7 +62,7 @@ class CpuAttention:
         self._data = storage.data
         self._kv_scales = storage.scales
         self._shape = shape
-        self._scale = 1.0 / math.sqrt(shape.head_dim)
+        self._scale = 1.0 / math.sqrt(shape.head_dim) if shape.scale is None else shape.scale
         self._heads = torch.arange(shape.num_kv_heads)
         planes = torch.arange(2)[:, None, None, None] * storage.num_blocks * shape.num_kv_heads
         self._first_rows = planes + self._heads[:, None]
@@ -114,7 +114,7 @@ class CpuAttention:
         """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
 
         q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype. Scale is 1/sqrt(head_dim).
+        Returns [T, q_heads/tp, head_dim], q's dtype.
         """
         cache = self._data[layer]
         k_scale, v_scale = self._kv_scales[layer]
@@ -148,13 +148,13 @@ class CpuAttention:
         """q: [B, q_heads, head_dim]. Returns the same shape, float32."""
         keys, values = self._gather(cache, group.pages, q.size(0))
         rows = q.float().view(q.size(0), self._shape.num_kv_heads, -1, self._shape.head_dim)
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias, scale=self._scale)
         if not out.sum().isfinite():
             # What a reused page holds past the end may be anything, and anything times zero may be NaN. To clear it
             # every time would cost as much as attention itself where lengths differ.
             past = group.bias.isneginf().transpose(2, 3)
             keys, values = keys.masked_fill_(past, 0.0), values.masked_fill_(past, 0.0)
-            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias)
+            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias, scale=self._scale)
         return out.reshape(q.shape)
 
     def _prefill(self, seq: _Prefill, cache: Tensor, q: Tensor, out: Tensor) -> None:

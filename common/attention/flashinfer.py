@@ -158,6 +158,7 @@ class FlashInferAttention:
             shape.head_dim,
             shape.block_size,
             causal=True,
+            sm_scale=shape.scale,
             q_data_type=shape.dtype,
             kv_data_type=self._cache.dtype,
             non_blocking=True,
@@ -167,7 +168,7 @@ class FlashInferAttention:
         """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
 
         q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype. Scale is 1/sqrt(head_dim).
+        Returns [T, q_heads/tp, head_dim], q's dtype.
         """
         cache, n = self._cache, self._num_decodes
         cache.append(layer, k, v, self._slots, self._sequence)
@@ -289,6 +290,7 @@ def plan_decode(
         shape.num_kv_heads,
         shape.head_dim,
         shape.block_size,
+        sm_scale=shape.scale,
         q_data_type=shape.dtype,
         kv_data_type=cache_dtype,
         non_blocking=True,

@@ -49,7 +49,8 @@ class _Prefill:
 class _Pages:
     """One rank's KV memory: appending to it, and reading pages of it."""
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: KVStorage, score_scale: float | None) -> None:
+        self.score_scale = score_scale
         self.data = storage.data
         self.scales = storage.scales
         self.block_size = storage.data.size(4)
@@ -86,7 +87,8 @@ class _Pages:
         k_scale, v_scale = self.scales[layer]
         rows = (q * k_scale).unflatten(1, (keys.size(1), -1))
         seen = ~decodes.past[:, None, None]
-        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen).mul_(v_scale).reshape(q.shape)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=self.score_scale)
+        return out.mul_(v_scale).reshape(q.shape)
 
 
 class GatheredAttention:
@@ -94,7 +96,7 @@ class GatheredAttention:
 
     def __init__(self, storage: KVStorage, shape: AttentionShape) -> None:
         self._shape = shape
-        self._pages = _Pages(storage)
+        self._pages = _Pages(storage, shape.scale)
         self._device = storage.data.device
         self._max_pages = blocks_for(shape.max_context, shape.block_size) or storage.data.size(2)
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -121,7 +123,7 @@ class GatheredAttention:
         """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
 
         q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
-        Returns [T, q_heads/tp, head_dim], q's dtype. Scale is 1/sqrt(head_dim).
+        Returns [T, q_heads/tp, head_dim], q's dtype.
         """
         self._pages.append(layer, k, v, self._slots)
         parts: list[Tensor] = []
@@ -145,7 +147,7 @@ class GatheredAttention:
             # The query heads that share a KV head are rows of one product.
             rows = (q[lo : lo + n] * k_scale).view(n, shape.num_kv_heads, group, -1).permute(1, 2, 0, 3).flatten(1, 2)
             out = F.scaled_dot_product_attention(
-                rows, keys[:, :seen], values[:, :seen], attn_mask=mask.repeat(group, 1)
+                rows, keys[:, :seen], values[:, :seen], attn_mask=mask.repeat(group, 1), scale=shape.scale
             )
             parts.append(out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2))
         return torch.cat(parts).mul_(v_scale)

@@ -31,15 +31,16 @@ LENS: dict[str, list[tuple[int, int]]] = {
 """(rows, context length) of each sequence."""
 
 
-def reference(q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+def reference(q: Tensor, keys: Tensor, values: Tensor, first: int, scale: float | None = None) -> Tensor:
     """One sequence, row by row, head by head: row r attends to the first `first + r + 1` keys. All float64."""
     group = q.size(1) // keys.size(1)
     out = torch.empty(q.shape, dtype=torch.float64)
     q, keys, values = q.double(), keys.double(), values.double()
+    scale = 1 / math.sqrt(q.size(2)) if scale is None else scale
     for row in range(q.size(0)):
         for head in range(q.size(1)):
             k, v = (side[: first + row + 1, head // group] for side in (keys, values))
-            out[row, head] = (k @ q[row, head] / math.sqrt(q.size(2))).softmax(0) @ v
+            out[row, head] = (k @ q[row, head] * scale).softmax(0) @ v
     return out
 
 
@@ -55,6 +56,7 @@ class Case:
         scales: tuple[tuple[float, float], ...] = (),
         query_dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
+        score_scale: float | None = None,
     ) -> None:
         """shape: query heads, KV heads, head size; dtype: of the cache."""
         q_heads, kv_heads, dim = shape
@@ -64,8 +66,10 @@ class Case:
         self.storage.data.copy_(torch.full((), min(1e4, torch.finfo(self.storage.data.dtype).max)))
         self.block_size = layout.block_size
         self.device = device
+        self.score_scale = score_scale
         self.backend = make_backend(
-            self.storage, AttentionShape(q_heads, kv_heads, dim, query_dtype, layout.block_size)
+            self.storage,
+            AttentionShape(q_heads, kv_heads, dim, query_dtype, layout.block_size, scale=score_scale),
         )
         free = list(range(NUM_BLOCKS))
         random.Random(1).shuffle(free)
@@ -126,4 +130,4 @@ class Case:
 
     def expected(self, i: int) -> Tensor:
         n, context = self.lens[i]
-        return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n)
+        return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n, self.score_scale)

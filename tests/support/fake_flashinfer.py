@@ -143,17 +143,27 @@ class _PagedWrapper:
             k, v = (side.float().transpose(0, 1).flatten(1, 2)[:, :length] for side in taken)
             k, v = (side.repeat_interleave(group, 0) for side in (k, v))
             rows = q[qo_indptr[i] : qo_indptr[i + 1]].float().transpose(0, 1)
-            scores = rows @ k.transpose(1, 2) * (k_scale / math.sqrt(self._head_dim))
+            scores = rows @ k.transpose(1, 2) * (k_scale * self._sm_scale)
             future = torch.ones(rows.size(1), length, dtype=torch.bool).triu_(1 + length - rows.size(1))
             probs = scores.masked_fill_(future, -math.inf).softmax(-1)
             out[qo_indptr[i] : qo_indptr[i + 1]] = (probs @ v * v_scale).transpose(0, 1)
         return out
 
-    def _shape(self, q_heads: int, kv_heads: int, head_dim: int, page_size: int, q_dtype: object, kv: object) -> None:
+    def _shape(
+        self,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        q_dtype: object,
+        kv: object,
+        scale: float | None,
+    ) -> None:
         assert q_heads % kv_heads == 0
         assert head_dim in (64, 128, 256, 512)
         self._kv_heads, self._head_dim, self._page_size = kv_heads, head_dim, page_size
         self._q_dtype, self._kv_dtype = q_dtype, kv
+        self._sm_scale = 1 / math.sqrt(head_dim) if scale is None else scale
         assert q_dtype in _FLOATS
 
 
@@ -188,6 +198,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         page_size: int,
         *,
         causal: bool = False,
+        sm_scale: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         non_blocking: bool = True,
@@ -197,7 +208,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         assert qo_indptr.numel() == paged_kv_last_page_len.numel() + 1
         assert (qo_indptr.diff() >= 1).all()
         self._qo_indptr = qo_indptr.tolist()
-        self._shape(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
+        self._shape(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type, sm_scale)
         # The FA3 kernels read FP8 pages only for FP8 queries.
         assert not (self._backend == "fa3" and kv_data_type == torch.float8_e4m3fn)
         self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, None)
@@ -251,13 +262,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         head_dim: int,
         page_size: int,
         *,
+        sm_scale: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         non_blocking: bool = True,
     ) -> None:
         # Groups that the kernel without tensor cores is compiled for.
         assert self._use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
-        self._shape(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type)
+        self._shape(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type, sm_scale)
         self._keep(indptr, indices, last_page_len, self._buffers)
 
     def run(

@@ -46,6 +46,13 @@ def test_attends_causally_over_pages(backend: str, shape: tuple[int, int, int], 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_take_the_models_own_scale(backend: str) -> None:
+    case = make_case(backend, (4, 2, 32), LENS["decode and chunks interleaved"], "float32", score_scale=0.4)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_large_chunk_after_context_crosses_query_blocks(backend: str) -> None:
     case = make_case(backend, (14, 2, 16), [(150, 700), (300, 300)], "float32")
     for i, out in enumerate(case.run(layer=0)):
