@@ -149,7 +149,7 @@ class DecodeNode(NodeCore[_Attempt]):
     def _describe(self, attempt: _Attempt) -> dict[str, Any]:
         return {
             "state": self._state(attempt),
-            "prompt_tokens": attempt.request.prompt_len,
+            "prompt_tokens": attempt.seq.prompt_len,
             "generated_tokens": attempt.seq.num_generated,
             "prefill_node": None if attempt.request.prefill is None else attempt.request.prefill.node_id,
         }
@@ -227,7 +227,7 @@ class DecodeNode(NodeCore[_Attempt]):
             self._fail(attempt, error)
             return
         attempt.phase = Phase.DEFERRED
-        insert_by_priority(self.deferred, attempt, lambda each: each.request.priority)
+        insert_by_priority(self.deferred, attempt, lambda each: each.seq.request.priority)
 
     def _grant_deferred(self) -> None:
         """Grant by priority, then in the order of offers, as far as there is room."""

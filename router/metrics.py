@@ -193,7 +193,7 @@ class Metrics:
             self._cancelled.value += 1
         else:
             self._success[outcome.finish_reason].value += 1
-            self._prompt_tokens.value += len(generation.request.prompt_ids)
+            self._prompt_tokens.value += len(generation.request.engine.prompt_ids)
             self._e2e.observe(time.perf_counter() - generation.arrived_s)
 
     def http_error(self, status: int) -> None:

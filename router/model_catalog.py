@@ -14,6 +14,7 @@ from common.base.errors import ConfigError, NotFound, Unavailable
 from common.config.options import GenerationConfig
 from common.control.messages import ModelInfo, NodeRecord
 from common.model.config import load_model_config, resolve_model
+from common.model.fingerprint import tokenizer_digest
 from router.http.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.text.tokenizer import Tokenizer
 
@@ -31,6 +32,8 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     sampling_defaults: SamplingDefaults = NEUTRAL
+    tokenizer_digest: str = ""
+    """As `common.model.fingerprint.tokenizer_digest`."""
 
 
 def load(
@@ -48,7 +51,9 @@ def load(
         eos.add(tokenizer.eos_token_id)
     shown = name or Path(name_or_path).name
     defaults = read_sampling_defaults(folder) if generation_config == "auto" else NEUTRAL
-    return ServedModel(shown, folder, tokenizer, config.max_context, config.vocab_size, frozenset(eos), defaults)
+    digest = tokenizer_digest(folder)
+    eos_ids = frozenset(eos)
+    return ServedModel(shown, folder, tokenizer, config.max_context, config.vocab_size, eos_ids, defaults, digest)
 
 
 class ModelCatalog:
@@ -92,10 +97,27 @@ class ModelCatalog:
         for record in records:
             if record.model.name != self._nodes_name:
                 log.warning("%s serves %s, not %s: ignored", record.peer.node_id, record.model.name, self._nodes_name)
+        mine = self._with_our_tokenizer(mine)
         infos = [record.model for record in mine if record.role == "decode"] or [record.model for record in mine]
         if infos:
             self._learn(infos)
         return mine
+
+    def _with_our_tokenizer(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        """The nodes to which token ids mean what they mean here.
+
+        Where no node does and the nodes named the model, all of them: the router then loads their tokenizer.
+        """
+        if self._model is None:
+            return records
+        ours = self._model.tokenizer_digest
+        same = [record for record in records if record.model.tokenizer in (ours, "")]
+        if not same and self._configured is None:
+            return records
+        for record in records:
+            if record not in same:
+                log.error("%s is ignored: its tokenizer.json differs from this router's", record.peer.node_id)
+        return same
 
     def get(self, name: str | None) -> ServedModel:
         """The model that a client named (None: whichever is served).
@@ -130,7 +152,11 @@ class ModelCatalog:
                 self._adopt(self._model, infos[0], max_len)
             return
         path = infos[0].path
-        if self._model is not None and self._loaded_path == path:
+        if (
+            self._model is not None
+            and self._loaded_path == path
+            and infos[0].tokenizer in (self._model.tokenizer_digest, "")
+        ):
             self._adopt(self._model, infos[0], max_len)
         elif self._loading is None or self._loading.done():
             self._loading = asyncio.get_running_loop().create_task(self._load_from_node(infos[0], max_len))
@@ -145,6 +171,10 @@ class ModelCatalog:
         except Exception as error:  # whatever a model folder can hold, clients must be told that it does not load
             self._problem = f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log"
             log.exception("cannot load the model that the nodes registered")
+            return
+        if info.tokenizer not in (model.tokenizer_digest, ""):
+            self._problem = f"tokenizer.json in {info.path} on this machine differs from that of the nodes"
+            log.error("cannot use the model that the nodes registered: %s", self._problem)
             return
         self._loaded_path = info.path
         self._adopt(model, info, max_len)

@@ -118,7 +118,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence whose KV is to be computed here, by priority, then in order of arrival."""
         seq.likely_cached = self.likely_cached(seq)
-        insert_by_priority(self.waiting, seq, lambda each: each.priority)
+        insert_by_priority(self.waiting, seq, lambda each: each.request.priority)
 
     def likely_cached(self, seq: Sequence) -> int:
         """Tokens of a sequence that the prefix cache would spare now."""
@@ -384,7 +384,7 @@ def _goes_first(waiting: Sequence, arriving: Sequence) -> bool:
     important and came no later."""
     if waiting.preemptions:
         return True
-    return (waiting.priority, waiting.arrival_s) <= (arriving.priority, arriving.arrival_s)
+    return (waiting.request.priority, waiting.arrival_s) <= (arriving.request.priority, arriving.arrival_s)
 
 
 def insert_by_priority(queue: deque[T], item: T, priority: Callable[[T], int]) -> None:

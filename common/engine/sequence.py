@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks
-from common.control.messages import AttemptKey, FinishReason, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, FinishReason, SamplingParams
 from common.engine.sampling.penalties import SeenTokens, TokenCounter, counts_tokens
 
 
@@ -18,13 +18,11 @@ class Sequence:
     """
 
     key: AttemptKey
+    request: EngineRequest
     token_ids: list[int]
-    prompt_len: int
-    sampling: SamplingParams
+    """The prompt, then all generated tokens, those of earlier attempts included."""
     root: BlockHash
     arrival_s: float
-    priority: int = 0
-    """Lower runs earlier."""
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -56,6 +54,10 @@ class Sequence:
     _counter: TokenCounter | None = None
     _counted: int = 0
     """Leading tokens that `_counter` knows."""
+
+    def __post_init__(self) -> None:
+        self.sampling: SamplingParams = self.request.sampling
+        self.prompt_len: int = len(self.request.prompt_ids)
 
     @property
     def num_tokens(self) -> int:

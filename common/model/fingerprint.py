@@ -1,4 +1,7 @@
-"""Identity of a model's weights, found in well under a second. Used by nodes at start-up; no torch."""
+"""Identity of a model: of its weights and its tokenizer, found in well under a second. No torch.
+
+Nodes compute both at start-up; a router compares its own tokenizer with that of the nodes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_toke
 def fingerprint(path: Path, config: ModelConfig, load_format: str, dtype: str, seed: int, drawn_on: str = "cpu") -> str:
     """Identity of what a node computes with: two nodes whose fingerprints agree produce interchangeable KV.
 
-    Covers the config, and of every safetensors file its header, its size and a sample of each tensor's bytes
+    Covers the config, the tokenizer (`tokenizer_digest`), and of every safetensors file its header, its size and a sample of each tensor's bytes
     (start, middle, end), so that fine-tunes of one model differ; for dummy weights, config, seed and `drawn_on`, the
     kind of device whose random numbers they are.
     Independent of the directory's place and of file times.
@@ -30,12 +33,27 @@ def fingerprint(path: Path, config: ModelConfig, load_format: str, dtype: str, s
     identity = {"config": fields, "dtype": dtype, "dummy_seed": seed if load_format == "dummy" else None}
     if load_format == "dummy" and drawn_on != "cpu":
         identity["drawn_on"] = drawn_on
-    digest = hashlib.sha256(b"kvrelay-weights-1")
+    digest = hashlib.sha256(b"kvrelay-weights-2")
     digest.update(json.dumps(identity, sort_keys=True).encode())
+    digest.update(tokenizer_digest(path).encode())
     if load_format != "dummy":
         for file in weight_files(path):
             digest.update(_file_digest(file))
     return digest.hexdigest()[:32]
+
+
+def tokenizer_digest(path: Path) -> str:
+    """Digest of the model folder's tokenizer.json, 32 hex digits; empty where there is none (`--load-format dummy`).
+
+    Raises: ConfigError for a file that cannot be read.
+    """
+    file = path / "tokenizer.json"
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
 
 
 def _file_digest(file: Path) -> bytes:

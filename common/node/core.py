@@ -136,28 +136,28 @@ class NodeCore(ABC, Generic[AttemptT]):
             self.send_buffer.reply(identity, AttemptFailed(request.key, error.code, error.message))
             return None
 
-    def _sequence(self, request: PrefillRequest | DecodeRequest) -> Sequence:
-        """The sequence of `request`, if this node can ever run it.
+    def _sequence(self, message: PrefillRequest | DecodeRequest) -> Sequence:
+        """The sequence of a request, if this node can ever run it.
 
-        Raises: BadRequest for token ids or lengths that cannot be, Overloaded when the node has all the attempts that it may.
+        Raises: BadRequest for impossible token ids or lengths, Overloaded when the node has accepted its maximum of
+        attempts.
         """
         if len(self.attempts) >= self.max_accepted:
             raise Overloaded(f"this node has accepted {len(self.attempts)} requests, its bound")
-        if not request.token_ids:
+        request, token_ids = message.request, message.token_ids
+        if not request.prompt_ids:
             raise BadRequest("the prompt has no tokens")
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self.vocab_size:
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise BadRequest(f"a token id lies outside the vocabulary of {self.vocab_size}")
-        if not 0 < request.prompt_len <= len(request.token_ids) or request.sampling.max_tokens < 1:
-            raise BadRequest("prompt_len or max_tokens is out of range")
+        if request.sampling.max_tokens < 1:
+            raise BadRequest("max_tokens is out of range")
         sequence = Sequence(
-            key=request.key,
-            token_ids=list(request.token_ids),
-            prompt_len=request.prompt_len,
-            sampling=request.sampling,
+            key=message.key,
+            request=request,
+            token_ids=token_ids,
             root=root_hash(self.layout.fingerprint, cache_salt=request.cache_salt),
             arrival_s=self.clock(),
-            priority=request.priority,
-            relays=isinstance(request, PrefillRequest),
+            relays=isinstance(message, PrefillRequest),
         )
         self.scheduler.check_fits(sequence)
         return sequence

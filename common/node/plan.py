@@ -20,7 +20,7 @@ from common.engine.step import SampleSpec, StepInput
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
 from common.model.config import ModelConfig, load_model_config, resolve_model
-from common.model.fingerprint import fingerprint
+from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.sharding import check_parallel, head_layers, split_layers
 from common.parallel.mesh import RankPlace
 
@@ -81,7 +81,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     )
     name = config.served_model_name or (config.model if config.model == "demo" else path.name)
     max_model_len = model_config.fit_context(config.max_model_len)
-    info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len)
+    info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer_digest(path))
     return NodePlan(path, model_config, layout, info, dtype, device)
 
 

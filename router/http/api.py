@@ -30,6 +30,7 @@ from common.base.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
+from common.control.messages import EngineRequest
 from router.fast.http_connection import CLIENT
 from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer, EventStream, JsonResponse, error_response
@@ -304,13 +305,10 @@ def _generation_request(
     if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
         raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
     return GenerationRequest(
-        prompt_ids=prompt_ids,
-        sampling=sampling,
+        EngineRequest(prompt_ids, sampling, body.cache_salt or "", body.priority or 0),
         stop=tuple(body.stop),
         client_stop_ids=frozenset(body.stop_token_ids or ()),
         skip_special_tokens=body.skip_special_tokens is not False,
-        cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
         tenant=origin.tenant,
         session=origin.session,
     )

@@ -63,7 +63,7 @@ def error_body(error: KvRelayError) -> Json:
 
 def usage(generations: Sequence[Generation], completion: int | None = None) -> Json:
     """Token counts, all choices together; `completion`: of the tokens that were told so far, where that is not all."""
-    prompt = sum(len(generation.request.prompt_ids) for generation in generations)
+    prompt = sum(len(generation.request.engine.prompt_ids) for generation in generations)
     if completion is None:
         completion = sum(generation.completion_tokens for generation in generations)
     return {
@@ -228,7 +228,7 @@ class ChatFormat(_Envelope):
     def opening(self, generation: Generation, index: int) -> list[Json]:
         chunk = self.chunk(self._choice(index, {"role": "assistant", "content": ""}))
         if self.options.with_token_ids:
-            chunk["prompt_token_ids"] = generation.request.prompt_ids
+            chunk["prompt_token_ids"] = generation.request.engine.prompt_ids
         return [chunk]
 
     def delta(self, delta: Delta, index: int) -> Json | None:
@@ -264,7 +264,7 @@ class ChatFormat(_Envelope):
             choices.append(choice)
         body: Json = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(generations)}
         if self.options.with_token_ids:
-            body["prompt_token_ids"] = generations[0].request.prompt_ids
+            body["prompt_token_ids"] = generations[0].request.engine.prompt_ids
         return body
 
     @staticmethod
@@ -285,7 +285,7 @@ class TextFormat(_Envelope):
     def opening(self, generation: Generation, index: int) -> list[Json]:
         if not self.options.with_token_ids:
             return []
-        ids = generation.request.prompt_ids
+        ids = generation.request.engine.prompt_ids
         chunk = self.chunk({**self._choice(index, ""), "prompt_token_ids": ids, "token_ids": []})
         if self._single:
             chunk["prompt_token_ids"] = ids
@@ -319,11 +319,11 @@ class TextFormat(_Envelope):
                 **_reasons(generation.outcome),
             }
             if self.options.with_token_ids:
-                choice |= {"prompt_token_ids": generation.request.prompt_ids, "token_ids": _all_ids(parts)}
+                choice |= {"prompt_token_ids": generation.request.engine.prompt_ids, "token_ids": _all_ids(parts)}
             choices.append(choice)
         body: Json = {**self._head, "choices": choices, "usage": usage(generations)}
         if self.options.with_token_ids and self._single:
-            body["prompt_token_ids"] = generations[0].request.prompt_ids
+            body["prompt_token_ids"] = generations[0].request.engine.prompt_ids
         return body
 
     @staticmethod

@@ -49,9 +49,9 @@ class AdmissionQueue:
         Raises: Overloaded where it would break an objective.
         """
         request, decode = generation.request, self._decode
-        tokens = num_tokens + min(request.sampling.max_tokens, int(decode.costs.output_tokens))
+        tokens = num_tokens + min(request.engine.sampling.max_tokens, int(decode.costs.output_tokens))
         until_s = self._clock() + self._max_wait_s
-        newcomer = QueuedRequest(generation.request_id, tokens, until_s, request.priority, request.tenant)
+        newcomer = QueuedRequest(generation.request_id, tokens, until_s, request.engine.priority, request.tenant)
         why, ahead_s = enqueue_unless_idle(self._queue, newcomer, self._objectives, decision, self._prefill, decode)
         if not why:
             return True

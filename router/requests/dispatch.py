@@ -169,7 +169,10 @@ class Dispatcher:
             for index, request in enumerate(requests):
                 own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
                 story = Story(own_id, client_id)
-                sizes = {"prompt_tokens": len(request.prompt_ids), "max_tokens": request.sampling.max_tokens}
+                sizes = {
+                    "prompt_tokens": len(request.engine.prompt_ids),
+                    "max_tokens": request.engine.sampling.max_tokens,
+                }
                 story.add("arrived", data=sizes)
                 attempts = self._settings.max_attempts
                 generation = Generation(
@@ -177,7 +180,7 @@ class Dispatcher:
                 )
                 self.stories.enter(story)
                 self._deadlines.add(own_id)
-                self._live[own_id] = _Live(generation, self._clock() + timeout_s, HashChain(request.cache_salt))
+                self._live[own_id] = _Live(generation, self._clock() + timeout_s, HashChain(request.engine.cache_salt))
                 self._waiting += 1
                 generations.append(generation)
         except Exception:
@@ -325,9 +328,9 @@ class Dispatcher:
     def _order(self, live: _Live, wanted: f.Place) -> PlacementRequest:
         flow, request = live.generation.flow, live.generation.request
         return PlacementRequest(
-            request.prompt_ids + flow.token_ids,
+            request.engine.prompt_ids + flow.token_ids,
             live.chain,
-            request.sampling.max_tokens - len(flow.token_ids),
+            request.engine.sampling.max_tokens - len(flow.token_ids),
             request.session,
             wanted.avoid | self.breakers.not_admitted(),
             wanted.last,

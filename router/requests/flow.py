@@ -25,16 +25,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from common.base.errors import EngineError, KvRelayError, PeerLost, TransferError, Unavailable, from_code
 from common.control.messages import (
     Abort,
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     PeerRef,
     PrefillRequest,
-    SamplingParams,
     TokenChunk,
 )
 from router.requests.flow_events import (
@@ -80,16 +80,6 @@ def backoff_s(failures: int, jitter: float) -> float:
     return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** min(failures - 1, 10)) * (1 - jitter / 2)
 
 
-class FlowRequest(NamedTuple):
-    """What the client asked, in token ids."""
-
-    request_id: str
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    cache_salt: str = ""
-    priority: int = 0
-
-
 _Row = dict[type, Callable[..., Instructions]]
 """What one state does about each kind of event."""
 
@@ -104,7 +94,8 @@ class _Leg:
 class Flow:
     """One request. Call `start` once, then `handle` with every event; carry the instructions out in order."""
 
-    request: FlowRequest
+    request_id: str
+    request: EngineRequest
     max_attempts: int = 3
     """So many in a row may bring nothing."""
     jitter: Callable[[], float] = random.random
@@ -133,7 +124,7 @@ class Flow:
         return [] if method is None else method(self, event)
 
     def __post_init__(self) -> None:
-        self.key = AttemptKey(self.request.request_id, self.attempt)
+        self.key = AttemptKey(self.request_id, self.attempt)
         """Of the present attempt."""
 
     @property
@@ -151,7 +142,7 @@ class Flow:
     def _place(self) -> Instructions:
         self.state = State.PLACING
         self.attempt += 1
-        self.key = AttemptKey(self.request.request_id, self.attempt)
+        self.key = AttemptKey(self.request_id, self.attempt)
         self._prefill = self._decode = None
         self._early.clear()
         num_tokens = len(self.request.prompt_ids) + len(self.token_ids)
@@ -163,16 +154,13 @@ class Flow:
         self.state = State.PREFILL
         self._enough = len(self.token_ids) + (event.prefill is not None)
         self._decode = _Leg(event.decode)
-        ids = self.request.prompt_ids + self.token_ids
-        prompt_len, sampling, salt = len(self.request.prompt_ids), self.request.sampling, self.request.cache_salt
-        priority = self.request.priority
-        timeout_s = event.timeout_s
+        generated, timeout_s = self.token_ids.copy(), event.timeout_s
         # The decode node first: the prefill node's offer then finds it prepared.
-        ask = DecodeRequest(self.key, ids, prompt_len, sampling, event.prefill, timeout_s, salt, priority)
+        ask = DecodeRequest(self.key, self.request, generated, event.prefill, timeout_s)
         instructions: Instructions = [Send(event.decode, ask)]
         if event.prefill is not None:
             self._prefill = _Leg(event.prefill)
-            order = PrefillRequest(self.key, ids, prompt_len, sampling, event.decode, timeout_s, salt, priority)
+            order = PrefillRequest(self.key, self.request, generated, event.decode, timeout_s)
             instructions.append(Send(event.prefill, order))
         return instructions
 

@@ -17,14 +17,14 @@ from common.control.messages import (
     Abort,
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     FinishReason,
     PrefillRequest,
-    SamplingParams,
     TokenLogprobs,
 )
 from router.policy import Decision
 from router.requests import flow_events as f
-from router.requests.flow import Flow, FlowRequest
+from router.requests.flow import Flow
 from router.requests.story import Story
 from router.text.detokenizer import TokenPieces
 from router.text.stop_strings import TextStream
@@ -35,15 +35,11 @@ log = logging.getLogger(__name__)
 class GenerationRequest(NamedTuple):
     """All that one generation needs, validated and bounded."""
 
-    prompt_ids: list[int]
-    sampling: SamplingParams
+    engine: EngineRequest
     stop: tuple[str, ...] = ()
     client_stop_ids: frozenset[int] = frozenset()
     """Stop tokens that the client named itself: the ones that `stop_reason` reports."""
     skip_special_tokens: bool = True
-    cache_salt: str = ""
-    priority: int = 0
-    """Lower is served earlier."""
     session: str = ""
     """Requests with the same key go to the same nodes under the policy `session`."""
     tenant: str = ""
@@ -118,10 +114,7 @@ class Generation:
     ) -> None:
         self.request_id = request_id
         self.request = request
-        self.flow = Flow(
-            FlowRequest(request_id, request.prompt_ids, request.sampling, request.cache_salt, request.priority),
-            max_attempts,
-        )
+        self.flow = Flow(request_id, request.engine, max_attempts)
         self.decision: Decision | None = None
         """Of the latest attempt."""
         self.served = Served()
@@ -139,7 +132,7 @@ class Generation:
         self._text = TextStream(
             pieces,
             request.stop,
-            min_tokens=request.sampling.min_tokens,
+            min_tokens=request.engine.sampling.min_tokens,
             skip_special_tokens=request.skip_special_tokens,
         )
         self._stop: str | None = None
@@ -260,7 +253,7 @@ class Generation:
         # that one ended before it could report them, what is known is what it was placed by.
         if not self._cached_known and (report.role_is_prefill or self.flow.prefill_peer is None):
             hits = stats.cached_tokens if self.flow.attempt == 1 else self._expected_hit or 0
-            self.cached_tokens = min(hits, len(self.request.prompt_ids))
+            self.cached_tokens = min(hits, len(self.request.engine.prompt_ids))
             self._cached_known = True
         if report.role_is_prefill:
             self.served.prefill_hit_tokens = stats.cached_tokens
@@ -290,7 +283,7 @@ class Generation:
 
     def _tell_end(self, outcome: Outcome) -> None:
         data = {
-            "prompt_tokens": len(self.request.prompt_ids),
+            "prompt_tokens": len(self.request.engine.prompt_ids),
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
             "relayed_bytes": self.served.relayed_bytes,

@@ -19,6 +19,7 @@ from common.control.messages import (
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     Message,
     NodeLoad,
     NodeRecord,
@@ -104,12 +105,13 @@ class DirectRouter:
                 done.set_result(None)
 
         self._waiting[key] = on_chunk
+        asked = EngineRequest(prompt, sampling)
         decode = self._peers["decode"] if relayed else self.unwilling
         started = time.perf_counter()
         if relayed:
-            request = DecodeRequest(key, prompt, len(prompt), sampling, self._peers["prefill"], _TIMEOUT_S)
+            request = DecodeRequest(key, asked, [], self._peers["prefill"], _TIMEOUT_S)
             self._links["decode"].send(request)
-        self._links["prefill"].send(PrefillRequest(key, prompt, len(prompt), sampling, decode, _TIMEOUT_S))
+        self._links["prefill"].send(PrefillRequest(key, asked, [], decode, _TIMEOUT_S))
         try:
             await asyncio.wait_for(done, _TIMEOUT_S)
         finally:

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.base.clock import monotonic
-from common.control.messages import Abort, AttemptKey, DecodeRequest, ModelInfo, PeerRef, SamplingParams, encode
+from common.control.messages import (
+    Abort,
+    AttemptKey,
+    DecodeRequest,
+    EngineRequest,
+    ModelInfo,
+    PeerRef,
+    SamplingParams,
+    encode,
+)
 from common.engine.executor import LocalExecutor, Runner
 from common.engine.kv_transfer import IncomingTransfer
 from common.engine.scheduler import Scheduler
@@ -82,7 +91,7 @@ class OverheadNode:
         sampling = SamplingParams(seed=1, max_tokens=steps + 2048, temperature=0.0)
         keys = [AttemptKey(f"bench-{i}", 1) for i in range(len(prompts))]
         for key, prompt in zip(keys, prompts, strict=True):
-            request = DecodeRequest(key, prompt, len(prompt), sampling, prefill=None, timeout_s=3600.0)
+            request = DecodeRequest(key, EngineRequest(prompt, sampling), [], prefill=None, timeout_s=3600.0)
             self._node.handle(FromClient(b"router", request))
         scheduler = self._node.scheduler
         while scheduler.waiting or any(seq.num_uncomputed > 1 for seq in scheduler.running.values()):

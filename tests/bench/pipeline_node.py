@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from common.base.clock import monotonic
 from common.base.torch_setup import configure_torch
 from common.config.options import DecodeConfig
-from common.control.messages import AttemptKey, DecodeRequest, PeerRef, SamplingParams, TokenBatch
+from common.control.messages import AttemptKey, DecodeRequest, EngineRequest, PeerRef, SamplingParams, TokenBatch
 from common.engine.executor import Executor, StepDone
 from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
@@ -139,7 +139,7 @@ class PipelineNode:
         started = time.perf_counter()
         for key in keys:
             ids = [rng.randrange(self._vocab_size) for _ in range(prompt)]
-            request = DecodeRequest(key, ids, prompt, sampling, prefill=None, timeout_s=_TIMEOUT_S)
+            request = DecodeRequest(key, EngineRequest(ids, sampling), [], prefill=None, timeout_s=_TIMEOUT_S)
             self._engine.post(FromClient(b"router", request))
         self._wait(lambda: not self._running)
         wall_s = time.perf_counter() - started

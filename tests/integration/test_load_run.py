@@ -115,7 +115,11 @@ def test_trace_is_replayed_by_its_hashes(model_folder: Path, tmp_path: Path) -> 
         assert "3 of 3 succeeded" in output
         assert "1 requests of the trace" in output
         by_length = {len(request.token_ids): request for request in decode.requests()}
-        assert {length: request.sampling.max_tokens for length, request in by_length.items()} == {32: 2, 46: 1, 21: 3}
+        assert {length: request.request.sampling.max_tokens for length, request in by_length.items()} == {
+            32: 2,
+            46: 1,
+            21: 3,
+        }
         first, second, third = (by_length[length].token_ids for length in (32, 46, 21))
         assert first == second[:32]
         assert first[:16] == third[:16]

@@ -257,7 +257,7 @@ def test_peers_21_the_tenants_salt_reaches_the_nodes(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder) as (stack, client):
             await client.post("/v1/completions", json=ask(cache_salt="tenant"))
-            assert {request.cache_salt for each in stack.nodes for request in each.requests()} == {"tenant"}
+            assert {request.request.cache_salt for each in stack.nodes for request in each.requests()} == {"tenant"}
 
     play(scene)
 

@@ -92,7 +92,7 @@ def test_what_no_node_can_use_yet_waits_and_leaves_by_priority(folder: Path) -> 
         answers = await asyncio.gather(*asker.tasks)
         assert [answer.status_code for answer in answers] == [200] * 10
         assert marks(node)[5:] == [13, 11, 14, 10, 12]
-        assert node.requests()[5].priority == -3
+        assert node.requests()[5].request.priority == -3
 
     play(folder, scene)
 

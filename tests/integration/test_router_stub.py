@@ -56,7 +56,7 @@ def test_relayed_chat_answers_whole_and_streamed_alike(model_folder: Path, token
         assert usage.completion_tokens == len(tokenizer.encode(answer).ids) + 1
         assert usage.prompt_tokens_details is not None
         assert usage.prompt_tokens_details.cached_tokens == 7
-        assert asked.sampling.stop_token_ids == [tokenizer.token_to_id("</s>")]
+        assert asked.request.sampling.stop_token_ids == [tokenizer.token_to_id("</s>")]
 
     play(model_folder, scene, script=script_of(answer, tokenizer), cached_tokens=7)
 
@@ -75,7 +75,7 @@ def test_the_models_sampling_defaults_reach_the_nodes(
         )
         want = (0.7, 20, 0.5) if generation_config == "auto" else (1.0, 0, 0.5)
         for node in (bench.prefill, bench.decode):
-            sampling = node.requests()[0].sampling
+            sampling = node.requests()[0].request.sampling
             assert (sampling.temperature, sampling.top_k, sampling.top_p) == want
         assert whole.usage is not None
         assert (whole.usage.completion_tokens == 4) == (generation_config == "auto")
@@ -291,9 +291,9 @@ def test_stream_goes_on_token_exact_when_the_decode_node_dies(
         assert usage.completion_tokens == len(tokenizer.encode(answer).ids) + 1
         again = other.requests()[0]
         assert again.key.attempt == 2
-        assert again.sampling.seed == 5
-        assert again.prompt_len == usage.prompt_tokens
-        assert again.token_ids[again.prompt_len :] == tokenizer.encode(answer).ids[:6]
+        assert again.request.sampling.seed == 5
+        assert len(again.request.prompt_ids) == usage.prompt_tokens
+        assert again.generated_ids == tokenizer.encode(answer).ids[:6]
         bench.decode.running.clear()
 
     # The lease is longer than any pause of a busy machine: the link breaks at once.
@@ -439,7 +439,7 @@ def test_penalties_and_biases_reach_both_nodes(model_folder: Path) -> None:
             extra_body={"repetition_penalty": 1.25},
         )
         for node in (bench.prefill, bench.decode):
-            sampling = node.requests()[0].sampling
+            sampling = node.requests()[0].request.sampling
             assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
             assert (sampling.repetition_penalty, sampling.logit_bias) == (1.25, [(7, -100.0), (8, 2.0)])
 
@@ -450,7 +450,7 @@ def test_seed_of_any_size_is_folded_into_64_bits(model_folder: Path) -> None:
     async def scene(bench: Bench) -> None:
         for seed in (2**100 + 5, -1, 5):
             await bench.client.completions.create(model="stub-model", prompt="hi", max_tokens=1, seed=seed)
-        assert [request.sampling.seed for request in bench.decode.requests()] == [5, 2**64 - 1, 5]
+        assert [request.request.sampling.seed for request in bench.decode.requests()] == [5, 2**64 - 1, 5]
 
     play(model_folder, scene)
 

@@ -94,8 +94,9 @@ def test_stream_broken_at_any_token_is_what_an_undisturbed_one_is(
             assert reader.result() == expected, broken_after
             again = max((r for node in decodes for r in node.requests()), key=lambda request: request.key.attempt)
             assert again.key.attempt >= 2
-            assert again.token_ids[again.prompt_len :] == expected["ids"][: len(again.token_ids) - again.prompt_len]
-            assert (again.sampling.seed, again.sampling.frequency_penalty, again.sampling.min_tokens) == (5, 0.5, 3)
+            assert again.generated_ids == expected["ids"][: len(again.generated_ids)]
+            asked = again.request.sampling
+            assert (asked.seed, asked.frequency_penalty, asked.min_tokens) == (5, 0.5, 3)
 
     # Not kv_aware, whose learned costs of a scripted node say sooner or later that no relay is worth it; and a lease that
     # no pause of a busy machine outlasts: what hits an attempt had that is lost before its first token, nobody knows.

@@ -10,7 +10,7 @@ import pytest
 from support.fake_engine import VOCAB, FakeRunner, generate
 
 from common.base.hashing import root_hash
-from common.control.messages import AttemptKey, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.kv.pool import BlockPool
@@ -67,7 +67,11 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
     )
     scheduler, runner, out = Scheduler(config, BlockPool(blocks)), FakeRunner(blocks), Outcome()
     requests = [
-        (at, abort_at, Sequence(AttemptKey(f"r{n}", 1), list(prompt), len(prompt), params, root_hash("fake"), 0.0))
+        (
+            at,
+            abort_at,
+            Sequence(AttemptKey(f"r{n}", 1), EngineRequest(prompt, params), list(prompt), root_hash("fake"), 0.0),
+        )
         for n, (at, prompt, params, abort_at) in enumerate(workload(seed))
     ]
     flying: deque[Plan] = deque()

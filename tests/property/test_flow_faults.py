@@ -14,12 +14,13 @@ from common.control.messages import (
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     PeerRef,
     PrefillRequest,
     SamplingParams,
     TokenChunk,
 )
-from router.requests.flow import Flow, FlowRequest, State
+from router.requests.flow import Flow, State
 from router.requests.flow_events import (
     Blame,
     Cancelled,
@@ -70,7 +71,7 @@ class FakeNode:
 class World:
     def __init__(self, data: st.DataObject, max_tokens: int, max_attempts: int) -> None:
         self.data = data
-        self.flow = Flow(FlowRequest("r", PROMPT, SamplingParams(seed=1, max_tokens=max_tokens)), max_attempts)
+        self.flow = Flow("r", EngineRequest(PROMPT, SamplingParams(seed=1, max_tokens=max_tokens)), max_attempts)
         self.max_tokens, self.max_attempts = max_tokens, max_attempts
         self.born = 0
         self.lost: set[str] = set()
@@ -169,12 +170,12 @@ class World:
         self.open_legs[peer.incarnation, message.key] += 1
         assert self.open_legs[peer.incarnation, message.key] == 1
         assert message.token_ids == PROMPT + self.emitted
-        assert message.prompt_len == len(PROMPT)
+        assert message.request.prompt_ids == PROMPT
         assert node is not None
         known = len(self.emitted)
         relayed = isinstance(message, DecodeRequest) and message.prefill is not None
         waits = message.key if relayed else None
-        node.work.append(Work(message.key, known + relayed, message.sampling.max_tokens, waits))
+        node.work.append(Work(message.key, known + relayed, message.request.sampling.max_tokens, waits))
 
     # -- the nodes' side
 

@@ -15,7 +15,7 @@ from support.fake_engine import VOCAB, FakeRunner, generate, prefix_identity
 
 from common.base.errors import BadRequest
 from common.base.hashing import BLOCK_SIZE, root_hash
-from common.control.messages import AttemptKey, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -63,13 +63,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, tokens: list[int], max_tokens: int, stops: list[int], min_tokens: int, relays: bool
     ) -> Sequence:
         self.count += 1
+        sampling = SamplingParams(
+            seed=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops, min_tokens=min_tokens
+        )
         return Sequence(
             key=AttemptKey(f"r{self.count}", 1),
+            request=EngineRequest(tokens, sampling),
             token_ids=list(tokens),
-            prompt_len=len(tokens),
-            sampling=SamplingParams(
-                seed=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops, min_tokens=min_tokens
-            ),
             root=root_hash("fake"),
             arrival_s=float(self.count)
             if self.count % 2

@@ -21,6 +21,7 @@ from common.control.messages import (
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     Message,
     PeerRef,
     PrefillRequest,
@@ -176,9 +177,9 @@ class Room(RuleBasedStateMachine):
         )
         sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
         source = None if local else P_REF
-        self.to_d.append(FromClient(ROUTER, DecodeRequest(key, prompt, len(prompt), sampling, source, 600.0)))
+        self.to_d.append(FromClient(ROUTER, DecodeRequest(key, EngineRequest(prompt, sampling), [], source, 600.0)))
         if not local:
-            self.to_p.append(FromClient(ROUTER, PrefillRequest(key, prompt, len(prompt), sampling, D_REF, 600.0)))
+            self.to_p.append(FromClient(ROUTER, PrefillRequest(key, EngineRequest(prompt, sampling), [], D_REF, 600.0)))
 
     @rule(count=st.integers(1, 6))
     def prefill_takes_events(self, count: int) -> None:

@@ -10,6 +10,7 @@ from common.base.clock import MockClock
 from common.control.messages import (
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     Message,
     PeerRef,
     PrefillRequest,
@@ -79,8 +80,9 @@ class Pair:
         **sampling: Any,
     ) -> None:
         params = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, **sampling)
-        self.d.handle(FromClient(router, DecodeRequest(key, prompt, len(prompt), params, P_REF, 600.0)))
-        self.p.handle(FromClient(router, PrefillRequest(key, prompt, len(prompt), params, D_REF, 600.0)))
+        asked = EngineRequest(prompt, params)
+        self.d.handle(FromClient(router, DecodeRequest(key, asked, [], P_REF, 600.0)))
+        self.p.handle(FromClient(router, PrefillRequest(key, asked, [], D_REF, 600.0)))
 
     def step_prefill(self) -> None:
         self.p.step()

@@ -191,7 +191,7 @@ class StubNode:
         await self._server.close()
 
     def _next_chunk(self, sequence: Sequence) -> TokenChunk:
-        sampling = sequence.request.sampling
+        sampling = sequence.request.request.sampling
         index = sequence.generated
         token = self.script(index)
         sequence.generated += 1
@@ -229,12 +229,12 @@ class StubNode:
                     self._server.send(identity, Pong(self.node_id, self.incarnation, load))
                 return
             case PrefillRequest() | DecodeRequest():
-                known = len(message.token_ids) - message.prompt_len
+                known = len(message.generated_ids)
                 if isinstance(message, DecodeRequest) and message.prefill is not None:
                     known += 1  # the prefill node's
                 if self.fail_with is not None:
                     self._server.send(identity, AttemptFailed(message.key, *self.fail_with))
-                elif known < message.sampling.max_tokens:
+                elif known < message.request.sampling.max_tokens:
                     self.running[message.key] = Sequence(identity, message, known)
                 self._news.set()
             case Abort(key):

@@ -18,6 +18,7 @@ from common.control.messages import (
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     Grant,
     Message,
     Offer,
@@ -67,7 +68,9 @@ def test_prompt_that_the_decode_node_holds_whole_is_still_computed_to_its_first_
     pair = Pair(chunk=16)
     prompt = list(range(48))
     params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("local", 1), prompt, 48, params, None, 600.0)))
+    pair.d.handle(
+        FromClient(ROUTER, DecodeRequest(AttemptKey("local", 1), EngineRequest(prompt, params), [], None, 600.0))
+    )
     pair.run()
     pair.request(prompt=prompt)
     pair.run()
@@ -163,11 +166,11 @@ def test_answer_that_ended_with_its_first_token_cannot_fail_any_more(
 def test_offer_that_outruns_the_routers_message_waits_for_it() -> None:
     pair = Pair()
     params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
-    pair.p.handle(FromClient(ROUTER, PrefillRequest(KEY, PROMPT, 40, params, D_REF, 600.0)))
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(KEY, EngineRequest(PROMPT, params), [], D_REF, 600.0)))
     pair.step_prefill()
     pair.to_decode()
     assert not pair.d.attempts
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(KEY, PROMPT, 40, params, P_REF, 600.0)))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(KEY, EngineRequest(PROMPT, params), [], P_REF, 600.0)))
     pair.run()
     assert pair.tokens() == generate(PROMPT, 3)
     pair.assert_whole()
@@ -176,7 +179,7 @@ def test_offer_that_outruns_the_routers_message_waits_for_it() -> None:
 def test_offer_nobody_asked_for_is_refused_after_a_while_and_frees_the_prefill_node() -> None:
     pair = Pair()
     params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
-    pair.p.handle(FromClient(ROUTER, PrefillRequest(KEY, PROMPT, 40, params, D_REF, 600.0)))
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(KEY, EngineRequest(PROMPT, params), [], D_REF, 600.0)))
     pair.step_prefill()
     pair.to_decode()
     pair.clock.advance(4.0)
@@ -217,7 +220,7 @@ def test_a_long_prompt_gets_its_turn_however_many_short_ones_come_the_other_way(
             pair.request(AttemptKey(name, 1), prompt, 10)
             return
         params = SamplingParams(seed=0, max_tokens=10, temperature=0.0)
-        asked = DecodeRequest(AttemptKey(name, 1), prompt, len(prompt), params, None, 600.0)
+        asked = DecodeRequest(AttemptKey(name, 1), EngineRequest(prompt, params), [], None, 600.0)
         pair.d.handle(FromClient(ROUTER, asked))
 
     for turn in range(100):
@@ -479,11 +482,10 @@ def test_a_transfer_that_was_given_up_does_not_fail_any_more(end: Message, monke
 def test_later_attempt_continues_after_the_tokens_of_the_first() -> None:
     pair = Pair()
     answer = generate(PROMPT, 10)
-    params = SamplingParams(seed=0, max_tokens=10, temperature=0.0)
+    asked = EngineRequest(PROMPT, SamplingParams(seed=0, max_tokens=10, temperature=0.0))
     second = AttemptKey("r", 2)
-    tokens = [*PROMPT, *answer[:4]]
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(second, tokens, len(PROMPT), params, P_REF, 600.0)))
-    pair.p.handle(FromClient(ROUTER, PrefillRequest(second, tokens, len(PROMPT), params, D_REF, 600.0)))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(second, asked, answer[:4], P_REF, 600.0)))
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(second, asked, answer[:4], D_REF, 600.0)))
     pair.run()
     assert pair.tokens(second) == answer[4:], "max_tokens counts over all attempts"
     pair.assert_whole()

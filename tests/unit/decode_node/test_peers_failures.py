@@ -18,6 +18,7 @@ from common.control.messages import (
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     Grant,
     Message,
     NodeRecord,
@@ -60,7 +61,7 @@ def test_peers_01_an_aborted_destination_is_not_reused_before_its_writer_has_sto
     assert pair.d.scheduler.pool.num_used == 3
     other = list(range(500, 540))
     params = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    pair.d.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("r2", 1), other, 40, params, None, 600.0)))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("r2", 1), EngineRequest(other, params), [], None, 600.0)))
     pair.step_decode()
     assert pair.d.scheduler.running == {}, "there is no room until the writer is done"
     del pair.wire.incoming[KEY]
@@ -231,7 +232,7 @@ def test_peers_21_a_prefix_is_found_by_its_own_tenant_only() -> None:
     params = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
     cached: dict[str, int] = {}
     for name, salt in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("none", "")):
-        request = PrefillRequest(AttemptKey(name, 1), PROMPT, len(PROMPT), params, D_REF, 600.0, salt)
+        request = PrefillRequest(AttemptKey(name, 1), EngineRequest(PROMPT, params, salt), [], D_REF, 600.0)
         pair.p.handle(FromClient(ROUTER, request))
         for _ in range(6):
             pair.step_prefill()

@@ -15,6 +15,7 @@ from common.control.messages import (
     AttemptKey,
     AttemptStats,
     DecodeRequest,
+    EngineRequest,
     Grant,
     ModelInfo,
     NodeLoad,
@@ -44,8 +45,8 @@ PEER = PeerRef("n", "i", "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
 LAYOUT = KVLayout("f", 3, 2, 64, "bfloat16", tp_size=2, pp_layers=(1, 2))
 SAMPLING = SamplingParams(seed=2**63, max_tokens=4, stop_token_ids=[1], logprobs=0)
 MESSAGES = [
-    PrefillRequest(KEY, [1, 2], 1, SAMPLING, PEER, 1.5, "salt"),
-    DecodeRequest(KEY, [1, 2], 2, SAMPLING, None, 1.5),
+    PrefillRequest(KEY, EngineRequest([1], SAMPLING, "salt"), [2], PEER, 1.5),
+    DecodeRequest(KEY, EngineRequest([1, 2], SAMPLING), [], None, 1.5),
     Abort(KEY),
     Ping("router", 3.0),
     Pong("n", "i", NodeLoad(running=1)),
@@ -71,8 +72,9 @@ def test_what_two_requests_share_is_packed_once_and_never_for_another() -> None:
     for key in (KEY, AttemptKey("r", 3)):
         for ids in ([1, 2], [1, 2, 3], list(range(20))):
             for sampling in (SAMPLING, SamplingParams(seed=1, max_tokens=4)):
-                requests.append(DecodeRequest(key, ids, 2, sampling, PEER, 1.5, "salt", -1))
-                requests.append(PrefillRequest(key, ids, 2, sampling, PEER, 1.5, "salt", -1))
+                asked = EngineRequest(ids[:2], sampling, "salt", -1)
+                requests.append(DecodeRequest(key, asked, ids[2:], PEER, 1.5))
+                requests.append(PrefillRequest(key, asked, ids[2:], PEER, 1.5))
     for request in requests + requests[::-1] + requests[::2]:
         assert decode(encode(request)) == request
 

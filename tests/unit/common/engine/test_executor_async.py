@@ -18,7 +18,7 @@ from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.base.errors import EngineError, RankLost
 from common.base.hashing import root_hash
-from common.control.messages import AttemptKey, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.executor import AsyncExecutor, LocalExecutor, StepDone, StepFailed
 from common.engine.runner import Launched, ModelRunner
 from common.engine.sampling.base import HostDraws, HostSampler, Sampler
@@ -109,7 +109,7 @@ def sequences() -> list[Sequence]:
     for n in range(12):
         prompt = [draw.randrange(3, VOCAB - 3) for _ in range(draw.randrange(1, 30))]
         params = SamplingParams(**{"seed": n, "max_tokens": draw.randrange(40, 70), **kinds[n % len(kinds)]})
-        made.append(Sequence(AttemptKey(f"r{n}", 1), prompt, len(prompt), params, root_hash("f"), 0.0))
+        made.append(Sequence(AttemptKey(f"r{n}", 1), EngineRequest(prompt, params), list(prompt), root_hash("f"), 0.0))
     return made
 
 

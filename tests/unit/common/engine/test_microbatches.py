@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.base.hashing import root_hash
-from common.control.messages import AttemptKey, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -17,11 +17,11 @@ def make(groups: int = 2, seats: int = 64, blocks: int = 4096) -> Scheduler:
 
 
 def sequence(name: int, tokens: int, max_tokens: int = 1000) -> Sequence:
+    prompt = [name, *range(1, tokens)]  # no two share a prefix
     return Sequence(
         key=AttemptKey(f"r{name}", 1),
-        token_ids=[name, *range(1, tokens)],  # no two share a prefix
-        prompt_len=tokens,
-        sampling=SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0),
+        request=EngineRequest(prompt, SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0)),
+        token_ids=list(prompt),
         root=root_hash("model"),
         arrival_s=0.0,
     )

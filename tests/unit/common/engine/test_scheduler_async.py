@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.base.hashing import root_hash
-from common.control.messages import AttemptKey, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -24,7 +24,9 @@ def sequence(name: str, tokens: int, *, relays: bool = False, **params: Any) -> 
     sampling: dict[str, Any] = {"seed": 1, "max_tokens": 100, "temperature": 0.0, "stop_token_ids": [STOP], **params}
     prompt = [ord(name), *range(1, tokens)]
     key = AttemptKey(name, 1)
-    return Sequence(key, prompt, tokens, SamplingParams(**sampling), root_hash("m"), 0.0, relays=relays)
+    return Sequence(
+        key, EngineRequest(prompt, SamplingParams(**sampling)), list(prompt), root_hash("m"), 0.0, relays=relays
+    )
 
 
 def start(scheduler: Scheduler) -> Plan:

@@ -149,7 +149,7 @@ def test_fingerprint_is_of_the_weights_not_of_their_place(folder: Path, original
     assert identity(folder) == identity(originals / "llama")
 
 
-def test_fingerprint_sees_every_tensor_the_config_and_the_dtype(folder: Path) -> None:
+def test_fingerprint_sees_every_tensor_the_config_the_dtype_and_the_tokenizer(folder: Path) -> None:
     seen = {
         identity(folder),
         identity(folder, dtype="bfloat16"),
@@ -162,7 +162,11 @@ def test_fingerprint_sees_every_tensor_the_config_and_the_dtype(folder: Path) ->
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "rms_norm_eps": 1e-5}))
     seen.add(identity(folder))
-    assert len(seen) == 8
+    (folder / "tokenizer.json").write_text("{}")
+    seen.add(identity(folder))
+    (folder / "tokenizer.json").write_text("{ }")
+    seen.add(identity(folder))
+    assert len(seen) == 10
 
 
 @pytest.mark.parametrize("small_batches", [True, False])

@@ -6,7 +6,15 @@ import pytest
 from support.node_pair import ROUTER, Pair
 
 from common.base.hashing import BLOCK_SIZE, root_hash
-from common.control.messages import AttemptFailed, AttemptKey, DecodeRequest, SamplingParams, TokenBatch, TokenChunk
+from common.control.messages import (
+    AttemptFailed,
+    AttemptKey,
+    DecodeRequest,
+    EngineRequest,
+    SamplingParams,
+    TokenBatch,
+    TokenChunk,
+)
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import StepInput
@@ -18,7 +26,9 @@ from common.node.step_timer import StepTimer
 def sequence(name: str, priority: int = 0, tokens: int = 40, first: int = 1, arrival_s: float = 0.0) -> Sequence:
     ids = [first] * tokens
     sampling = SamplingParams(seed=0, max_tokens=4)
-    return Sequence(AttemptKey(name, 1), ids, tokens, sampling, root_hash("m"), arrival_s, priority)
+    return Sequence(
+        AttemptKey(name, 1), EngineRequest(ids, sampling, priority=priority), list(ids), root_hash("m"), arrival_s
+    )
 
 
 def scheduler() -> Scheduler:
@@ -149,7 +159,9 @@ def test_a_prompt_counts_as_queued_until_it_is_computed_on_either_node() -> None
     params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
     pair.request()
     pair.d.handle(
-        FromClient(ROUTER, DecodeRequest(AttemptKey("local", 1), list(range(500, 540)), 40, params, None, 60.0))
+        FromClient(
+            ROUTER, DecodeRequest(AttemptKey("local", 1), EngineRequest(list(range(500, 540)), params), [], None, 60.0)
+        )
     )
     for node in (pair.p, pair.d):
         for left in (40, 24, 8, 0):

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from common.base.errors import Unavailable
-from common.control.messages import PeerRef, SamplingParams, TokenChunk, TokenLogprobs
+from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router.fast.http_connection import Client
 from router.http.answer import Answer
 from router.http.openai_format import ChatFormat, FormatOptions, TextFormat
@@ -39,7 +39,7 @@ def no_collector() -> Iterator[None]:
 
 
 def _begin(dispatcher: Dispatcher, name: str, client: Client) -> Answer:
-    answer, request = Answer(), GenerationRequest([0] * 100, SamplingParams(seed=0, max_tokens=2))
+    answer, request = Answer(), GenerationRequest(EngineRequest([0] * 100, SamplingParams(seed=0, max_tokens=2)))
     answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
     answer.watch(client)
     return answer
@@ -114,7 +114,7 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
     async def main() -> None:
         answer, logprobs = Answer(), [TokenLogprobs(-0.5, [0, 1], [-0.5, -1.0])]
         for _ in range(2):
-            request = GenerationRequest([0], SamplingParams(seed=0, max_tokens=tokens))
+            request = GenerationRequest(EngineRequest([0], SamplingParams(seed=0, max_tokens=tokens)))
             generation = Generation("r", request, PIECES, cast("Any", None), max_attempts=1, on_news=answer.on_news)
             generation._deltas = [Delta("a", [at % 2], logprobs) for at in range(tokens)]
             generation.outcome = Outcome("length")

@@ -12,7 +12,7 @@ from support.stub_node import StubNode
 from common.base.clock import MockClock
 from common.base.errors import Unavailable
 from common.control import links
-from common.control.messages import Abort, AttemptKey, DecodeRequest, Message, SamplingParams
+from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Message, SamplingParams
 from router.nodes.node_table import NodeTable
 
 
@@ -52,7 +52,9 @@ def play(scene: Callable[[View, StubNode], Awaitable[None]]) -> None:
 
 
 def ask(number: int) -> DecodeRequest:
-    return DecodeRequest(AttemptKey(f"r{number}", 1), [1] * 100, 100, SamplingParams(seed=0, max_tokens=9), None, 9.0)
+    return DecodeRequest(
+        AttemptKey(f"r{number}", 1), EngineRequest([1] * 100, SamplingParams(seed=0, max_tokens=9)), [], None, 9.0
+    )
 
 
 def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch: object) -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from common.base.clock import MockClock
 from common.base.errors import BadRequest, Overloaded, Unavailable
-from common.control.messages import SamplingParams
+from common.control.messages import EngineRequest, SamplingParams
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests.dispatch import Dispatcher, DispatchSettings
 from router.requests.generation import Generation, GenerationRequest, Outcome
 from router.requests.placement import Placement, PlacementRequest
 
-REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=4), skip_special_tokens=False)
+REQUEST = GenerationRequest(EngineRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=4)), skip_special_tokens=False)
 
 
 def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 256) -> None:

@@ -8,12 +8,13 @@ from common.control.messages import (
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
+    EngineRequest,
     PeerRef,
     PrefillRequest,
     SamplingParams,
     TokenChunk,
 )
-from router.requests.flow import Flow, FlowRequest, State
+from router.requests.flow import Flow, State
 from router.requests.flow_events import (
     Chunk,
     Emit,
@@ -36,7 +37,7 @@ FIRST = AttemptKey("r", 1)
 
 def placed_flow(*, max_tokens: int = 5, relayed: bool = True, max_attempts: int = 3) -> Flow:
     flow = Flow(
-        FlowRequest("r", [1, 2], SamplingParams(seed=0, max_tokens=max_tokens)), max_attempts, jitter=lambda: 0.0
+        "r", EngineRequest([1, 2], SamplingParams(seed=0, max_tokens=max_tokens)), max_attempts, jitter=lambda: 0.0
     )
     flow.start()
     flow.handle(Placed(P if relayed else None, D, 9.0))
@@ -62,12 +63,12 @@ def aborted(instructions: Instructions) -> list[str]:
 
 
 def test_both_legs_are_asked_at_once_each_told_of_the_other() -> None:
-    flow = Flow(FlowRequest("r", [1, 2], SamplingParams(seed=0, max_tokens=5), "salt"))
+    flow = Flow("r", EngineRequest([1, 2], SamplingParams(seed=0, max_tokens=5), "salt"))
     assert flow.start() == [Place(1, 2, frozenset())]
     asked = [each.message for each in flow.handle(Placed(P, D, 9.0)) if isinstance(each, Send)]
     assert asked == [
-        DecodeRequest(FIRST, [1, 2], 2, flow.request.sampling, P, 9.0, "salt"),
-        PrefillRequest(FIRST, [1, 2], 2, flow.request.sampling, D, 9.0, "salt"),
+        DecodeRequest(FIRST, flow.request, [], P, 9.0),
+        PrefillRequest(FIRST, flow.request, [], D, 9.0),
     ]
 
 
@@ -116,7 +117,7 @@ def test_prefill_node_lost_after_its_token_but_before_the_decode_nodes_means_a_n
     assert isinstance(sent[0], Send)
     assert isinstance(sent[0].message, DecodeRequest)
     assert sent[0].message.token_ids == [1, 2, 10]
-    assert sent[0].message.prompt_len == 2
+    assert sent[0].message.request.prompt_ids == [1, 2]
 
 
 def test_prefill_node_lost_once_the_decode_node_speaks_does_not_matter() -> None:

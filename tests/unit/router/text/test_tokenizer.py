@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.stub_node import StubNode, make_model_folder
 
 import router.model_catalog
 from common.base.errors import BadRequest, ConfigError, Unavailable
+from common.model.fingerprint import tokenizer_digest
 from router.model_catalog import ModelCatalog
 from router.text.tokenizer import Tokenizer
 
@@ -166,4 +168,55 @@ def test_model_that_fails_to_load_in_any_way_is_told_to_clients(monkeypatch: pyt
         return told.value.message
 
     monkeypatch.setattr(router.model_catalog, "load", fail)
+    asyncio.run(main())
+
+
+def test_nodes_with_another_tokenizer_are_ignored_and_named(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Token ids would mean other text to them; their KV and their answers would be wrong without an error."""
+
+    async def main() -> None:
+        nodes = [StubNode("decode", name, str(folder), automatic=False) for name in ("same", "other", "untold")]
+        records = [node.record for node in nodes]
+        digests = (tokenizer_digest(folder), "0" * 32, "")
+        records = [
+            replace(record, model=replace(record.model, tokenizer=digest))
+            for record, digest in zip(records, digests, strict=True)
+        ]
+        catalog = ModelCatalog(model=str(folder), served_model_name=None, chat_template=None)
+        try:
+            await catalog.load_configured()
+            accepted = catalog.accept(records)
+            assert [record.peer.node_id for record in accepted] == ["same", "untold"]
+        finally:
+            catalog.close()
+            for node in nodes:
+                await node.close()
+
+    asyncio.run(main())
+    assert "other is ignored: its tokenizer.json differs" in caplog.text
+
+
+def test_a_router_without_the_nodes_tokenizer_says_so_to_clients(folder: Path) -> None:
+    """The folder that the nodes named exists on this machine, too, with another tokenizer in it."""
+
+    async def main() -> None:
+        node = StubNode("decode", "d0", str(folder), automatic=False)
+        catalog = ModelCatalog(model=None, served_model_name=None, chat_template=None)
+
+        def problem() -> str:
+            with pytest.raises(Unavailable) as told:
+                catalog.get(None)
+            return told.value.message
+
+        try:
+            catalog.accept([replace(node.record, model=replace(node.record.model, tokenizer="0" * 32))])
+            async with asyncio.timeout(20):
+                while "differs from that of the nodes" not in problem():
+                    await asyncio.sleep(0.001)
+        finally:
+            catalog.close()
+            await node.close()
+
     asyncio.run(main())

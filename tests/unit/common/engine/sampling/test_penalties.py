@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.base.hashing import root_hash
-from common.control.messages import AttemptKey, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sampling.host_sampler import sample
 from common.engine.sampling.penalties import TokenCounter, adjusted
 from common.engine.sequence import Sequence
@@ -23,7 +23,7 @@ VOCAB = 300
 
 def sequence(prompt: list[int], generated: list[int], **params: Any) -> Sequence:
     sampling = SamplingParams(**{"seed": 3, "max_tokens": 500, **params})
-    return Sequence(AttemptKey("r", 1), prompt + generated, len(prompt), sampling, root_hash("f"), 0.0)
+    return Sequence(AttemptKey("r", 1), EngineRequest(prompt, sampling), prompt + generated, root_hash("f"), 0.0)
 
 
 def spec_of(seq: Sequence) -> SampleSpec:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from random import Random
 
 import torch
 
 from common.model.config import DEMO_MODEL_PATH
+from common.tools import demo
 from common.tools.demo.train import answer_labels, document_mask, windows
 
 BOS, EOS, SYSTEM, USER, ASSISTANT = range(5)
@@ -38,7 +40,7 @@ def test_windows_are_full_and_begin_with_a_document():
 
 def test_readme_reports_the_figures_of_the_shipped_model():
     report = json.loads((DEMO_MODEL_PATH / "training.json").read_text(encoding="utf-8"))
-    readme = (DEMO_MODEL_PATH.parent / "README.md").read_text(encoding="utf-8")
+    readme = Path(demo.__file__).with_name("README.md").read_text(encoding="utf-8")
     for key in ("final_train_loss", "held_out_loss"):
         assert f"{report[key]:.4f} nats" in readme
     for key in ("parameters", "train_tokens", "held_out_tokens", "steps", "trained_tokens"):
