@@ -25,7 +25,8 @@ import typer.main
 from common.base import logs
 from common.base.errors import ConfigError, KvRelayError
 from common.base.process import die_with_parent, end_process
-from common.config.options import ServiceConfig, field_infos
+from common.config.fields import field_infos
+from common.config.options import ServiceConfig
 from common.config.sources import (
     BOOLEANS,
     CONFIG_FILE_VARIABLE,

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from common.base.errors import ConfigError
-from common.config.options import SERVICES, ServiceConfig, field_infos
+from common.config.fields import field_infos
+from common.config.options import SERVICES, ServiceConfig
 
 ENV_PREFIX = "KVRELAY_"
 CONFIG_FILE_VARIABLE = "KVRELAY_CONFIG"

@@ -94,8 +94,8 @@ def _kv_dtype(wanted: str, model_dtype: str) -> str:
 
 def batched_tokens(config: NodeConfig, plan: NodePlan) -> int:
     """`--max-num-batched-tokens`, which by default depends on the device."""
-    on_cpu, on_gpu = config.default_rows
-    return config.max_num_batched_tokens or (on_cpu if plan.device == "cpu" else on_gpu)
+    default = config.step_tokens.on_cpu if plan.device == "cpu" else config.step_tokens.on_gpu
+    return config.max_num_batched_tokens or default
 
 
 def _parse_layers(text: str) -> tuple[int, ...]:

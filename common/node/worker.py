@@ -15,7 +15,7 @@ from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.choose import choose_attention, worth_recording
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
-from common.config.options import CPU_KV_GB, NodeConfig
+from common.config.options import NodeConfig
 from common.engine.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder, Recorder, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.sampling.base import HostSampler
@@ -65,7 +65,7 @@ class Worker:
             * (self.shard.layer_hi - self.shard.layer_lo)
             * (self.shard.head_hi - self.shard.head_lo)
         )
-        kv_bytes = int((config.kv_memory_gb or CPU_KV_GB) * 2**30)
+        kv_bytes = int(config.cpu_kv_gb * 2**30)
         blocks = config.kv_blocks or kv_bytes // per_block
         self.max_blocks = blocks if meter is None else self._blocks_on_gpu(meter, per_block)
         """KV blocks that fit into this rank's memory."""

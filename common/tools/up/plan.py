@@ -1,4 +1,4 @@
-"""What `kvrelay up` is to run, and what to do when something of it dies. Pure: no processes, no clock."""
+"""Plans which processes `kvrelay up` runs. Pure: no processes, no clock."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig, field_infos
+from common.config.fields import field_infos
+from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
 from common.config.sources import ENV_PREFIX, Source
 from common.tools.up.gpus import VISIBLE, NodeGpus, share_gpus
 from common.tools.up.routers import ADMIN_HOST, RouterPlace
 
 ServiceRole = Literal["redis", "router", "prefill", "decode"]
 STOP_ORDER: tuple[ServiceRole, ...] = ("router", "prefill", "decode", "redis")
-"""Clients first, so that nobody sees a node vanish below it; what everybody needs last."""
+"""Clients before what they use: no service sees a node vanish, and Redis stops last."""
 
 _YIELDING_NICE = 10
-"""Niceness of the side that `favor` does not favor; under contention it still keeps most of its throughput."""
+"""Niceness of the role that `favor` does not favor; under contention it still keeps most of its throughput."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,13 @@ class ChildSpec:
     role: ServiceRole
     argv: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Added to ours; carries what must not be seen in a process list."""
+    """Added to the supervisor's environment; carries secrets, which must not appear in a process list."""
     node_id: str | None = None
-    """By which it is found in the membership."""
+    """Id in the membership; nodes only."""
     url: str = ""
-    """At which a router is asked for its health."""
+    """URL of the API; routers only."""
     quiet: bool = False
-    """Its output is shown only when it ends unasked."""
+    """Show its output only if it ends unexpectedly."""
 
 
 def plan_children(
@@ -48,13 +49,13 @@ def plan_children(
     admin_token: str,
     gpus: list[str],
 ) -> list[ChildSpec]:
-    """The children in order of start. `own_redis` is the command of a Redis to run, None for a foreign one; `gpus`
-    are the CUDA gpus that the nodes may use, which are shared among them.
+    """The children in start order.
 
-    All services get `admin_token`.
+    `own_redis` is the command of the Redis server to run, None if an existing one is used. `gpus` are the CUDA GPUs to
+    distribute over the nodes. All services get `admin_token`.
 
-    A field of `config` that a service has too is passed on only if it was set by a flag, by the environment or in
-    the [up] table: what stands elsewhere in a file reaches the service through the file itself.
+    An option of `config` that a service has too is passed on only if it was set by a flag, the environment or the [up]
+    table: a value from elsewhere in a file reaches the service through the file itself.
     """
     children: list[ChildSpec] = []
     if own_redis is not None:
@@ -70,15 +71,15 @@ def plan_children(
         for index in range(count):
             name = f"{role}-{index}"
             own = {"model": config.model, "redis_url": redis_url, "cluster": config.cluster}
-            # In a Redis that others use too, plain names would collide with those of another `kvrelay up`.
+            # In a shared Redis, plain names would collide with those of another `kvrelay up`.
             node_id = name if own_redis is not None else f"{name}-{host_name}-{routers[0].port}"
             own |= {"node_id": node_id, "host": "127.0.0.1", "port": "0", "data_port": "0"}
             own |= {"admin_token": admin_token, "admin_port": "0", "admin_host": ADMIN_HOST}
             share = next(shares)
-            own |= _ranks(role, config) | _utilization(role, config, share)
-            if yields(config.favor) == role:
+            own |= _role_options(role, config, share)
+            if yielding_role(config.favor) == role:
                 own["nice"] = str(_YIELDING_NICE)
-            if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before everything does
+            if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
                 own["start_timeout_s"] = str(config.start_timeout_s)
             node = _service(name, cls, config, sources, own, node_id)
             if share is not None:
@@ -87,27 +88,18 @@ def plan_children(
     return children
 
 
-def _ranks(role: str, config: UpConfig) -> dict[str, str]:
-    """How many ranks each node of `role` gets. Also where it is one: gpus and memory were counted by these figures."""
-    if role == "prefill":
-        return {"tensor_parallel_size": str(config.prefill_tp)}
-    return {
-        "tensor_parallel_size": str(config.decode_tp),
-        "pipeline_parallel_size": str(config.decode_pp),
-        "pp_layers": config.decode_pp_layers,
-    }
+def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:
+    """What `config` sets for the nodes of `role` only, defaults included: GPUs and memory were planned with them."""
+    options = {} if share is None else {"gpu_memory_utilization": str(share.utilization)}
+    for name, info in field_infos(UpConfig).items():
+        value = getattr(config, name)
+        if info.sets is not None and info.sets[0] == role and value is not None:
+            options[info.sets[1]] = str(value)
+    return options
 
 
-def _utilization(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:
-    """What a node of `role` may take of its gpus, where there are any or somebody said it."""
-    stated = config.prefill_gpu_memory_utilization if role == "prefill" else config.decode_gpu_memory_utilization
-    if stated is None and share is not None:
-        stated = share.utilization
-    return {} if stated is None else {"gpu_memory_utilization": str(stated)}
-
-
-def yields(favor: str) -> str | None:
-    """The role that stands back on the processor."""
+def yielding_role(favor: str) -> str | None:
+    """The role that gets less processor time."""
     return {"itl": "prefill", "ttft": "decode"}.get(favor)
 
 
@@ -126,8 +118,8 @@ def _service(
         if key in infos and not infos[key].own and source not in ("default", "file")
     }
     if cls is RouterConfig:
-        # The router takes the model from what its nodes report, which is where they really found it; not from a file or
-        # a variable that names another.
+        # The router uses the model that its nodes report, since they know where they found it, whatever else a file or
+        # a variable names.
         options["model"] = "none"
     options |= own
     argv = [sys.executable, "-m", "common.cli", cls.section]

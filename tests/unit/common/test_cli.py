@@ -9,7 +9,8 @@ from importlib.metadata import EntryPoint
 import pytest
 from support.paths import ROOT
 
-from common.config.options import SERVICES, field_infos
+from common.config.fields import field_infos
+from common.config.options import SERVICES
 
 
 def kvrelay(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

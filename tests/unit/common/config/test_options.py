@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.base.errors import ConfigError
-from common.config.options import SERVICES, DecodeConfig, PrefillConfig, RouterConfig, UpConfig, field_infos
+from common.config.fields import field_infos
+from common.config.options import SERVICES, DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config.sources import field_type, resolve, type_label
 
 

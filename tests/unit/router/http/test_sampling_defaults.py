@@ -11,7 +11,7 @@ import pytest
 from support.stub_node import make_model_folder
 
 from common.base.errors import BadRequest, ConfigError
-from common.config.options import GenerationConfig
+from common.config.groups import GenerationConfig
 from common.control.messages import SamplingParams
 from common.model.config import DEMO_MODEL_PATH
 from router.http.api import _generation_request, _Origin

@@ -1,0 +1,83 @@
+"""One option as a dataclass field: its default, its bounds, its help text and its other names. Pure data.
+
+`common.cli` derives flags and help from it, `common.config.sources` environment variables and TOML keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from common.base.errors import ConfigError
+
+HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """Everything about an option that its type and default do not say."""
+
+    help: str
+    group: str = "General"
+    """Heading in `--help`."""
+    low: float | None = None
+    high: float | None = None
+    aliases: tuple[str, ...] = ()
+    """Names of the same flag in vLLM or SGLang."""
+    own: bool = False
+    """Means something different for each service, so it cannot be at a file's top level."""
+    secret: bool = False
+    """Never shown; passed to child processes by environment, not on the command line."""
+    sets: tuple[str, str] | None = None
+    """`kvrelay up` only: (role, option). The value is passed as this option to each node of this role."""
+
+
+def option(
+    default: Any,
+    help: str,
+    group: str,
+    *aliases: str,
+    low: float | None = None,
+    high: float | None = None,
+    own: bool = False,
+    secret: bool = False,
+) -> Any:
+    """Declare an option."""
+    info = FieldInfo(help, group, low, high, aliases, own, secret)
+    return dataclasses.field(default=default, metadata={"info": info})
+
+
+def port_option(default: int, help: str, group: str) -> Any:
+    """Declare a TCP port to listen on; 0 picks a free one."""
+    return option(default, help, group, low=0, high=HIGHEST_PORT, own=True)
+
+
+def variant(owner: type, name: str, **changes: Any) -> Any:
+    """Declare the option `name` of `owner` once more, with `changes` to its default or `FieldInfo`."""
+    original = next(f for f in dataclasses.fields(owner) if f.name == name)
+    default = changes.pop("default", original.default)
+    info = dataclasses.replace(original.metadata["info"], **changes)
+    return dataclasses.field(default=default, metadata={"info": info})
+
+
+def for_role(role: str, owner: type, name: str, group: str, help: str, **changes: Any) -> Any:
+    """Declare an option of `kvrelay up` that sets the option `name` of `owner` for the nodes of one role."""
+    return variant(owner, name, group=group, help=help, aliases=(), own=False, sets=(role, name), **changes)
+
+
+def field_infos(cls: type) -> dict[str, FieldInfo]:
+    """The `FieldInfo` of each option, in the order of `--help`."""
+    return {f.name: f.metadata["info"] for f in dataclasses.fields(cls)}
+
+
+def check_bounds(name: str, value: Any, info: FieldInfo) -> None:
+    """Raises: ConfigError if `value` is not finite or out of range."""
+    if value is None or isinstance(value, str):
+        return
+    if not (value == value and abs(value) != float("inf")):
+        raise ConfigError(f"{name} must be finite, not {value}")
+    if info.low is not None and value < info.low:
+        raise ConfigError(f"{name} must be at least {info.low:g}, not {value}")
+    if info.high is not None and value > info.high:
+        raise ConfigError(f"{name} must be at most {info.high:g}, not {value}")

@@ -1,0 +1,356 @@
+"""Option groups: each option of any service is declared here or in `common.config.options`, once.
+
+A service's configuration inherits the groups it needs; where it differs (another default, another help text), it
+declares a `variant`. Pure data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.base.hashing import BLOCK_SIZE
+from common.config.fields import for_role, option, port_option
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+Favor = Literal["itl", "balanced", "ttft"]
+KvTransport = Literal["auto", "zmq", "shm", "cuda_ipc", "collective"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
+Quantization = Literal["auto", "fp8"]
+GenerationConfig = Literal["auto", "none"]
+
+CPU_KV_GB = 1.0
+"""Default KV cache memory of a rank on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """Where a service listens."""
+
+    host: str = option("127.0.0.1", "Interface to listen on.", "Network", own=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions(ListenOptions):
+    """Where the HTTP API listens."""
+
+    port: int = port_option(8000, "Port of the HTTP API.", "Network")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeAddressOptions(ListenOptions):
+    """How the cluster names and reaches a node."""
+
+    node_id: str | None = option(
+        None,
+        "Node name in the cluster, kept over restarts; by default <role>-<host name>-<random>.",
+        "Network",
+        own=True,
+    )
+    advertise_host: str | None = option(
+        None,
+        "Name or address by which others reach this node; by default --host, or if that is every interface, the "
+        "address that routes to Redis.",
+        "Network",
+        own=True,
+    )
+    port: int = port_option(0, "Port of the control socket; 0 picks a free one.", "Network")
+    data_port: int = port_option(0, "Port of the KV data socket; 0 picks a free one.", "Network")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipOptions:
+    """How a service takes part in the cluster's membership."""
+
+    redis_url: str = option(
+        "redis://127.0.0.1:6379/0",
+        "Redis for the cluster membership (redis://, rediss:// or unix://).",
+        "Network",
+        secret=True,
+    )
+    lease_s: float = option(3.0, "Lease in seconds: longer silence counts as failure.", "Network", low=0.3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model and how its weights are loaded."""
+
+    model: str = option(
+        "demo", "Model folder or hub name; demo is a small model that is included.", "Model", "--model-path"
+    )
+    served_model_name: str | None = option(
+        None, "Name of the model in the API; by default the name of its folder.", "Model"
+    )
+    dtype: DtypeName = option(
+        "auto",
+        "Type of weights and activations; auto uses the type the model was saved in, but on a GPU bfloat16 instead of "
+        "float32.",
+        "Model",
+    )
+    load_format: LoadFormat = option(
+        "auto", "auto reads the weights; dummy generates random ones from config.json alone.", "Model"
+    )
+    seed: int = option(0, "Random seed of dummy weights.", "Model")
+    max_model_len: int | None = option(
+        None,
+        "Maximum sequence length in tokens, prompt and answer together; by default the model's limit.",
+        "Model",
+        "--context-length",
+        low=1,
+    )
+    kv_cache_dtype: KvCacheDtype = option(
+        "auto",
+        "Type of the KV cache, the same on all nodes; auto uses the model's type; fp8 means fp8_e4m3.",
+        "Model",
+    )
+    quantization: Quantization = option(
+        "auto",
+        "auto reads weights in the format that the checkpoint declares; fp8 refuses a checkpoint that is not FP8.",
+        "Model",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityOptions:
+    """How much a node computes at once and how much KV it holds."""
+
+    max_num_seqs: int = option(64, "Maximum number of sequences in one step.", "Capacity", low=1)
+    kv_blocks: int | None = option(
+        None,
+        f"Number of KV cache blocks of {BLOCK_SIZE} tokens; by default as many as fit in --kv-memory-gb.",
+        "Capacity",
+        "--num-gpu-blocks-override",
+        low=2,
+    )
+    kv_memory_gb: float | None = option(
+        None,
+        "KV cache memory of each rank in GB, unless --kv-blocks is given; by default "
+        f"{CPU_KV_GB:g} on a CPU, on a GPU what --gpu-memory-utilization leaves.",
+        "Capacity",
+        low=1e-6,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Where and how steps run."""
+
+    device: DeviceName = option(
+        "auto", "Device to compute on: auto uses a CUDA GPU if PyTorch finds one, else the CPU.", "Device"
+    )
+    enforce_eager: bool = option(
+        False, "Run decode steps on a GPU without CUDA graphs: slower steps, faster start.", "Device"
+    )
+    async_scheduling: bool | None = option(
+        None, "Prepare the next step while the current one runs; by default on a GPU only.", "Device"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuMemoryOptions:
+    """How much GPU memory a node takes."""
+
+    gpu_memory_utilization: float = option(
+        0.9,
+        "Fraction of a GPU's total memory that one rank of this node may use, including weights and KV cache; the "
+        "fractions of two nodes on one GPU must fit together.",
+        "Device",
+        low=0.01,
+        high=1.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayOptions:
+    """How KV moves between nodes."""
+
+    kv_transport: KvTransport = option(
+        "auto",
+        "KV transport: auto uses CUDA IPC or shared memory within one host, NCCL between CUDA devices, else ZMQ; "
+        "collective is torch.distributed (gloo or NCCL).",
+        "Network",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """The ranks of a node."""
+
+    tensor_parallel_size: int = option(
+        1, "Tensor-parallel ranks: they share every layer of the model.", "Ranks", "--tp", low=1, high=64, own=True
+    )
+    nnodes: int = option(
+        1, "Number of hosts that this node's ranks are spread over.", "Ranks", low=1, high=64, own=True
+    )
+    node_rank: int = option(0, "Index of this host among them; 0 is the leader.", "Ranks", low=0, high=63, own=True)
+    master_addr: str = option("127.0.0.1", "Address of the leader's host, for ranks on other hosts.", "Ranks", own=True)
+    master_port: int = port_option(
+        0, "Port on the leader's host; 0 picks a free one, which works on a single host only.", "Ranks"
+    )
+    rank_timeout_s: float = option(
+        120.0, "Seconds that ranks wait for each other; must exceed the longest step.", "Ranks", low=0.1
+    )
+    start_timeout_s: float = option(
+        600.0, "Seconds that a node may take to start, with all its ranks.", "Ranks", low=1, own=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """The pipeline stages of a node."""
+
+    pipeline_parallel_size: int = option(
+        1,
+        "Pipeline stages that this node's layers are split into, each with --tensor-parallel-size ranks.",
+        "Ranks",
+        "--pp",
+        low=1,
+        high=64,
+        own=True,
+    )
+    pp_layers: str = option(
+        "", "Layers of each stage, as in 10,14; empty splits the work evenly, including the LM head.", "Ranks", own=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """What clients of the HTTP API may do."""
+
+    api_key: str = option(
+        "", "Key that clients must send as a bearer token; empty accepts every client.", "Clients", secret=True
+    )
+    chat_template: str | None = option(
+        None, "File with a Jinja chat template, used instead of the model's own.", "Clients"
+    )
+    generation_config: GenerationConfig = option(
+        "auto",
+        "Defaults of temperature, top_p, top_k, min_p, repetition_penalty and the answer's length: auto reads the "
+        "model's generation_config.json, none uses OpenAI's defaults.",
+        "Clients",
+    )
+    request_timeout_s: float = option(
+        600.0, "Seconds after which an unfinished request is aborted.", "Clients", low=0.001
+    )
+    max_waiting: int = option(
+        256, "Maximum number of requests waiting for a first token; further requests get 429.", "Clients", low=1
+    )
+    max_queue_wait_s: float = option(
+        60.0, "Seconds that a request may wait in the router's admission queue before it gets 429.", "Clients", low=0
+    )
+    slo_ttft: float = option(
+        0.0,
+        "Reject a request early (429) if its first token is expected to take longer than this many seconds; 0: never.",
+        "Clients",
+        low=0,
+    )
+    slo_tpot: float = option(
+        0.0,
+        "Reject a request early (429) if each token is expected to take longer than this many seconds; 0: never.",
+        "Clients",
+        low=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """How a router chooses nodes."""
+
+    local_prefill_tokens: int | None = option(
+        None,
+        "The decode node itself prefills prompts with at most this many uncached tokens; by default kv_aware decides "
+        "by its estimates, and the other policies use 32.",
+        "Routing",
+        low=0,
+    )
+    policy: str = option(
+        "kv_aware",
+        "Policy that selects nodes: kv_aware, least_load, round_robin, random, power_of_two or session.",
+        "Routing",
+    )
+    max_attempts: int = option(3, "Consecutive attempts without a token before a request fails.", "Routing", low=1)
+    index_blocks: int = option(
+        10_000_000,
+        "Maximum number of blocks in the router's prefix index, about 60 bytes each; the least recently used are "
+        "dropped first.",
+        "Routing",
+        low=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminOptions:
+    """The admin API."""
+
+    admin_port: int = port_option(
+        0, "Port of the admin API, which exists only with --admin-token; 0 picks a free one.", "Admin"
+    )
+    admin_token: str = option(
+        "",
+        "Token that `kvrelay admin` must send, the same in the whole cluster; without one there is no admin API.",
+        "Admin",
+        secret=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminHostOptions(AdminOptions):
+    """The admin API of a service that may be on any host."""
+
+    admin_host: str = option("127.0.0.1", "Interface that the admin API listens on.", "Admin", own=True)
+
+
+def _gpu_memory_of(role: str) -> str:
+    whole = GpuMemoryOptions.gpu_memory_utilization
+    return (
+        f"Fraction of a GPU's memory for each {role} node on it, as its --gpu-memory-utilization; by default the nodes "
+        f"on one GPU get equal parts of {whole:g}."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Which processes `kvrelay up` starts, and what differs between the roles."""
+
+    routers: int = option(
+        1, "Routers to run, on consecutive ports, for a load balancer in front.", "Cluster", low=1, high=64
+    )
+    prefill: int = option(1, "Prefill nodes to run.", "Cluster", low=0, high=64)
+    decode: int = option(1, "Decode nodes to run.", "Cluster", low=1, high=64)
+    prefill_tp: int = for_role(
+        "prefill", RankOptions, "tensor_parallel_size", "Cluster", "Tensor-parallel ranks of each prefill node."
+    )
+    decode_tp: int = for_role(
+        "decode",
+        RankOptions,
+        "tensor_parallel_size",
+        "Cluster",
+        "Tensor-parallel ranks of each stage of each decode node.",
+    )
+    decode_pp: int = for_role(
+        "decode", PipelineOptions, "pipeline_parallel_size", "Cluster", "Pipeline stages of each decode node."
+    )
+    decode_pp_layers: str = for_role(
+        "decode", PipelineOptions, "pp_layers", "Cluster", "Layers of each of these stages, as in 10,14."
+    )
+    favor: Favor = option(
+        "balanced", "Who gets the processor first: itl favors running streams, ttft new prompts.", "Cluster"
+    )
+    pid_file: str | None = option(
+        None, "JSON file that lists the running processes (name, role, pid, address) at any time.", "Cluster", own=True
+    )
+    start_timeout_s: float = option(
+        120.0,
+        "Seconds until everything must be ready, and later each restarted process.",
+        "Cluster",
+        low=1,
+        own=True,
+    )
+    prefill_gpu_memory_utilization: float | None = for_role(
+        "prefill", GpuMemoryOptions, "gpu_memory_utilization", "Device", _gpu_memory_of("prefill"), default=None
+    )
+    decode_gpu_memory_utilization: float | None = for_role(
+        "decode", GpuMemoryOptions, "gpu_memory_utilization", "Device", _gpu_memory_of("decode"), default=None
+    )
