@@ -40,12 +40,12 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.engine.executor import Executor
-from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Received, ReceiveFailed
+from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Opened, Received, ReceiveFailed
 from common.engine.scheduler import Progress, Scheduler, insert_by_priority
 from common.kv.layout import KVLayout, check_compatible
 from common.node.core import Attempt, NodeCore
 from common.node.events import ClientLost, FromClient, SendBuffer
-from kvtransfer.node_transfers import NodeReceiver, Opened
+from kvtransfer.node_transfers import NodeReceiver
 from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ def run(fields: dict[str, Any], rank: int, leader: str) -> None:
     prepare_compute(config.threads, nice=0)  # the leader's niceness is inherited
     with lasting_imports():
         from common.node.ranks.process import RankProcess
-        from decode_node.rank_end import ReceivingRank
-        from decode_node.service import CODEC, plan_of
+        from decode_node.rank_end import receiving_rank
+        from decode_node.service import plan_of
 
-    process = RankProcess(config, plan_of(config), rank, leader, CODEC)
-    process.run(small_batches=True, make_end=ReceivingRank)
+    process = RankProcess(config, plan_of(config), rank, leader)
+    process.run(small_batches=True, make_end=receiving_rank)
 
 
 def main() -> None:

@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.base.clock import monotonic
-from common.node.address import advertised
+from common.cluster.address import advertised
 from common.node.plan import NodePlan, fit_memory, make_record, make_scheduler, node_id_for, plan_node
 from common.node.ranks.launch import Leader, follow, share_cores
-from common.node.ranks.messages import rank_codec
 from common.node.server import NodeServer
 from decode_node.node import DecodeNode
-from kvtransfer.node_transfers import ORDER_TYPES, NodeReceiver, TransferReport
+from kvtransfer.node_transfers import NodeReceiver
 from kvtransfer.transports.factory import make_receiver
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_ACCEPTED = 1024
-CODEC = rank_codec(*ORDER_TYPES, TransferReport)
 
 
 def plan_of(config: DecodeConfig) -> NodePlan:
@@ -40,11 +38,11 @@ async def serve(config: DecodeConfig, plan: NodePlan, forks: Sequence[ForkedRank
     """
     config = share_cores(config, plan.world_size // config.nnodes, os.cpu_count() or 1)
     if config.node_rank > 0:
-        await follow(config, "decode", plan, CODEC, forks)
+        await follow(config, "decode", plan, forks)
         return
     server = NodeServer(config, node_id_for("decode", config))
     await server.bind()
-    leader = Leader(config, "decode", plan, CODEC, forks)
+    leader = Leader(config, "decode", plan, forks)
     await leader.start(small_batches=True)
     try:
         plan = fit_memory(plan, config, leader.num_blocks)
@@ -63,7 +61,7 @@ async def serve(config: DecodeConfig, plan: NodePlan, forks: Sequence[ForkedRank
             ),
         )
         await leader.begin(server.me.incarnation, advertised(receiver.address, config))
-        leader.watch(server.post, receiver.on_report, server.on_crash)
+        leader.watch(server.post, receiver.on_event, server.on_crash)
         me = replace(server.me, data_addresses=leader.data_addresses)
         node = DecodeNode(
             me,
@@ -84,7 +82,7 @@ async def serve(config: DecodeConfig, plan: NodePlan, forks: Sequence[ForkedRank
                 make_record("decode", me, config, plan, leader.num_blocks),
                 node.scheduler.pool.journal,
                 on_ready=lambda: log.info("decode node %s ready at %s", me.node_id, me.control_address),
-                describe=lambda: {"ranks": leader.ranks(), "relays": receiver.traffic.describe()},
+                describe=lambda: {"ranks": leader.ranks(), "relays": receiver.describe()},
             )
         finally:
             receiver.close()

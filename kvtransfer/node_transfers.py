@@ -1,132 +1,69 @@
-"""The transfer ends of a node with several ranks, as its leader sees them: one `KVSender`, one `KVReceiver`.
+"""One transfer over all ranks of a node.
 
-The leader's own rank is called directly; the others get orders over their link (`common.node.ranks.links`) and report back.
-An attempt is received when every rank has all its slices, and released when every rank has released it; the first
-failure of any rank fails it for all. Methods are called by the engine's thread, reports come from transfer
-threads and the link's thread.
+The leader uses a `NodeSender` or a `NodeReceiver`. It calls its own rank's end directly and sends the other ranks orders
+over their links (`common.node.ranks.links`); there a `RankSender` or a `RankReceiver` applies them and reports the end's
+events back. An attempt is received when every rank has all its slices, and released when every rank has released it; the
+first failure of any rank fails it for all.
+
+The leader's methods are called by the engine's thread; events come from transfer threads and the link's thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from common.base.errors import KvRelayError, TransferError, from_code
 from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import (
+    AbortOrder,
     DestinationReleased,
+    DisconnectOrder,
+    GrantOrder,
     IncomingTransfer,
     KVReceiver,
     KVSender,
+    OnBlocksFinal,
     OnReceiverEvent,
     OnSenderEvent,
+    OnTransferEvent,
+    OpenDestinationOrder,
+    Opened,
+    OpenSourceOrder,
     OutgoingTransfer,
     Received,
     ReceiveFailed,
     ReceiverEvent,
-    SenderEvent,
     SourceReleased,
     Traffic,
+    TransferEvent,
+    TransferOrder,
 )
 from kvtransfer.traffic import TrafficLog
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Every rank accepts slices of this attempt: the grant may go out."""
-
-    key: AttemptKey
-
-
-# Orders of the leader to the transfer end of another rank.
-
-
-@dataclass(frozen=True)
-class Open:
-    """`KVSender.open` or `KVReceiver.open`; one of the two is set."""
-
-    outgoing: OutgoingTransfer | None = None
-    incoming: IncomingTransfer | None = None
-
-
-@dataclass(frozen=True)
-class Granted:
-    """`KVSender.grant`."""
-
-    grant: Grant
-
-
-@dataclass(frozen=True)
-class Stop:
-    """`abort`."""
-
-    key: AttemptKey
-
-
-@dataclass(frozen=True)
-class Disconnect:
-    """`KVSender.disconnect`."""
-
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class TransferReport:
-    """An event of a rank's transfer end, errors as (code, message)."""
-
-    rank: int
-    kind: str
-    key: AttemptKey
-    size_bytes: int = 0
-    code: str | None = None
-    message: str = ""
-    traffic: tuple[Traffic, ...] = ()
-
-
-TransferOrder = Open | Granted | Stop | Disconnect
-ORDER_TYPES: tuple[type, ...] = (Open, Granted, Stop, Disconnect)
-
-
-def apply(end: KVSender | KVReceiver, order: TransferOrder) -> None:
-    """Carry an order out on a rank."""
-    match order:
-        case Open(outgoing, incoming):
-            transfer = outgoing if outgoing is not None else incoming
-            end.open(transfer)  # type: ignore[arg-type]  # the leader sends each end its own kind
-        case Granted(grant):
-            end.grant(grant)  # type: ignore[union-attr]
-        case Stop(key):
-            end.abort(key)
-        case Disconnect(incarnation):
-            end.disconnect(incarnation)  # type: ignore[union-attr]
-
-
-def to_report(rank: int, event: SenderEvent | ReceiverEvent | Opened) -> TransferReport:
-    """What travels to the leader."""
-    error = event.error if isinstance(event, SourceReleased | ReceiveFailed) else None
-    size_bytes = 0
-    if isinstance(event, SourceReleased):
-        size_bytes = event.bytes_sent
-    elif isinstance(event, Received):
-        size_bytes = event.bytes_received
-    code = None if error is None else (error.code if isinstance(error, KvRelayError) else TransferError.code)
-    message = "" if error is None else str(error)
-    traffic = event.traffic if isinstance(event, SourceReleased | Received) else ()
-    return TransferReport(rank, type(event).__name__, event.key, size_bytes, code, message, traffic)
+def name_rank(rank: int, event: TransferEvent) -> TransferEvent:
+    """`event`, its error, if it has one, naming the rank and being a `KvRelayError`."""
+    if not isinstance(event, SourceReleased | ReceiveFailed) or event.error is None:
+        return event
+    error = event.error
+    code = error.code if isinstance(error, KvRelayError) else TransferError.code
+    return replace(event, error=from_code(code, f"rank {rank}: {error}"))
 
 
 @dataclass
 class _Gathered:
-    """What the ranks have said of one attempt."""
+    """What the ranks have reported of one attempt."""
 
     peer: tuple[str, str] = ("", "")
     """The other node and its incarnation."""
-    reports: int = 0
+    released: int = 0
     opened: int = 1
     received: int = 0
     size_bytes: int = 0
-    error: KvRelayError | None = None
+    error: Exception | None = None
     failed: bool = False
     traffic: list[Traffic] = field(default_factory=list[Traffic])
 
@@ -138,6 +75,8 @@ def _check_new(key: AttemptKey, live: dict[AttemptKey, _Gathered]) -> None:
 
 class NodeSender:
     """`KVSender` over all ranks: `SourceReleased` once, when the last rank has released."""
+
+    address = ""
 
     def __init__(
         self,
@@ -151,22 +90,24 @@ class NodeSender:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._open: dict[AttemptKey, _Gathered] = {}
-        self.traffic = TrafficLog("to")
-        self.local = make_local(lambda event: self.on_report(to_report(0, event)))
+        self._traffic = TrafficLog("to")
+        self.local = make_local(lambda event: self.on_event(name_rank(0, event)))
+        self.on_blocks_final: OnBlocksFinal | None = self.local.blocks_final
 
     def open(self, transfer: OutgoingTransfer) -> None:
         """As `KVSender.open`. Raises: TransferError if it is open already; no rank has heard of it then."""
         with self._lock:
             _check_new(transfer.key, self._open)
             self._open[transfer.key] = _Gathered()
-        self._broadcast(Open(outgoing=transfer))
+        self._broadcast(OpenSourceOrder(transfer))
         self.local.open(transfer)
 
     def grant(self, grant: Grant) -> None:
+        """As `KVSender.grant`."""
         with self._lock:
             if gathered := self._open.get(grant.key):
                 gathered.peer = (grant.dst.node_id, grant.dst.incarnation)
-        self._broadcast(Granted(grant))
+        self._broadcast(GrantOrder(grant))
         self.local.grant(grant)
 
     def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
@@ -174,34 +115,41 @@ class NodeSender:
         self.local.blocks_final(key, layer, num_blocks)
 
     def abort(self, key: AttemptKey) -> None:
-        self._broadcast(Stop(key))
+        """As `KVSender.abort`."""
+        self._broadcast(AbortOrder(key))
         self.local.abort(key)
 
     def disconnect(self, incarnation: str) -> None:
-        self._broadcast(Disconnect(incarnation))
+        """As `KVSender.disconnect`."""
+        self._broadcast(DisconnectOrder(incarnation))
         self.local.disconnect(incarnation)
 
+    def describe(self) -> list[dict[str, Any]]:
+        """The bytes moved, by pair of ranks, as plain data."""
+        return self._traffic.describe()
+
     def close(self) -> None:
+        """Close the leader's own end."""
         self.local.close()
 
-    def on_report(self, report: TransferReport) -> None:
-        """Any rank's end has released its source blocks."""
+    def on_event(self, event: TransferEvent) -> None:
+        """One rank's end has released its source blocks."""
+        assert isinstance(event, SourceReleased), event
         with self._lock:
-            gathered = self._open[report.key]
-            gathered.reports += 1
-            gathered.size_bytes += report.size_bytes
-            gathered.traffic += report.traffic
-            first_error = gathered.error is None and report.code is not None
-            if first_error and report.code is not None:
-                gathered.error = from_code(report.code, f"rank {report.rank}: {report.message}")
-            done = gathered.reports == self._world_size
+            gathered = self._open[event.key]
+            gathered.released += 1
+            gathered.size_bytes += event.bytes_sent
+            gathered.traffic += event.traffic
+            first_error = gathered.error is None and event.error is not None
+            gathered.error = gathered.error or event.error
+            done = gathered.released == self._world_size
             if done:
-                del self._open[report.key]
+                del self._open[event.key]
         if done:
-            self.traffic.add(*gathered.peer, gathered.traffic)
-            self._on_event(SourceReleased(report.key, gathered.size_bytes, gathered.error, tuple(gathered.traffic)))
+            self._traffic.add(*gathered.peer, gathered.traffic)
+            self._on_event(SourceReleased(event.key, gathered.size_bytes, gathered.error, tuple(gathered.traffic)))
         elif first_error:
-            self.abort(report.key)
+            self.abort(event.key)
 
 
 class NodeReceiver:
@@ -210,11 +158,13 @@ class NodeReceiver:
     A slice must not reach a rank that does not expect it yet, so `open` may be answered later, by `Opened`.
     """
 
+    on_blocks_final: OnBlocksFinal | None = None
+
     def __init__(
         self,
         world_size: int,
         broadcast: Callable[[TransferOrder], None],
-        on_event: Callable[[ReceiverEvent | Opened], None],
+        on_event: OnReceiverEvent,
         make_local: Callable[[OnReceiverEvent], KVReceiver],
     ) -> None:
         self._world_size = world_size
@@ -222,8 +172,8 @@ class NodeReceiver:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._open: dict[AttemptKey, _Gathered] = {}
-        self.traffic = TrafficLog("from")
-        self.local = make_local(lambda event: self.on_report(to_report(0, event)))
+        self._traffic = TrafficLog("from")
+        self.local = make_local(lambda event: self.on_event(name_rank(0, event)))
 
     def open(self, transfer: IncomingTransfer) -> bool:
         """As `KVReceiver.open`. Returns whether every rank is open already; if not, `Opened` will follow.
@@ -234,46 +184,121 @@ class NodeReceiver:
             _check_new(transfer.key, self._open)
             self._open[transfer.key] = _Gathered((transfer.src.node_id, transfer.src.incarnation))
         self.local.open(transfer)
-        self._broadcast(Open(incoming=transfer))
+        self._broadcast(OpenDestinationOrder(transfer))
         return self._world_size == 1
 
     @property
     def address(self) -> str:
-        """The leader's own; `Leader.data_addresses` has all ranks'."""
+        """Of the leader's own rank."""
         return self.local.address
 
     def abort(self, key: AttemptKey) -> None:
-        self._broadcast(Stop(key))
+        """As `KVReceiver.abort`."""
+        self._broadcast(AbortOrder(key))
         self.local.abort(key)
 
+    def describe(self) -> list[dict[str, Any]]:
+        """The bytes moved, by pair of ranks, as plain data."""
+        return self._traffic.describe()
+
     def close(self) -> None:
+        """Close the leader's own end."""
         self.local.close()
 
-    def on_report(self, report: TransferReport) -> None:
-        """Any rank's end has something to say."""
-        events: list[ReceiverEvent | Opened] = []
+    def on_event(self, event: TransferEvent) -> None:
+        """Take an event of one rank's end; the node's own event follows when it completes the picture."""
         with self._lock:
-            gathered = self._open[report.key]
-            if report.kind == Opened.__name__:
+            of_node = self._gather(event)
+        if of_node is not None:
+            self._on_event(of_node)
+
+    def _gather(self, event: TransferEvent) -> ReceiverEvent | None:
+        gathered = self._open[event.key]
+        match event:
+            case Opened(key):
                 gathered.opened += 1
-                if gathered.opened == self._world_size:
-                    events.append(Opened(report.key))
-            elif report.kind == Received.__name__:
+                return event if gathered.opened == self._world_size else None
+            case Received(key, bytes_received, traffic):
                 gathered.received += 1
-                gathered.size_bytes += report.size_bytes
-                gathered.traffic += report.traffic
-                if gathered.received == self._world_size:
-                    self.traffic.add(*gathered.peer, gathered.traffic)
-                    events.append(Received(report.key, gathered.size_bytes, tuple(gathered.traffic)))
-            elif report.kind == ReceiveFailed.__name__:
-                if not gathered.failed:
-                    gathered.failed = True
-                    error = from_code(report.code or TransferError.code, f"rank {report.rank}: {report.message}")
-                    events.append(ReceiveFailed(report.key, error))
-            else:
-                gathered.reports += 1
-                if gathered.reports == self._world_size:
-                    del self._open[report.key]
-                    events.append(DestinationReleased(report.key))
-        for event in events:
-            self._on_event(event)
+                gathered.size_bytes += bytes_received
+                gathered.traffic += traffic
+                if gathered.received < self._world_size:
+                    return None
+                self._traffic.add(*gathered.peer, gathered.traffic)
+                return Received(key, gathered.size_bytes, tuple(gathered.traffic))
+            case ReceiveFailed():
+                first, gathered.failed = not gathered.failed, True
+                return event if first else None
+            case DestinationReleased(key):
+                gathered.released += 1
+                if gathered.released < self._world_size:
+                    return None
+                del self._open[key]
+                return event
+            case SourceReleased():
+                raise AssertionError("a receiving end reports no source")
+
+
+class RankSender:
+    """`KVSender` of a rank other than the leader's: applies the leader's orders, reports events with `report`."""
+
+    data_address = ""
+
+    def __init__(self, rank: int, report: OnTransferEvent, make_local: Callable[[OnSenderEvent], KVSender]) -> None:
+        self._sender = make_local(lambda event: report(name_rank(rank, event)))
+        self.on_blocks_final: OnBlocksFinal | None = self._sender.blocks_final
+
+    def apply(self, order: TransferOrder) -> None:
+        """Carry out one order."""
+        match order:
+            case OpenSourceOrder(transfer):
+                self._sender.open(transfer)
+            case GrantOrder(grant):
+                self._sender.grant(grant)
+            case AbortOrder(key):
+                self._sender.abort(key)
+            case DisconnectOrder(incarnation):
+                self._sender.disconnect(incarnation)
+            case OpenDestinationOrder():
+                raise AssertionError("a sending end opens no destination")
+
+    def close(self) -> None:
+        """Close this rank's end."""
+        self._sender.close()
+
+
+class RankReceiver:
+    """`KVReceiver` of a rank other than the leader's: applies the leader's orders, reports events with `report`."""
+
+    on_blocks_final: OnBlocksFinal | None = None
+
+    def __init__(self, rank: int, report: OnTransferEvent, make_local: Callable[[OnReceiverEvent], KVReceiver]) -> None:
+        self._rank = rank
+        self._report = report
+        self._lock = threading.Lock()
+        self._receiver = make_local(self._on_event)
+
+    @property
+    def data_address(self) -> str:
+        """Where senders reach this rank."""
+        return self._receiver.address
+
+    def apply(self, order: TransferOrder) -> None:
+        """Carry out one order."""
+        match order:
+            case OpenDestinationOrder(transfer):
+                with self._lock:  # events of this transfer are reported after `Opened`
+                    self._receiver.open(transfer)
+                    self._report(Opened(transfer.key))
+            case AbortOrder(key):
+                self._receiver.abort(key)
+            case OpenSourceOrder() | GrantOrder() | DisconnectOrder():
+                raise AssertionError("a receiving end has no source")
+
+    def _on_event(self, event: ReceiverEvent) -> None:
+        with self._lock:
+            self._report(name_rank(self._rank, event))
+
+    def close(self) -> None:
+        """Close this rank's end."""
+        self._receiver.close()

@@ -24,11 +24,11 @@ def run(fields: dict[str, Any], rank: int, leader: str) -> None:
     prepare_compute(config.threads, nice=0)  # the leader's niceness is inherited
     with lasting_imports():
         from common.node.ranks.process import RankProcess
-        from prefill_node.rank_end import SendingRank
-        from prefill_node.service import CODEC, plan_of
+        from prefill_node.rank_end import sending_rank
+        from prefill_node.service import plan_of
 
-    process = RankProcess(config, plan_of(config), rank, leader, CODEC)
-    process.run(small_batches=False, make_end=SendingRank)
+    process = RankProcess(config, plan_of(config), rank, leader)
+    process.run(small_batches=False, make_end=sending_rank)
 
 
 def main() -> None:

@@ -18,9 +18,8 @@ from common.node.plan import (
     plan_node,
 )
 from common.node.ranks.launch import Leader, follow, share_cores
-from common.node.ranks.messages import rank_codec
 from common.node.server import NodeServer
-from kvtransfer.node_transfers import ORDER_TYPES, NodeSender, TransferReport
+from kvtransfer.node_transfers import NodeSender
 from kvtransfer.transports.factory import make_sender
 from prefill_node.node import PrefillNode
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_ACCEPTED = 1024
-CODEC = rank_codec(*ORDER_TYPES, TransferReport)
 
 
 def plan_of(config: PrefillConfig) -> NodePlan:
@@ -46,11 +44,11 @@ async def serve(config: PrefillConfig, plan: NodePlan, forks: Sequence[ForkedRan
     """
     config = share_cores(config, plan.world_size // config.nnodes, os.cpu_count() or 1)
     if config.node_rank > 0:
-        await follow(config, "prefill", plan, CODEC, forks)
+        await follow(config, "prefill", plan, forks)
         return
     server = NodeServer(config, node_id_for("prefill", config))
     await server.bind()
-    leader = Leader(config, "prefill", plan, CODEC, forks)
+    leader = Leader(config, "prefill", plan, forks)
     await leader.start(small_batches=False)
     try:
         plan = fit_memory(plan, config, leader.num_blocks)
@@ -61,7 +59,7 @@ async def serve(config: PrefillConfig, plan: NodePlan, forks: Sequence[ForkedRan
             lambda on_event: make_sender(config, leader.worker.storage, plan.layout, 0, on_event),
         )
         await leader.begin(server.me.incarnation, "")
-        leader.watch(server.post, sender.on_report, server.on_crash)
+        leader.watch(server.post, sender.on_event, server.on_crash)
         node = PrefillNode(
             server.me,
             plan.layout,
@@ -80,7 +78,7 @@ async def serve(config: PrefillConfig, plan: NodePlan, forks: Sequence[ForkedRan
                 make_record("prefill", server.me, config, plan, leader.num_blocks),
                 node.scheduler.pool.journal,
                 on_ready=lambda: log.info("prefill node %s ready at %s", server.me.node_id, server.me.control_address),
-                describe=lambda: {"ranks": leader.ranks(), "relays": sender.traffic.describe()},
+                describe=lambda: {"ranks": leader.ranks(), "relays": sender.describe()},
             )
         finally:
             sender.close()

@@ -13,11 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.control.messages import AttemptKey
+from common.engine.kv_transfer import OnBlocksFinal
 from common.engine.step import StepInput, StepOutput
-
-OnBlocksFinal = Callable[[AttemptKey, int, int], None]
-"""(attempt, layer of this rank, number of leading blocks whose KV in that layer is final)"""
 
 
 @dataclass(frozen=True)

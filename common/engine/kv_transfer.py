@@ -1,7 +1,10 @@
-"""The contract between the engine and the KV relay: transfers, their events, and the two ends of a rank.
+"""The contract between the engine and the KV relay: transfers, their events, and their ends on a rank and on a node.
 
 Each prefill rank owns one `KVSender`, each decode rank one `KVReceiver`. Both run their I/O on a thread of
 their own and report through a callback called on that thread; every method returns at once.
+
+The leader of a node with several ranks sends transfer orders to the `RankTransferEnd` of every other rank, and gets that
+end's events back.
 
 Memory safety, both ends alike: from `open` until the `...Released` event the engine must not reuse the blocks
 of a transfer. After that event the transport never touches them again, whatever still arrives.
@@ -12,10 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Any, Protocol
 
+from pydantic import PlainValidator
+
+from common.base.errors import KvRelayError, from_code
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.kv.layout import KVLayout
+
+STAGING_BYTES = 256 * 2**20
+"""Most GPU memory beside the KV cache that relays by NCCL may hold in buffers. What NCCL itself takes for each pair of
+connected ranks is not known beforehand and not included."""
+
+
+def _error_from_wire(value: Any) -> KvRelayError | None:
+    return None if value is None else from_code(*value)
+
+
+WireError = Annotated[Exception, PlainValidator(_error_from_wire)]
+"""An exception that travels between processes as (code, message), see `common.node.ranks.messages.RankCodec`."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +87,20 @@ class SourceReleased:
 
     key: AttemptKey
     bytes_sent: int
-    error: Exception | None = None
+    error: WireError | None = None
     traffic: tuple[Traffic, ...] = ()
     """The same bytes, by pair of ranks and transport."""
 
 
 # Events of a receiver.
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The rank accepts slices of this attempt. Reported by ranks other than the leader's; once all have, the leader
+    reports it for the node: the grant may go out."""
+
+    key: AttemptKey
 
 
 @dataclass(frozen=True)
@@ -92,7 +118,7 @@ class ReceiveFailed:
     """The transfer cannot complete: no progress, corrupt slice. The caller must `abort` it."""
 
     key: AttemptKey
-    error: Exception
+    error: WireError
 
 
 @dataclass(frozen=True)
@@ -103,9 +129,54 @@ class DestinationReleased:
 
 
 SenderEvent = SourceReleased
-ReceiverEvent = Received | ReceiveFailed | DestinationReleased
+ReceiverEvent = Opened | Received | ReceiveFailed | DestinationReleased
+TransferEvent = SenderEvent | ReceiverEvent
 OnSenderEvent = Callable[[SenderEvent], None]
 OnReceiverEvent = Callable[[ReceiverEvent], None]
+OnTransferEvent = Callable[[TransferEvent], None]
+OnBlocksFinal = Callable[[AttemptKey, int, int], None]
+"""(attempt, layer of this rank, number of leading blocks whose KV in that layer is final)"""
+
+
+# Orders of the leader to the transfer end of another rank. Each is a call of the method named in its docstring.
+
+
+@dataclass(frozen=True)
+class OpenSourceOrder:
+    """`KVSender.open`."""
+
+    transfer: OutgoingTransfer
+
+
+@dataclass(frozen=True)
+class GrantOrder:
+    """`KVSender.grant`."""
+
+    grant: Grant
+
+
+@dataclass(frozen=True)
+class DisconnectOrder:
+    """`KVSender.disconnect`."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class OpenDestinationOrder:
+    """`KVReceiver.open`; `Opened` follows."""
+
+    transfer: IncomingTransfer
+
+
+@dataclass(frozen=True)
+class AbortOrder:
+    """`KVSender.abort` or `KVReceiver.abort`."""
+
+    key: AttemptKey
+
+
+TransferOrder = OpenSourceOrder | GrantOrder | DisconnectOrder | OpenDestinationOrder | AbortOrder
 
 
 class KVSender(Protocol):
@@ -165,4 +236,52 @@ class KVReceiver(Protocol):
 
     def close(self) -> None:
         """Stop the thread, close the socket, release all transfers."""
+        ...
+
+
+class RankTransferEnd(Protocol):
+    """The transfer end of a rank other than the leader's: takes the leader's orders, reports events through a callback."""
+
+    @property
+    def data_address(self) -> str:
+        """As `KVReceiver.address`; empty on a rank that only sends."""
+        ...
+
+    @property
+    def on_blocks_final(self) -> OnBlocksFinal | None:
+        """`KVSender.blocks_final`; None on a rank that only receives."""
+        ...
+
+    def apply(self, order: TransferOrder) -> None:
+        """Carry out one order."""
+        ...
+
+    def close(self) -> None:
+        """Stop the thread, close all sockets, release all transfers."""
+        ...
+
+
+class NodeTransfers(Protocol):
+    """The transfer ends of all ranks of a node, as its leader uses them."""
+
+    @property
+    def address(self) -> str:
+        """Data address of the leader's own rank; empty on a node that only sends."""
+        ...
+
+    @property
+    def on_blocks_final(self) -> OnBlocksFinal | None:
+        """`KVSender.blocks_final` of the leader's own rank; None on a node that only receives."""
+        ...
+
+    def on_event(self, event: TransferEvent) -> None:
+        """Take an event of any rank's end. Any thread."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What was moved between which ranks, as plain data for the admin port."""
+        ...
+
+    def close(self) -> None:
+        """Close the leader's own end."""
         ...

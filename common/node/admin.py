@@ -1,4 +1,4 @@
-"""What a node's admin port tells and does. Runs on the node's asyncio loop; the engine is asked on its own thread."""
+"""The routes of a node's admin port. They run on the node's asyncio loop; the engine is asked on its own thread."""
 
 from __future__ import annotations
 
@@ -8,25 +8,54 @@ import ipaddress
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import Any, Protocol
 
+from common.cluster.address import advertised
 from common.config.options import NodeConfig
 from common.control.admin_server import AdminRoute, AdminServer, Call
-from common.control.messages import NodeRecord
-from common.node.address import advertised
-
-if TYPE_CHECKING:
-    from common.node.server import NodeServer
+from common.control.links import Identity
+from common.control.messages import NodeLoad, NodeRecord
+from common.node.drain import Drain
 
 _ENGINE_ANSWERS_S = 5.0
-"""An engine in a longer step, or a stuck one, is reported without its attempts; the age of its round tells."""
+"""An engine that is in a longer step, or stuck, is reported without its attempts; `step_age_s` of its load shows which."""
 
 Describe = Callable[[], dict[str, Any]]
-"""Adds to a node's status what the server does not know: its ranks, its transports."""
+"""Parts of a node's status that its server does not know: its ranks, its relays."""
+
+
+class AdministeredNode(Protocol):
+    """What the admin routes read of a node, and what they change."""
+
+    drain: Drain
+
+    @property
+    def leases(self) -> list[Identity]:
+        """Holders of a lease at this node."""
+        ...
+
+    def describe_leases(self) -> list[dict[str, Any]]:
+        """The same with details, as plain data."""
+        ...
+
+    @property
+    def registered(self) -> bool:
+        """Whether Redis answered the latest renewal of the registration."""
+        ...
+
+    @property
+    def load(self) -> NodeLoad:
+        """The load as of now."""
+        ...
+
+    def ask_attempts(self) -> Future[list[dict[str, Any]]]:
+        """All attempts as plain data, from the engine's thread."""
+        ...
 
 
 def open_admin(config: NodeConfig) -> tuple[AdminServer | None, str]:
-    """The admin port of a node, not yet answering, and the URL to register; None and "" without a token.
+    """The admin port of a node, which does not answer yet, and the URL to register; None and "" without a token.
 
     Raises: ConfigError.
     """
@@ -46,13 +75,13 @@ def _is_loopback(host: str) -> bool:
 class NodeAdmin:
     """The routes of one node: `GET /status`, `POST /drain`, `POST /undrain`."""
 
-    def __init__(self, server: NodeServer, record: NodeRecord, describe: Describe) -> None:
-        self._server = server
+    def __init__(self, node: AdministeredNode, record: NodeRecord, describe: Describe) -> None:
+        self._node = node
         self._record = record
         self._describe = describe
 
     def routes(self) -> list[AdminRoute]:
-        """For the admin port."""
+        """The routes, for the admin port."""
         return [
             AdminRoute("GET", "/status", self._status),
             AdminRoute("POST", "/drain", self._drain),
@@ -60,17 +89,17 @@ class NodeAdmin:
         ]
 
     async def _drain(self, call: Call) -> dict[str, Any]:
-        self._server.drain.begin()
+        self._node.drain.begin()
         return await self._status(call)
 
     async def _undrain(self, call: Call) -> dict[str, Any]:
-        self._server.drain.end()
+        self._node.drain.end()
         return await self._status(call)
 
     async def _status(self, call: Call) -> dict[str, Any]:
-        server, record = self._server, self._record
+        node, record = self._node, self._record
         attempts = await self._attempts()
-        untold = server.drain.untold(server.leases)
+        untold = node.drain.untold(node.leases)
         return {
             "node_id": record.peer.node_id,
             "incarnation": record.peer.incarnation,
@@ -86,21 +115,21 @@ class NodeAdmin:
                 "dtype": record.layout.dtype,
                 "block_size": record.layout.block_size,
             },
-            "draining": server.drain.active,
-            "idle": server.drain.active and attempts == [] and untold == 0,
+            "draining": node.drain.active,
+            "idle": node.drain.active and attempts == [] and untold == 0,
             "leases_untold": untold,
-            "redis": "ok" if server.registered else "away: it serves on and keeps trying",
-            "engine": "ok" if attempts is not None else "does not answer: in a long step, or stuck",
-            "load": dataclasses.asdict(server.load),
-            "leases": server.describe_leases(),
+            "redis": "ok" if node.registered else "unreachable: the node keeps serving and retrying",
+            "engine": "ok" if attempts is not None else "no answer: in a long step, or stuck",
+            "load": dataclasses.asdict(node.load),
+            "leases": node.describe_leases(),
             "attempts": attempts,
             **self._describe(),
         }
 
     async def _attempts(self) -> list[dict[str, Any]] | None:
-        """None if the engine does not answer in time."""
+        """All attempts; None if the engine does not answer in time."""
         try:
             async with asyncio.timeout(_ENGINE_ANSWERS_S):
-                return await asyncio.wrap_future(self._server.ask_attempts())
+                return await asyncio.wrap_future(self._node.ask_attempts())
         except TimeoutError:
             return None

@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.base.errors import ConfigError
+from common.engine.kv_transfer import STAGING_BYTES
 
 CONTEXT_BYTES = 640 * 2**20
 """Outside PyTorch's view: the CUDA context and loaded kernels. An estimate, because what the driver reports as used
 holds what other processes allocate at the same time."""
 GRAPH_BYTES = 24 * 2**20
 """Of one recorded step, beside its tensors: the driver's own copy of every launch. An estimate."""
-STAGING_BYTES = 256 * 2**20
-"""What relays by NCCL may hold on a card beside KV, in buffers; they keep to it. What NCCL itself takes for each pair of
-ranks that it connects is not known beforehand, and not counted."""
 _FEWEST_BLOCKS = 2
 
 

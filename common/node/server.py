@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from common.base.clock import monotonic
 from common.base.errors import EngineError, RankLost, Unavailable
+from common.cluster.address import advertised
 from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
 from common.cluster.redis_client import check_redis
@@ -27,7 +28,6 @@ from common.control.links import Identity, Link, Server
 from common.control.messages import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
 from common.engine.loop import EngineCore, EngineLoop
 from common.kv.journal import BlockJournal
-from common.node.address import advertised
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient

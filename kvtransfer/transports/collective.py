@@ -27,10 +27,9 @@ from pydantic import ConfigDict, Field
 from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError, PeerLost, ProtocolError
 from common.control.messages import Codec
-from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
+from common.engine.kv_transfer import STAGING_BYTES, OnReceiverEvent, OnSenderEvent
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from common.node.kv_budget import STAGING_BYTES
 from kvtransfer import wire
 from kvtransfer.copy.host import as_tensor
 from kvtransfer.receiver import Receiver

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from common.base.errors import ConfigError
+from common.cluster.address import one_interface
 from common.config.options import NodeConfig
 from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from common.node.address import one_interface
 from kvtransfer.copy.cuda import CudaDevice
 from kvtransfer.copy.device import RelayDevice
 from kvtransfer.receiver import Receiver

@@ -34,7 +34,7 @@ from common.node.ranks.launch import Leader, share_cores
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 from decode_node.node import DecodeNode
-from decode_node.service import CODEC, plan_of
+from decode_node.service import plan_of
 
 _KV_BLOCKS = 2048
 _TIMEOUT_S = 900.0
@@ -97,7 +97,7 @@ class PipelineNode:
         self._running: set[AttemptKey] = set()
         self._moments: list[_Moment] = []
         """After each round in which all requests generate."""
-        self._leader = Leader(config, "decode", plan, CODEC)
+        self._leader = Leader(config, "decode", plan)
         try:
             asyncio.run(self._leader.start(small_batches=True))
             asyncio.run(self._leader.begin("0" * 16, "none"))

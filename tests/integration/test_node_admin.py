@@ -142,7 +142,7 @@ def test_engine_that_stands_still_is_told_and_drain_does_not_call_it_idle(
         async with asyncio.timeout(10):
             while (status := (await bench.admin.post("/drain")).json())["attempts"] is not None:
                 pass
-        assert status["engine"].startswith("does not answer")
+        assert status["engine"].startswith("no answer")
         assert (status["draining"], status["idle"]) == (True, False)
         bench.core.turning.set()
         async with asyncio.timeout(10):

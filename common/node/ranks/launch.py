@@ -18,16 +18,26 @@ from typing import Any, TypeVar
 from common.base.errors import ConfigError, RankLost
 from common.base.process import on_own_thread
 from common.base.torch_setup import configure_torch
+from common.cluster.address import mesh_interface, rank_host
 from common.cluster.redis_server import free_port
 from common.config.options import NodeConfig
-from common.control.messages import Codec, Role
-from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, OnBlocksFinal, StepDone
+from common.control.messages import Role
+from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone
+from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent
 from common.engine.step import StepOutput
-from common.node.address import mesh_interface, rank_host
 from common.node.plan import WARM_UP, NodePlan, peak_memory_bytes, resident_bytes, steps_ahead
 from common.node.ranks.forked import ForkedRank, RunRank
 from common.node.ranks.links import MultiRankExecutor, RankLinks
-from common.node.ranks.messages import RankBusy, RankHello, RankReady, RankSetup, RankStart, RankStarted
+from common.node.ranks.messages import (
+    RankBusy,
+    RankHello,
+    RankOrder,
+    RankReady,
+    RankReport,
+    RankSetup,
+    RankStart,
+    RankStarted,
+)
 from common.node.worker import Worker, load_worker, own_device
 from common.parallel.connect import connect_mesh
 from common.parallel.mesh import SOLO
@@ -35,7 +45,7 @@ from common.parallel.mesh import SOLO
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
-ReportT = TypeVar("ReportT")
+ReportT = TypeVar("ReportT", RankHello, RankReady, RankStarted)
 
 _NAMING_S = 5.0
 """So much later than the waits for single ranks a start ends as a whole: they can say who is missing."""
@@ -80,9 +90,7 @@ def fork_ranks(config: NodeConfig, plan: NodePlan, run: RunRank) -> list[ForkedR
 class Leader:
     """Rank 0 of a node and its links to the others. Use: `start`, then `begin`, then `executor`; `close` at the end."""
 
-    def __init__(
-        self, config: NodeConfig, role: Role, plan: NodePlan, codec: Codec, forks: Sequence[ForkedRank] = ()
-    ) -> None:
+    def __init__(self, config: NodeConfig, role: Role, plan: NodePlan, forks: Sequence[ForkedRank] = ()) -> None:
         """`forks`: of `fork_ranks`."""
         self._config = config
         self._plan = plan
@@ -91,7 +99,7 @@ class Leader:
         if plan.world_size > 1:
             ranks = ranks_of_host(config, plan.world_size)
             host = config.master_addr if config.nnodes > 1 else rank_host(config)
-            self.links = RankLinks(codec, plan.world_size, host, config.master_port)
+            self.links = RankLinks(plan.world_size, host, config.master_port)
             self.links.spawn(role, ranks[1:], config, self.links.address, forks)
         self.worker: Worker
         self.num_blocks = 0
@@ -193,7 +201,7 @@ class Leader:
         links.broadcast(RankStart(self.num_blocks, incarnation))
         await self._within_start(open_ends)
 
-    def broadcast(self, order: object) -> None:
+    def broadcast(self, order: RankOrder) -> None:
         """Send an order to every other rank, if there are any. Any thread."""
         if self.links is not None:
             self.links.broadcast(order)
@@ -240,16 +248,16 @@ class Leader:
     def watch(
         self,
         post: Callable[[object], None],
-        on_transfer: Callable[[Any], None],
+        on_transfer: OnTransferEvent,
         on_dead: Callable[[BaseException], None],
     ) -> None:
         """From now on hear the other ranks: outputs of steps go to `post`, what their transfer ends say to
         `on_transfer`, and any one's end is the node's. On a thread of its own."""
 
-        def on_report(report: object) -> None:
+        def on_report(report: RankReport) -> None:
             if isinstance(report, StepOutput):
                 post(StepDone(report))
-            else:
+            elif isinstance(report, TransferEvent):
                 on_transfer(report)
 
         if self.links is not None:
@@ -267,15 +275,13 @@ class Leader:
                 self.worker.mesh.close()
 
 
-async def follow(
-    config: NodeConfig, role: Role, plan: NodePlan, codec: Codec, forks: Sequence[ForkedRank] = ()
-) -> None:
+async def follow(config: NodeConfig, role: Role, plan: NodePlan, forks: Sequence[ForkedRank] = ()) -> None:
     """A host whose ranks belong to a leader elsewhere: run them until one ends, then end them all.
 
     Raises: RankLost naming the rank that ended.
     """
     ranks = ranks_of_host(config, plan.world_size)
-    links = RankLinks(codec, 1, "127.0.0.1", 0)  # nobody reports here: the ranks talk to the leader
+    links = RankLinks(1, "127.0.0.1", 0)  # nobody reports here: the ranks talk to the leader
     links.spawn(role, ranks, config, f"tcp://{config.master_addr}:{config.master_port}", forks)
     try:
         while True:

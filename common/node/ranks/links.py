@@ -16,22 +16,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import zmq
 
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, tied_command
 from common.config.options import NodeConfig
-from common.control.messages import MAX_MESSAGE_BYTES, Codec
+from common.control.messages import MAX_MESSAGE_BYTES
 from common.engine.executor import LocalExecutor, RunningStep
 from common.engine.step import StepInput, StepOutput
 from common.node.ranks.forked import ForkedRank
-from common.node.ranks.messages import LeaderBeat, RankBeat, RankBusy, RankFailed, RankHello
+from common.node.ranks.messages import (
+    LeaderBeat,
+    RankBeat,
+    RankBusy,
+    RankCodec,
+    RankFailed,
+    RankHello,
+    RankOrder,
+    RankReady,
+    RankReport,
+    RankStarted,
+)
 
 log = logging.getLogger(__name__)
 
-ReportT = TypeVar("ReportT")
+ReportT = TypeVar("ReportT", RankHello, RankReady, RankStarted)
 ResultT = TypeVar("ResultT")
 
 _PROGRESS_EVERY_S = 5.0
@@ -47,9 +58,9 @@ _END_S = 1.0
 class RankLinks:
     """Sockets to ranks 1 ... `world_size` - 1. Use: make, `spawn`, `collect` and `broadcast` in turn, then `run`."""
 
-    def __init__(self, codec: Codec, world_size: int, host: str, port: int) -> None:
+    def __init__(self, world_size: int, host: str, port: int) -> None:
         self.world_size = world_size
-        self._codec = codec
+        self._codec = RankCodec()
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PULL)
         self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -118,7 +129,7 @@ class RankLinks:
                 if isinstance(report, RankHello):
                     self._connect(report)
                 if isinstance(report, kind):
-                    got[report.rank] = report  # type: ignore[attr-defined]  # every report names its rank
+                    got[report.rank] = report
             with self.last_words():
                 self.check_children()
         return got
@@ -170,7 +181,7 @@ class RankLinks:
         """Of the local ranks whose processes have ended."""
         return {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
 
-    def _receive(self, timeout_ms: int) -> Iterator[Any]:
+    def _receive(self, timeout_ms: int) -> Iterator[RankReport]:
         if not self._reports.poll(timeout_ms):
             return
         while True:
@@ -183,14 +194,16 @@ class RankLinks:
 
     # ------------------------------------------------------------ running
 
-    def broadcast(self, order: object) -> None:
+    def broadcast(self, order: RankOrder) -> None:
         """Send an order to every other rank, from any thread. One thread's orders arrive in order."""
         data = self._codec.encode(order)
         with self._lock:
             for socket in self._orders.values():
                 socket.send(data)
 
-    def run(self, on_report: Callable[[Any], None], on_dead: Callable[[BaseException], None], lease_s: float) -> None:
+    def run(
+        self, on_report: Callable[[RankReport], None], on_dead: Callable[[BaseException], None], lease_s: float
+    ) -> None:
         """From now on hand every report to `on_report`, on a thread of its own, until `close`."""
         self._thread = threading.Thread(
             target=self._listen, args=(on_report, on_dead, lease_s), name="rank-reports", daemon=True
@@ -198,7 +211,7 @@ class RankLinks:
         self._thread.start()
 
     def _listen(
-        self, on_report: Callable[[Any], None], on_dead: Callable[[BaseException], None], lease_s: float
+        self, on_report: Callable[[RankReport], None], on_dead: Callable[[BaseException], None], lease_s: float
     ) -> None:
         heard_s = dict.fromkeys(range(1, self.world_size), time.monotonic())
         beat_s = 0.0
@@ -244,7 +257,7 @@ class RankLinks:
             self._context.destroy(linger=0)
 
 
-def _raise_if_failed(report: object) -> None:
+def _raise_if_failed(report: RankReport) -> None:
     """Raises: the error by which a rank says that it ends."""
     if isinstance(report, RankFailed):
         raise from_code(report.code, f"rank {report.rank}: {report.message}")

@@ -1,24 +1,30 @@
-"""What a node's leader and its other ranks say to each other, beside steps and transfer orders.
+"""The messages between a node's leader and its other ranks, and their codec.
 
-rank -> leader   RankHello, RankReady, RankStarted, RankBeat, RankFailed, StepOutput, reports of transfers
-leader -> rank   RankSetup, RankStart, LeaderBeat, StepInput, orders to transfers
+rank -> leader   RankHello, RankReady, RankStarted, RankBeat, RankFailed, StepOutput, TransferEvent
+leader -> rank   RankSetup, RankStart, LeaderBeat, StepInput, TransferOrder
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast, get_args
 
-from common.control.messages import Codec
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
+
+from common.base.errors import KvRelayError, TransferError
+from common.control.messages import PROTOCOL_VERSION, Codec
+from common.engine.kv_transfer import ReceiveFailed, SourceReleased, TransferEvent, TransferOrder
 from common.engine.step import StepInput, StepOutput
 
 MAX_ORDER_BYTES = 512 * 2**20
-"""A message of the leader to a rank above this is refused by the socket itself. A step carries, for every sequence with
-penalties, up to eight bytes for each token of the vocabulary: 300 MB for 256 sequences that have seen 150,000 of them."""
+"""Longest message from the leader to a rank; the socket itself refuses longer ones. For every sequence with penalties a
+step holds up to eight bytes per token of the vocabulary: 300 MB for 256 sequences that have seen 150,000 tokens each."""
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """A rank's process is up and takes orders at `address`."""
+    """A rank's process is up and receives orders at `address`."""
 
     rank: int
     address: str
@@ -35,17 +41,17 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class RankReady:
-    """The rank's shard is loaded; so many KV blocks would fit."""
+    """The rank's shard is loaded; `max_blocks` KV blocks would fit."""
 
     rank: int
     max_blocks: int
     peak_bytes: int
-    """Memory of the process at its peak while loading."""
+    """Peak memory of the process while loading."""
 
 
 @dataclass(frozen=True)
 class RankStart:
-    """Lay out KV memory and open the transfer end. `incarnation` is the node's."""
+    """Allocate KV memory and open the transfer end. `incarnation` is the node's."""
 
     num_blocks: int
     incarnation: str
@@ -53,7 +59,7 @@ class RankStart:
 
 @dataclass(frozen=True)
 class RankStarted:
-    """The rank takes steps. `data_address` is empty on ranks that only send."""
+    """The rank is ready for steps. `data_address` is empty on ranks that only send."""
 
     rank: int
     data_address: str
@@ -61,7 +67,7 @@ class RankStarted:
 
 @dataclass(frozen=True)
 class RankBusy:
-    """Seconds since a rank began to take steps, and how many of them it computed; waits for other stages left out."""
+    """Seconds since a rank was ready for steps, and the part of them that it computed, without waits for other stages."""
 
     up_s: float = 0.0
     busy_s: float = 0.0
@@ -69,7 +75,7 @@ class RankBusy:
 
 @dataclass(frozen=True)
 class RankBeat:
-    """A rank lives."""
+    """Heartbeat of a rank."""
 
     rank: int
     busy: RankBusy
@@ -86,12 +92,30 @@ class RankFailed:
 
 @dataclass(frozen=True)
 class LeaderBeat:
-    """The leader lives."""
+    """Heartbeat of the leader."""
 
     rank: int
 
 
-def rank_codec(*transfer_types: type) -> Codec:
-    """The codec of these links; `transfer_types` come from the data plane, which this package does not know."""
-    own = (RankHello, RankSetup, RankReady, RankStart, RankStarted, RankBeat, RankFailed, LeaderBeat)
-    return Codec(*own, StepInput, StepOutput, *transfer_types)
+RankReport = RankHello | RankReady | RankStarted | RankBeat | RankFailed | StepOutput | TransferEvent
+RankOrder = RankSetup | RankStart | LeaderBeat | StepInput | TransferOrder
+
+_pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
+
+
+class RankCodec(Codec):
+    """The codec of these links. An exception inside a transfer event becomes (code, message)."""
+
+    def __init__(self) -> None:
+        super().__init__(*get_args(RankReport), *get_args(RankOrder))
+
+    def _pack(self, message: object) -> bytes:
+        if isinstance(message, SourceReleased | ReceiveFailed):
+            return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=_error_or_fields)
+        return super()._pack(message)
+
+
+def _error_or_fields(value: Any) -> Any:
+    if not isinstance(value, Exception):
+        return vars(value)
+    return (value.code if isinstance(value, KvRelayError) else TransferError.code), str(value)

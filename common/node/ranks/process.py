@@ -12,26 +12,28 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import zmq
 
 from common.base.errors import EngineError, KvRelayError, PeerLost
 from common.base.torch_setup import configure_torch
+from common.cluster.address import advertised, mesh_interface, rank_host
 from common.config.options import NodeConfig
-from common.control.messages import Codec
-from common.engine.executor import LocalExecutor, OnBlocksFinal
+from common.engine.executor import LocalExecutor
+from common.engine.kv_transfer import OnTransferEvent, RankTransferEnd, TransferOrder
 from common.engine.step import StepInput
-from common.node.address import advertised, mesh_interface, rank_host
 from common.node.plan import NodePlan, peak_memory_bytes
 from common.node.ranks.messages import (
     MAX_ORDER_BYTES,
-    LeaderBeat,
     RankBeat,
     RankBusy,
+    RankCodec,
     RankFailed,
     RankHello,
+    RankOrder,
     RankReady,
+    RankReport,
     RankSetup,
     RankStart,
     RankStarted,
@@ -41,39 +43,26 @@ from common.parallel.connect import connect_mesh
 
 log = logging.getLogger(__name__)
 
+OrderT = TypeVar("OrderT", RankSetup, RankStart)
+
 _PROGRESS_EVERY_S = 5.0
 _LAST_STEP_S = 1.0
 """A rank that loses its leader may take so long to end by itself: a sum with a leader that stands still never comes."""
 
 
-class TransferEnd:
-    """What the data plane adds to a rank; made once its KV memory is there."""
-
-    data_address: str = ""
-    on_blocks_final: OnBlocksFinal | None = None
-
-    def apply(self, order: Any) -> None:
-        """Carry out a transfer order."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop and release everything."""
-        raise NotImplementedError
-
-
-MakeEnd = Callable[[Worker, int, str, Callable[[object], None]], TransferEnd]
+MakeEnd = Callable[[Worker, int, str, OnTransferEvent], RankTransferEnd]
 """(worker, number of the rank, the node's incarnation, report) -> its transfer end; `report` takes any thread."""
 
 
 class RankProcess:
     """One rank's sockets and main loop."""
 
-    def __init__(self, config: NodeConfig, plan: NodePlan, rank: int, leader: str, codec: Codec) -> None:
+    def __init__(self, config: NodeConfig, plan: NodePlan, rank: int, leader: str) -> None:
         self._config = config
         self._plan = plan
         self._rank = rank
         self._leader = leader
-        self._codec = codec
+        self._codec = RankCodec()
         self._context = zmq.Context()
         self._orders = self._context.socket(zmq.PULL)
         self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
@@ -90,7 +79,7 @@ class RankProcess:
         socket.connect(self._leader)
         return socket
 
-    def report(self, message: object) -> None:
+    def report(self, message: RankReport) -> None:
         """Send to the leader; any thread."""
         with self._lock:
             self._reports.send(self._codec.encode(message))
@@ -134,13 +123,13 @@ class RankProcess:
         worker.capture_graphs()
         end = make_end(worker, self._rank, start.incarnation, self.report)
         try:
-            self.report(RankStarted(self._rank, end.data_address))
+            self.report(RankStarted(self._rank, advertised(end.data_address, self._config)))
             self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, worker.samples)
         finally:
             end.close()
             mesh.close()
 
-    def _serve(self, executor: LocalExecutor, end: TransferEnd, samples: bool) -> None:
+    def _serve(self, executor: LocalExecutor, end: RankTransferEnd, samples: bool) -> None:
         """Steps on this thread; orders to transfers on another, which must not wait for a step."""
         steps: queue.SimpleQueue[StepInput | Exception] = queue.SimpleQueue()
         self._serving_since_s, self._executor = time.monotonic(), executor
@@ -153,7 +142,7 @@ class RankProcess:
             if samples:
                 self.report(output)
 
-    def _take_orders(self, steps: queue.SimpleQueue[StepInput | Exception], end: TransferEnd) -> None:
+    def _take_orders(self, steps: queue.SimpleQueue[StepInput | Exception], end: RankTransferEnd) -> None:
         # The leader's beats begin when the last rank has its memory: of an uneven split, long after the first.
         allowed_s = self._config.start_timeout_s
         try:
@@ -162,7 +151,7 @@ class RankProcess:
                 allowed_s = self._config.lease_s
                 if isinstance(order, StepInput):
                     steps.put(order)
-                elif not isinstance(order, LeaderBeat):
+                elif isinstance(order, TransferOrder):
                     end.apply(order)
         except Exception as error:  # the rank ends, on its main thread
             steps.put(error)
@@ -170,7 +159,7 @@ class RankProcess:
                 log.error("rank %d ends in the middle of a step that waits for other ranks: %s", self._rank, error)
                 os._exit(1)
 
-    def _wait_for(self, kind: type, what: str) -> Any:
+    def _wait_for(self, kind: type[OrderT], what: str) -> OrderT:
         """The leader's next order of `kind`. Raises: PeerLost when the start takes too long."""
         allowed_s = self._config.start_timeout_s
         deadline_s = time.monotonic() + allowed_s
@@ -183,7 +172,7 @@ class RankProcess:
                 return order
         raise PeerLost(f"the leader at {self._leader} did not come within {allowed_s:g} s: {what}")
 
-    def _receive(self, timeout_s: float) -> Any:
+    def _receive(self, timeout_s: float) -> RankOrder:
         if not self._orders.poll(int(timeout_s * 1000)):
             raise PeerLost(f"the leader at {self._leader} was silent for {timeout_s:g} s")
         return self._codec.decode(self._orders.recv())

@@ -16,7 +16,7 @@ from common.engine.sampling.host_sampler import sample
 from common.engine.sampling.penalties import TokenCounter, adjusted
 from common.engine.sequence import Sequence
 from common.engine.step import SampleSpec, StepInput
-from common.node.ranks.messages import MAX_ORDER_BYTES, rank_codec
+from common.node.ranks.messages import MAX_ORDER_BYTES, RankCodec
 
 VOCAB = 300
 
@@ -99,7 +99,7 @@ def test_what_is_sent_to_other_ranks_is_bounded_by_the_distinct_tokens() -> None
     assert only_generated is not None
     assert len(only_generated.ids) == 4, "the prompt matters to repetition_penalty only"
     assert MAX_ORDER_BYTES > 256 * 151_936 * 8, "256 sequences that have seen all of a large vocabulary"
-    codec = rank_codec()
+    codec = RankCodec()
     step = StepInput(1, [1], [0], [0], [1], [1], [[0]], [SampleSpec(0, seq.sampling, 1, 1, seen)])
     assert codec.decode(codec.encode(step)) == step
 

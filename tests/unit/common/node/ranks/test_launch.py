@@ -18,7 +18,6 @@ from common.base.process import on_own_thread
 from common.config.options import PrefillConfig
 from common.node.plan import plan_node
 from common.node.ranks.launch import Leader
-from common.node.ranks.messages import rank_codec
 
 
 class Hang:
@@ -54,7 +53,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 def leader(tmp_path: Path, start_timeout_s: float) -> Leader:
     model = str(make_model_folder(tmp_path / "model"))
     config = PrefillConfig(model=model, load_format="dummy", start_timeout_s=start_timeout_s)
-    return Leader(config, "prefill", plan_node(config), rank_codec())
+    return Leader(config, "prefill", plan_node(config))
 
 
 def test_a_model_that_never_loads_ends_the_start_at_its_deadline(tmp_path: Path, hang: Hang) -> None:

@@ -15,9 +15,9 @@ import zmq
 
 from common.base.errors import ConfigError, RankLost
 from common.node.ranks.links import RankLinks
-from common.node.ranks.messages import RankFailed, RankReady, rank_codec
+from common.node.ranks.messages import RankCodec, RankFailed, RankReady
 
-CODEC = rank_codec()
+CODEC = RankCodec()
 
 
 def ended_by(argv: list[str]) -> subprocess.Popen[bytes]:
@@ -50,7 +50,7 @@ class SaidJustNow(RankLinks):
 
 def leader(kind: type[RankLinks]) -> Iterator[RankLinks]:
     """One whose rank 1 has ended, while it was busy itself."""
-    made = kind(CODEC, 2, "127.0.0.1", 0)
+    made = kind(2, "127.0.0.1", 0)
     made._children[1] = ended_by(["false"])
     yield made
     made.close()
@@ -113,7 +113,7 @@ def test_of_ranks_that_ended_the_one_that_was_killed_is_named(links: RankLinks) 
 
 
 def test_ranks_have_what_is_left_of_the_start_and_what_they_said_counts_after_it() -> None:
-    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    links = RankLinks(2, "127.0.0.1", 0)
     with said(links, RankReady(1, 7, 0)):
         assert links._reports.poll(10_000)
         long_ago_s = time.monotonic() - 700.0
@@ -129,7 +129,7 @@ def test_a_rank_that_said_nothing_is_named(links: RankLinks) -> None:
 
 
 def test_a_start_that_is_stopped_closes_no_socket_under_the_thread_that_reads_it() -> None:
-    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    links = RankLinks(2, "127.0.0.1", 0)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(links.collect, RankReady, 600.0, "they load their shards")
         while links._reading.acquire(blocking=False):  # until the other thread has it
@@ -141,7 +141,7 @@ def test_a_start_that_is_stopped_closes_no_socket_under_the_thread_that_reads_it
 
 
 def test_with_a_rank_goes_the_compiler_that_it_waits_for() -> None:
-    links = RankLinks(CODEC, 2, "127.0.0.1", 0)
+    links = RankLinks(2, "127.0.0.1", 0)
     rank = subprocess.Popen(["sh", "-c", "sleep 60 & echo compiles; wait"], stdout=subprocess.PIPE)
     links._children[1] = rank
     assert rank.stdout is not None

@@ -1,6 +1,6 @@
-"""Under which address a node is registered, which need not be the one that its sockets listen on.
+"""The addresses at which a node's sockets listen and under which it is registered, which may differ.
 
-Runs once at a node's start, on its asyncio loop; asks the kernel's routing table, sends nothing.
+Runs at a node's start; reads the kernel's routing table and sends nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _DEFAULT_REDIS_PORT = 6379
 
 
 def advertised(endpoints: str, config: NodeConfig) -> str:
-    """`endpoints` (`tcp://HOST:PORT` as a socket reports it, or several with spaces between, as a rank's data address
-    lists them: `zmq+tcp://HOST:PORT`) as others must write them to reach this node. What is no TCP stays as it is.
+    """`endpoints` with the host by which others reach this node.
 
-    A host is `config.advertise_host` where that is set. Else it stays, unless the socket listens on every
-    interface: then it becomes the address of the interface that routes to Redis.
+    `endpoints` is `tcp://HOST:PORT` as a socket reports it, or a space-separated list of data addresses such as
+    `zmq+tcp://HOST:PORT`; endpoints other than TCP are returned unchanged. The host becomes `config.advertise_host` if
+    that is set. Otherwise it stays, unless the socket listens on every interface: then it becomes the address of the
+    interface that routes to Redis.
 
-    Raises: ConfigError if `advertise_host` is no host, or Redis' host cannot be resolved.
+    Raises: ConfigError if `advertise_host` is not a host, or if Redis' host cannot be resolved.
     """
     if config.advertise_host is not None:
         _check_host(config.advertise_host)
@@ -46,14 +47,14 @@ def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
             return endpoint
         host = source_address(config.redis_url)
         if host.startswith("127."):
-            log.warning("advertising %s, which only this machine can reach; --advertise-host changes it", host)
+            log.warning("advertising %s, which only this machine can reach; set --advertise-host to change it", host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def rank_host(config: NodeConfig) -> str:
-    """The address of this host by which the ranks of one node talk to each other; never every interface.
+    """The address of this host at which the ranks of one node talk to each other; never every interface.
 
-    Loopback where all are on this host, whatever `--host` is: nobody else is to reach them.
+    Loopback if all ranks are on this host, whatever `--host` is: nobody else may reach them.
 
     Raises: ConfigError as `source_address`.
     """
@@ -61,7 +62,7 @@ def rank_host(config: NodeConfig) -> str:
 
 
 def one_interface(config: NodeConfig) -> str:
-    """One address of this host by which other hosts reach it, for what cannot listen on every interface.
+    """One address of this host that other hosts can reach, for transports that cannot listen on every interface.
 
     Raises: ConfigError as `source_address`.
     """
@@ -69,18 +70,18 @@ def one_interface(config: NodeConfig) -> str:
 
 
 def mesh_interface(config: NodeConfig, *, on_gpus: bool) -> str:
-    """What the exchanges among the ranks of one node are bound to.
+    """The interface that the collectives of one node's ranks are bound to.
 
-    On cards the same as a relay's: NCCL settles on one interface when a process first uses it, which is for these, and
-    from loopback no relay would reach another host. Raises: ConfigError as `source_address`.
+    On GPUs it is the one that relays use: NCCL chooses an interface once per process, at its first use, which is for
+    these collectives; with loopback no relay could reach another host. Raises: ConfigError as `source_address`.
     """
     return one_interface(config) if on_gpus else rank_host(config)
 
 
 def source_address(redis_url: str) -> str:
-    """The address from which this machine would talk to Redis; loopback for a Redis behind a Unix socket.
+    """The local address of a connection to Redis; loopback for a Redis behind a Unix socket.
 
-    Raises: ConfigError if its host cannot be resolved or reached by any route.
+    Raises: ConfigError if its host cannot be resolved or has no route.
     """
     parts = urlsplit(redis_url)
     if not parts.hostname:
@@ -90,17 +91,15 @@ def source_address(redis_url: str) -> str:
             parts.hostname, parts.port or _DEFAULT_REDIS_PORT, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # a datagram socket: only looks up the route
+            probe.connect(target)  # on a datagram socket this only looks up the route
             return probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(
-            f"no route to Redis at {without_password(redis_url)} tells which address to advertise "
-            f"({error.strerror or error}); give --advertise-host"
+            f"cannot choose an address to advertise: no route to Redis at {without_password(redis_url)} "
+            f"({error.strerror or error}); set --advertise-host"
         ) from error
 
 
 def _check_host(host: str) -> None:
     if host in _EVERY_INTERFACE or re.search(r"[\s/@\[\]]", host) or re.fullmatch(r"[^:]*:\d+", host):
-        raise ConfigError(
-            f"advertise_host must be a name or an address that others can reach, without a port; not {host!r}"
-        )
+        raise ConfigError(f"advertise_host must be a host name or an address without a port, not {host!r}")

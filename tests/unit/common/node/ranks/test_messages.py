@@ -1,0 +1,62 @@
+"""Messages between a leader and its ranks: what is encoded is decoded as the same typed message, errors included."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.base.errors import CorruptSlice, TransferError
+from common.control.messages import AttemptKey, Grant, PeerRef
+from common.engine.kv_transfer import (
+    AbortOrder,
+    DestinationReleased,
+    DisconnectOrder,
+    GrantOrder,
+    IncomingTransfer,
+    OpenDestinationOrder,
+    Opened,
+    OpenSourceOrder,
+    OutgoingTransfer,
+    Received,
+    ReceiveFailed,
+    SourceReleased,
+    Traffic,
+)
+from common.kv.layout import KVLayout
+from common.node.ranks.messages import RankBeat, RankBusy, RankCodec, RankOrder, RankReport
+
+KEY = AttemptKey("r", 1)
+LAYOUT = KVLayout("f", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+PEER = PeerRef("d", "d1", "tcp://d", ["zmq+tcp://d-data"])
+TRAFFIC = (Traffic(1, 0, "zmq", "the only one", 7),)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        RankBeat(3, RankBusy(up_s=12.5, busy_s=11.25)),
+        OpenSourceOrder(OutgoingTransfer(KEY, "p1", [3, 4], [b"h" * 16] * 2, 20, 60.0, final_blocks=1)),
+        OpenDestinationOrder(IncomingTransfer(KEY, PEER, LAYOUT, [5, 6], [b"h" * 16] * 2, 1, 60.0)),
+        GrantOrder(Grant(KEY, PEER, LAYOUT, 0, [5, 6])),
+        AbortOrder(KEY),
+        DisconnectOrder("d1"),
+        SourceReleased(KEY, 7, traffic=TRAFFIC),
+        Opened(KEY),
+        Received(KEY, 7, TRAFFIC),
+        DestinationReleased(KEY),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_message_arrives_as_it_was_sent(message: RankReport | RankOrder) -> None:
+    codec = RankCodec()
+    assert codec.decode(codec.encode(message)) == message
+
+
+def test_error_of_a_transfer_arrives_with_its_type_and_message() -> None:
+    codec = RankCodec()
+    failed = codec.decode(codec.encode(ReceiveFailed(KEY, CorruptSlice("hash differs"))))
+    assert isinstance(failed, ReceiveFailed)
+    assert (failed.key, type(failed.error), str(failed.error)) == (KEY, CorruptSlice, "hash differs")
+    released = codec.decode(codec.encode(SourceReleased(KEY, 7, OSError("no route"), TRAFFIC)))
+    assert isinstance(released, SourceReleased)
+    assert (released.bytes_sent, released.traffic) == (7, TRAFFIC)
+    assert (type(released.error), str(released.error)) == (TransferError, "no route")
