@@ -1,8 +1,8 @@
 """The command `kvrelay`: one subcommand per service, found through the entry-point group `kvrelay.commands`.
 
-Knows none of the services. Each of them builds its subcommand with `service_app` from its configuration
-class, so that flags, help, environment variables and TOML keys cannot differ. Importing this, or a
-service's `cli` module, is quick and imports neither torch nor a web framework.
+It knows none of the services: each builds its subcommand with `service_app` from its configuration class, so flags,
+help, environment variables and TOML keys always agree. Importing this module or a service's `cli` module is quick and
+loads neither torch nor a web framework.
 """
 
 from __future__ import annotations
@@ -46,28 +46,31 @@ ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
 _HELP = """Serve a large language model with prefill and decode on separate nodes.
 
-A router speaks the OpenAI API and sends every prompt to a prefill node, which computes its KV cache and relays it,
-layer by layer, to a decode node that generates the answer. They find each other through Redis.
+A router serves the OpenAI API and sends each prompt to a prefill node, which computes its KV cache and relays it,
+layer by layer, to a decode node that generates the answer. Services find each other through Redis.
 
-[bold]Try it:[/bold] kvrelay up (everything, on this machine, with a small demo model)
+[bold]Try it:[/bold] kvrelay up (a whole cluster on this machine, with a small demo model)
 
-[bold]Your own:[/bold] kvrelay up --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2
+[bold]Your model:[/bold] kvrelay up --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2
 
 [bold]Many hosts:[/bold] run kvrelay router, kvrelay prefill and kvrelay decode with the same --redis-url and --cluster.
 
-[bold]Look, act, measure:[/bold] kvrelay admin nodes, kvrelay load run --rate 5 --duration 30
+[bold]Inspect and measure:[/bold] kvrelay admin nodes, kvrelay load run --rate 5 --duration 30
 
 Every option can also be set by the environment variable shown beside it, or in a TOML file (--config FILE): at its
-top level for all services, or in a table \\[router] \\[prefill] \\[decode] \\[up] for one. Flags win over the environment,
-the environment over the file.
+top level for all services, or in a table \\[router] \\[prefill] \\[decode] \\[up] for one. Flags override the environment,
+which overrides the file.
 
-Exit codes: 0 stopped in order, 1 failed, 2 wrong usage, 78 wrong configuration.
+Exit codes: 0 stopped normally, 1 failed, 2 wrong usage, 78 wrong configuration.
 """
 
 
 def _command_class(aliases: dict[str, str], switches: set[str]) -> type[typer.core.TyperCommand]:
-    """A command that takes other servers' spellings: their `aliases` of ours, `_` for `-` in any flag, and of the
-    `switches`, flags whose value is true or false (or none), `--x` for `--x true` and `--no-x` for `--x false`."""
+    """A command that also accepts the spellings of other servers.
+
+    These are `aliases` of our flags, `_` for `-` in any flag, and for `switches` (flags whose value is true, false or
+    none) `--x` for `--x true` and `--no-x` for `--x false`.
+    """
 
     class Command(typer.core.TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -79,11 +82,11 @@ def _command_class(aliases: dict[str, str], switches: set[str]) -> type[typer.co
 
 
 class _CommandGroup(typer.core.TyperGroup):
-    """The subcommands that the installed distributions offer, each imported when it is asked for."""
+    """The subcommands of the installed distributions, each imported on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        found = _commands()
-        return [name for name in _ORDER if name in found] + sorted(set(found) - set(_ORDER))
+        names = set(_commands())
+        return [name for name in _ORDER if name in names] + sorted(names - set(_ORDER))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         entry = _commands().get(cmd_name)
@@ -111,27 +114,28 @@ def _flag(name: str) -> str:
 
 
 def flowing(text: str) -> str:
-    """Paragraphs without the line breaks of the source, for a terminal of any width."""
+    """Join the lines of each paragraph, so that a terminal can wrap them at its own width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _commands() -> dict[str, EntryPoint]:
-    """The subcommands: those of all installed distributions, and in a source tree those that its pyproject.toml
-    declares, which an older installation of it does not know yet.
+    """The subcommands of all installed distributions, and in a source tree those in its pyproject.toml.
+
+    An older installation of the source tree may not list its newest subcommands.
     """
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     project = Path(__file__).parent.parent / "pyproject.toml"
     if not project.exists():
-        return found
+        return installed
     declared = tomllib.loads(project.read_text("utf-8"))["project"]["entry-points"][ENTRY_POINT_GROUP]
-    return {**{name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in declared.items()}, **found}
+    return {**{name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in declared.items()}, **installed}
 
 
 def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[ConfigT]], None]) -> typer.Typer:
     """A Typer application with one command whose options are the fields of `cls`.
 
-    `run` gets the resolved configuration, with logging set up. A `ConfigError` from anywhere ends the process
-    with one sentence on standard error and exit code 78, any other `KvRelayError` with its `exit_code`, or 1.
+    `run` gets the resolved configuration, after logging is set up. A `ConfigError` ends the process with one sentence
+    on standard error and exit code 78, any other `KvRelayError` with its `exit_code` or 1.
     """
 
     def command(ctx: typer.Context, config: str | None, **given: str | None) -> None:
@@ -146,7 +150,7 @@ def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[Config
         _parameter("ctx", typer.Context, inspect.Parameter.empty),
         _parameter("config", Annotated[str | None, _config_option()], None),
     ]
-    # The defaults stand here for `--help` only; `resolve` has its own eyes on them.
+    # The defaults are here for `--help` only; `resolve` applies them.
     parameters += [
         _parameter(
             f.name, Annotated[str | None, _option_of(cls, f.name)], None if f.default is None else str(f.default)
@@ -169,13 +173,13 @@ def _start(
     die_with_parent()
     resolved = resolve(cls, flags=flags, environ=os.environ, file=file)
     if file is not None:
-        os.environ[CONFIG_FILE_VARIABLE] = file  # the services that `kvrelay up` starts read it, too
+        os.environ[CONFIG_FILE_VARIABLE] = file  # the services that `kvrelay up` starts read it too
     logs.configure(resolved.config.log_level)
     run(resolved)
 
 
 def run_checked(action: Callable[[], None]) -> None:
-    """Run `action`; end the process with one sentence and the right exit code where it raises one of our errors."""
+    """Run `action`. If it raises a `KvRelayError`, end the process with one sentence and the error's exit code."""
     try:
         action()
     except KvRelayError as error:
@@ -187,11 +191,11 @@ def run_checked(action: Callable[[], None]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before the work whether its results can be written to this file. Raises: ConfigError."""
+    """Check, before a long run, that its results can be written to this file. Raises: ConfigError."""
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: {path.parent} is not a folder")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'not ours to write'}")
+        raise ConfigError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}")
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -252,5 +256,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # As the module that the services import, not as a second copy of it named __main__.
+    # Run the module that the services import, not a second copy of it named __main__.
     importlib.import_module("common.cli").main()

@@ -1,9 +1,9 @@
-"""Where configuration comes from: defaults < TOML file < environment < flags. Every mistake is a `ConfigError`.
+"""Reads a configuration: defaults < TOML file < environment < flags. Every mistake is a `ConfigError`.
 
-Pure but for reading the one file that is named; runs once, in the main thread, before anything else.
+Pure except for reading the TOML file; runs once, in the main thread, before anything else.
 
     # kvrelay.toml
-    cluster = "lab"            # top level: for every service that has the field
+    cluster = "lab"            # top level: for every service that has the option
     [decode]                   # tables [router] [prefill] [decode] [up]: for that service only
     max_num_seqs = 32
 """
@@ -26,24 +26,24 @@ from common.config.options import SERVICES, ServiceConfig
 ENV_PREFIX = "KVRELAY_"
 CONFIG_FILE_VARIABLE = "KVRELAY_CONFIG"
 SUPERVISOR_VARIABLE = "KVRELAY_SUPERVISOR_PID"
-"""Set by a supervisor for its children: they die with that process."""
+"""Set by a supervisor for its children: the kernel kills them when that process dies."""
 ADMIN_URL_VARIABLE = "KVRELAY_ADMIN_URL"
-"""Which router `kvrelay admin` asks."""
+"""Admin URL of the router that `kvrelay admin` asks."""
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-"""How a flag or a variable says true and false."""
+"""Spellings of true and false in flags and variables."""
 UNSET = "none"
-"""How it says that an optional value is not given."""
+"""Spelling of an optional value that is not given."""
 _RESERVED_VARIABLES = {CONFIG_FILE_VARIABLE, SUPERVISOR_VARIABLE, ADMIN_URL_VARIABLE}
 
 Source = Literal["default", "file", "table", "environment", "flag"]
-"""Where a value came from; `file` is the file's top level, `table` the service's own table in it."""
+"""Where a value comes from; `file` is the file's top level, `table` the service's own table in it."""
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
 
 @dataclass(frozen=True)
 class Resolved(Generic[ConfigT]):
-    """A configuration, and for each field where its value came from."""
+    """A configuration, and the source of each field's value."""
 
     config: ConfigT
     sources: dict[str, Source]
@@ -55,7 +55,7 @@ def field_type(cls: type[ServiceConfig], name: str) -> Any:
 
 
 def type_label(expected: Any) -> str:
-    """How `--help` and error messages name a type: `INTEGER`, `itl|balanced|ttft`."""
+    """The name of a type in `--help`: `INTEGER`, `itl|balanced|ttft`."""
     inner, _ = _strip_optional(expected)
     if get_origin(inner) is Literal:
         return "|".join(str(choice) for choice in get_args(inner))
@@ -67,8 +67,8 @@ def resolve(
 ) -> Resolved[ConfigT]:
     """The configuration of one service.
 
-    `flags` are the given ones only, by field name. `file` is the TOML file, which `KVRELAY_CONFIG` names
-    where `file` is None.
+    `flags` holds the given flags only, by field name. `file` is the TOML file; None: the one that `KVRELAY_CONFIG`
+    names, if any.
 
     Raises: ConfigError naming the place, the key and what is wrong with it.
     """
@@ -132,9 +132,9 @@ def _from_environment(cls: type[ServiceConfig], environ: Mapping[str, str]) -> d
     for variable in environ:
         if variable.startswith(ENV_PREFIX) and variable not in known | _RESERVED_VARIABLES:
             raise ConfigError(f"unknown environment variable {variable}{_suggestion(variable, known)}")
-    # Compose files set what they were not given to the empty string.
-    found = {name: environ.get(ENV_PREFIX + name.upper(), "") for name in field_infos(cls)}
-    return {name: text for name, text in found.items() if text}
+    # Compose files set variables without a value to the empty string.
+    texts = {name: environ.get(ENV_PREFIX + name.upper(), "") for name in field_infos(cls)}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
@@ -143,7 +143,7 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _strip_optional(expected: Any) -> tuple[Any, bool]:
-    """(`T`, True) for `T | None`, else (the type itself, False)."""
+    """(`T`, True) for `T | None`, else (`expected`, False)."""
     if get_origin(expected) in (types.UnionType, typing.Union):
         inner = [arg for arg in get_args(expected) if arg is not type(None)]
         return inner[0], True
@@ -151,7 +151,7 @@ def _strip_optional(expected: Any) -> tuple[Any, bool]:
 
 
 def _parse(text: str, expected: Any, place: str) -> Any:
-    """A value from a flag or an environment variable."""
+    """Parse the value of a flag or an environment variable."""
     inner, optional = _strip_optional(expected)
     if optional and text.lower() == UNSET:
         return None
@@ -168,7 +168,7 @@ def _parse(text: str, expected: Any, place: str) -> Any:
 
 
 def _typed(value: Any, expected: Any, place: str) -> Any:
-    """`value` as it stands in a TOML file, if it is of the expected type."""
+    """Check that a value from a TOML file has the expected type."""
     inner, _ = _strip_optional(expected)
     if get_origin(inner) is Literal:
         choices = get_args(inner)

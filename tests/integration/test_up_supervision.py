@@ -164,7 +164,7 @@ def test_whatever_is_killed_comes_back_under_its_name_and_the_pid_file_says_so(s
     for name in ("prefill-0", "decode-0", "router", "redis"):
         before = up.entries()
         os.kill(before[name]["pid"], signal.SIGKILL)
-        up.wait_line(f"{name} ended (signal 9); starting it again now")
+        up.wait_line(f"{name} ended (signal 9); restarting it now")
         up.wait_line(f"{name} is ready again")
         eventually(lambda name=name: up.entries()[name]["address"])
         after = up.entries()

@@ -18,31 +18,31 @@ from common.tools.up.restarts import RestartPolicy
 _READ_BYTES = 65536
 _KEPT_LINES = 20
 _DRAIN_S = 1.0
-"""After a child's end its output may be held open by a grandchild that is about to die."""
+"""After a child ends, a dying grandchild may keep its output open this long."""
 
 
 class Child:
-    """A child over all its restarts.
+    """A child across all its restarts.
 
-    Each process is the leader of a session of its own, so that Ctrl-C in a terminal reaches only the supervisor,
-    and so that whatever the child has started can be ended with it.
+    Each process leads its own session: Ctrl-C in a terminal then reaches only the supervisor, and everything that the
+    child has started can be killed with it.
     """
 
     def __init__(self, spec: ChildSpec, console: Console) -> None:
         self.spec = spec
         self.policy = RestartPolicy()
         self.ready = False
-        """The present process is usable."""
+        """The current process is usable."""
         self.started_s = 0.0
-        """When the present process was started, by `time.monotonic`."""
+        """Start of the current process, by `time.monotonic`."""
         self.address = ""
         self.incarnation = ""
-        """Of the process that last registered, the present one or one before; nodes only."""
+        """Incarnation of the process that registered last, the current or an earlier one; nodes only."""
         self.last_line = ""
         self._console = console
         self._process: Process | None = None
         self._pump: asyncio.Task[None] | None = None
-        self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._hidden_lines: deque[str] = deque(maxlen=_KEPT_LINES)
 
     @property
     def pid(self) -> int | None:
@@ -60,7 +60,7 @@ class Child:
         self._pump = asyncio.create_task(self._read(self._process))
 
     async def wait(self) -> int:
-        """The return code, once the process is gone, with all its output shown and its process group ended."""
+        """Wait for the process to end, show its remaining output, kill its process group. Returns its return code."""
         process, pump = self._process, self._pump
         assert process is not None, "not started"
         assert pump is not None
@@ -85,10 +85,10 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signum)
 
-    def show_unshown(self) -> None:
-        """Show the last lines of a quiet child, which ended unasked."""
-        while self._unshown:
-            self._console.child_line(self.spec.name, self._unshown.popleft())
+    def show_hidden_lines(self) -> None:
+        """Show the last lines of a quiet child that ended unexpectedly."""
+        while self._hidden_lines:
+            self._console.child_line(self.spec.name, self._hidden_lines.popleft())
 
     @staticmethod
     def _kill_group(pid: int) -> None:
@@ -99,7 +99,7 @@ class Child:
         assert process.stdout is not None
         rest = b""
         while chunk := await process.stdout.read(_READ_BYTES):
-            # A line without end is cut rather than kept growing.
+            # Cut an endless line rather than let the buffer grow.
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > _READ_BYTES:
                 lines, rest = [*lines, rest], b""
@@ -113,6 +113,6 @@ class Child:
         if line:
             self.last_line = line
         if self.spec.quiet:
-            self._unshown.append(line)
+            self._hidden_lines.append(line)
         else:
             self._console.child_line(self.spec.name, line)

@@ -10,8 +10,8 @@ from common.config.sources import Resolved
 
 _HELP = """Start a whole cluster on this machine: Redis, routers, prefill nodes and decode nodes.
 
-Each is a process of its own. When all are ready, their addresses and a curl line to try are printed. Whatever dies later
-is started again; Ctrl-C stops everything in order. Nodes share all processor cores; --favor says who goes first.
+Each service runs in its own process. Once all are ready, it prints their addresses and a curl command to try. A service
+that dies later is restarted; Ctrl-C stops everything in order. Nodes share all processor cores; --favor sets priorities.
 
 [bold]Examples:[/bold] kvrelay up
 

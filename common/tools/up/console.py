@@ -1,4 +1,4 @@
-"""What `kvrelay up` says on the terminal: each child's lines under its name, and our own. Main thread."""
+"""Terminal output of `kvrelay up`: each child's lines with its name, and the supervisor's own. Main thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OWN_NAME = "kvrelay"
 
 
 class Console:
-    """Prefixed lines on `out`. Goes silent, without an error, once nobody reads `out` any more."""
+    """Writes prefixed lines to `out`. When the reader of `out` is gone, it goes silent without an error."""
 
     def __init__(self, names: list[str], out: TextIO | None = None) -> None:
         self._out = out if out is not None else sys.stdout
@@ -28,7 +28,7 @@ class Console:
         self.plain(f"\x1b[{colour}m{prefix}\x1b[0m {line}" if colour else f"{prefix} {line}")
 
     def say(self, line: str) -> None:
-        """One line of our own."""
+        """One line of the supervisor."""
         self.plain(f"{_OWN_NAME:<{self._width}} | {line}")
 
     def plain(self, text: str) -> None:
@@ -39,7 +39,7 @@ class Console:
 
 
 def banner(urls: list[str], model: str, rows: list[tuple[str, int, str]], needs_key: bool, took_s: float) -> str:
-    """What is shown when all is ready. `urls`: of the routers; `rows`: (name, pid, address) of each child."""
+    """The text shown once everything is ready. `urls`: the routers' APIs; `rows`: (name, pid, address) of each child."""
     name_width = max(len(name) for name, _, _ in rows)
     pid_width = max(len(str(pid)) for _, pid, _ in rows)
     listing = "\n".join(f"  {name:<{name_width}}  pid {pid:<{pid_width}}  {address}" for name, pid, address in rows)
@@ -55,11 +55,11 @@ Try it:
   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
-The API is described at {url}/docs. `kvrelay admin nodes` says what every node does. Ctrl-C stops everything.
+The API is described at {url}/docs. `kvrelay admin nodes` shows what each node does. Ctrl-C stops everything.
 """
 
 
 def failure_line(name: str, return_code: int, last_line: str) -> str:
-    """Why the start failed, in one sentence."""
-    reason = last_line.removeprefix("kvrelay: ") or "it said nothing"
+    """One sentence about why the start failed."""
+    reason = last_line.removeprefix("kvrelay: ") or "no output"
     return f"{name} could not start ({describe_exit(return_code)}): {reason}"

@@ -1,4 +1,4 @@
-"""Whether Redis and the routers of `kvrelay up` answer. Runs on the supervisor's asyncio loop."""
+"""Health probes of Redis and the routers of `kvrelay up`. Runs on the supervisor's asyncio loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def connect_host(host: str) -> str:
-    """How to reach a listener on `host` from this machine, as it stands in a URL."""
+    """The host part of a URL that reaches a listener on `host` from this machine."""
     reachable = _EVERY_INTERFACE.get(host, host)
     return f"[{reachable}]" if ":" in reachable else reachable
 
@@ -29,14 +29,14 @@ async def redis_answers(url: str) -> bool:
 
 
 class HealthProbe:
-    """Asks routers for their health."""
+    """Asks routers for their health over HTTP."""
 
     def __init__(self) -> None:
-        # Never through a proxy that the environment may name: this is loopback.
+        # No proxy from the environment: the routers are on loopback.
         self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
 
     async def health(self, url: str) -> dict[str, Any] | None:
-        """What the router at `url` says of itself and its nodes, usable or not; None if it does not answer."""
+        """What the router at `url` reports about itself and its nodes, usable or not; None if it does not answer."""
         try:
             body = (await self._client.get(f"{url}/health")).json()
         except (httpx.HTTPError, ValueError):
@@ -44,7 +44,7 @@ class HealthProbe:
         return body if isinstance(body, dict) else None
 
     async def sees(self, url: str, prefill: int, decode: int) -> bool:
-        """Whether the router at `url` has at least so many usable nodes."""
+        """Whether the router at `url` sees at least this many usable nodes of each role."""
         health = await self.health(url) or {}
         return _count(health.get("prefill")) >= prefill and _count(health.get("decode")) >= decode
 

@@ -1,4 +1,4 @@
-"""The JSON list of what `kvrelay up` runs, for scripts that want to find and kill things."""
+"""A JSON list of the processes of `kvrelay up`, for scripts that need to find them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class PidEntry:
     role: str
     pid: int
     address: str
-    """Empty while a restarted process does not have one yet."""
+    """Empty until a restarted process has one."""
 
 
 class PidFile:
-    """The file at `path`, or nothing at all if that is None. Readers see a whole list, the old or the new one.
+    """The file at `path`; None: no file. It is replaced atomically, so readers see the old list or the new one.
 
-    Raises: ConfigError if nothing can be written there.
+    Raises: ConfigError if the file cannot be written.
     """
 
     def __init__(self, path: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Whether and when a child that died is started again. A pure state machine per child: events in, decision out."""
+"""Decides whether and when a dead child is restarted. A pure state machine per child: events in, decision out."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 _STEADY_S = 10.0
-"""A child that was ready for so long before it died is not in a crash loop."""
+"""A child that was ready this long before it died is not in a crash loop."""
 
 
 @dataclass(frozen=True)
 class RestartAfter:
-    """Start it again, so many seconds from now."""
+    """Restart the child after a delay."""
 
     delay_s: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """It never worked, so it never will: stop everything and exit with `exit_code`."""
+    """The child was never ready: stop everything and exit with `exit_code`."""
 
     exit_code: int
 
 
 class RestartPolicy:
-    """What one child's deaths lead to.
+    """Decides what follows the deaths of one child.
 
-    A child that was never ready has a mistake in its configuration: starting it again would only hide that.
-    One that worked is started again for ever: at once after a steady time, else with a delay that doubles.
+    A child that was never ready has a configuration mistake, which restarts would only hide. A child that was ready
+    is always restarted: at once if it was ready for `_STEADY_S`, otherwise after a delay that doubles.
     """
 
     def __init__(self) -> None:
@@ -37,25 +37,25 @@ class RestartPolicy:
         self._quick_deaths = 0
 
     def ready(self, now_s: float) -> None:
-        """The present process of this child has become usable."""
+        """The current process of this child became usable."""
         self.was_ever_ready = True
         self._ready_since_s = now_s
 
     def died(self, now_s: float, return_code: int) -> RestartAfter | GiveUp:
-        """`return_code` as `Popen` has it: negative for a signal."""
+        """The process ended. `return_code` as in `Popen`: negative for a signal."""
         if not self.was_ever_ready:
             return GiveUp(exit_code(return_code))
         steady = self._ready_since_s is not None and now_s - self._ready_since_s >= _STEADY_S
         self._ready_since_s = None
         self._quick_deaths = 0 if steady else self._quick_deaths + 1
         if self._quick_deaths <= 1:
-            # The first death is an accident; clients wait for this node.
+            # No delay after the first death: clients wait for this node.
             return RestartAfter(0.0)
         return RestartAfter(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self._quick_deaths - 2, 16)))
 
 
 def exit_code(return_code: int) -> int:
-    """A process's end as a shell would report it; never 0, for this is about a death that was not asked for."""
+    """The exit code that a shell would report; never 0, since the death was unexpected."""
     if return_code < 0:
         return 128 - return_code
     return return_code or 1

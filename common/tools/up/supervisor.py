@@ -40,11 +40,11 @@ from common.tools.up.routers import router_places
 _PROBE_S = 0.2
 _PROGRESS_S = 5.0
 _STOP_S = 10.0
-"""After SIGTERM a child has so long before it is killed."""
+"""Time between SIGTERM and SIGKILL for a child."""
 
 
 class ChildFailed(KvRelayError):
-    """A child ended before it was ever ready; `exit_code` is what the supervisor ends with."""
+    """A child ended before it was ever ready; the supervisor exits with `exit_code`."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -52,9 +52,9 @@ class ChildFailed(KvRelayError):
 
 
 async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
-    """Run a cluster until SIGINT, SIGTERM or (but under `nohup`) SIGHUP. No child is left, whatever happens.
+    """Run a cluster until SIGINT, SIGTERM or (except under `nohup`) SIGHUP. No child is ever left behind.
 
-    Raises: ConfigError before anything was started; ChildFailed or DeadlineExceeded if the start failed.
+    Raises: ConfigError before anything is started; ChildFailed or DeadlineExceeded if the start fails.
     """
     routers = router_places(config)
     pid_file = PidFile(config.pid_file)
@@ -78,17 +78,17 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
             gpus=gpus,
         )
         check_memory(specs, os.environ, free_memory_bytes(), gpus=bool(gpus))
-        specs = _keep_file(specs, directory)
+        specs = _copy_config_file(specs, directory)
         with announced(running, runtime_folder(os.environ)):
             await Supervisor(config, specs, redis_url, pid_file).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _keep_file(specs: list[ChildSpec], directory: str) -> list[ChildSpec]:
-    """The same, with the configuration file as it is now, at every restart.
+def _copy_config_file(specs: list[ChildSpec], directory: str) -> list[ChildSpec]:
+    """Give the children a copy of the configuration file as it is now, for every restart.
 
-    Raises: ConfigError where it can be read only once.
+    Raises: ConfigError if the file cannot be copied.
     """
     file = os.environ.get(CONFIG_FILE_VARIABLE)
     if not file:
@@ -96,14 +96,14 @@ def _keep_file(specs: list[ChildSpec], directory: str) -> list[ChildSpec]:
     try:
         kept = shutil.copyfile(file, os.path.join(directory, "kvrelay.toml"))
     except (OSError, shutil.SpecialFileError) as error:
-        raise ConfigError(f"{file} cannot be kept for the services, give a regular file: {error}") from error
+        raise ConfigError(f"{file} cannot be copied for the services, it must be a regular file: {error}") from error
     return [replace(spec, environ={**spec.environ, CONFIG_FILE_VARIABLE: kept}) for spec in specs]
 
 
 class Supervisor:
-    """The children, and the tasks that watch over them.
+    """The children and the tasks that watch them.
 
-    A child is started and waited for by its own `_supervise` task only; stopping signals it and waits for that task.
+    Only a child's own `_supervise` task starts it and waits for it; to stop it, signal it and wait for that task.
     """
 
     def __init__(self, config: UpConfig, specs: list[ChildSpec], redis_url: str, pid_file: PidFile) -> None:
@@ -113,20 +113,20 @@ class Supervisor:
         self._redis_url = redis_url
         self._pid_file = pid_file
         self._routers = [spec for spec in specs if spec.role == "router"]
-        self._blind: list[str] = []
-        """The routers that did not see all nodes when asked last."""
+        self._waiting_routers: list[str] = []
+        """Routers that did not see all nodes at the last probe."""
         self._probe = HealthProbe()
         self._records: dict[str, NodeRecord] = {}
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._kill_now = asyncio.Event()
         """A second Ctrl-C: kill instead of waiting."""
         self._failure: BaseException | None = None
         self._published = False
 
     async def run(self) -> None:
-        """Until a signal or a failure.
+        """Run until a signal or a failure.
 
         Raises: the failure.
         """
@@ -148,7 +148,7 @@ class Supervisor:
 
     def _on_signal(self, signum: int) -> None:
         if self._stop.is_set():
-            self._hurry.set()
+            self._kill_now.set()
         else:
             self._console.say(f"{signal.Signals(signum).name}: stopping")
             self._stop.set()
@@ -163,7 +163,7 @@ class Supervisor:
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception as error:  # whatever it is, the children must be stopped; `run` raises it then
+        except Exception as error:  # any error must stop the children; `run` raises it afterwards
             self._fail(error)
 
     # ------------------------------------------------------------ start
@@ -178,7 +178,7 @@ class Supervisor:
                     while child.spec.role == "redis" and not child.ready:
                         await asyncio.sleep(_PROBE_S / 4)
                 self._spawn_watcher(Directory(self._redis_url, self._config.cluster, self._on_nodes, _PROBE_S).run())
-                while self._unready() or await self._look_for_blind():
+                while self._unready() or await self._find_waiting_routers():
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
             raise DeadlineExceeded(
@@ -190,14 +190,14 @@ class Supervisor:
     def _unready(self) -> list[str]:
         return [child.spec.name for child in self._children if not child.ready]
 
-    async def _look_for_blind(self) -> list[str]:
+    async def _find_waiting_routers(self) -> list[str]:
         nodes = self._config.prefill, self._config.decode
-        self._blind = [spec.name for spec in self._routers if not await self._probe.sees(spec.url, *nodes)]
-        return self._blind
+        self._waiting_routers = [spec.name for spec in self._routers if not await self._probe.sees(spec.url, *nodes)]
+        return self._waiting_routers
 
     def _missing(self) -> str:
-        """What the start still waits for."""
-        routers = "the router" if len(self._routers) == 1 else ", ".join(self._blind) or "the routers"
+        """The services that the start still waits for."""
+        routers = "the router" if len(self._routers) == 1 else ", ".join(self._waiting_routers) or "the routers"
         return ", ".join(self._unready()) or f"{routers} to see all nodes"
 
     async def _show_progress(self) -> None:
@@ -229,18 +229,18 @@ class Supervisor:
             return_code = await self._run_child(child)
             if self._stop.is_set():
                 return
-            child.show_unshown()
+            child.show_hidden_lines()
             decision = child.policy.died(time.monotonic(), return_code)
             if isinstance(decision, GiveUp):
                 raise ChildFailed(failure_line(name, return_code, child.last_line), decision.exit_code)
             self._write_pids()
             when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
-            self._console.say(f"{name} ended ({describe_exit(return_code)}); starting it again {when}")
+            self._console.say(f"{name} ended ({describe_exit(return_code)}); restarting it {when}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), decision.delay_s)
 
     async def _run_child(self, child: Child) -> int:
-        """Start the child and wait for its end. Returns how it ended, 1 where the system has no process for a restart.
+        """Start the child and wait for its end. Returns its return code; 1 if a restart could not create a process.
 
         Raises: OSError if its first start fails.
         """
@@ -275,7 +275,7 @@ class Supervisor:
             await asyncio.sleep(_PROBE_S)
 
     def _end_if_overdue(self, child: Child) -> None:
-        """A restarted child has as long as the whole start had; the first start has its own deadline."""
+        """Kill a restarted child that is not ready in time. The first start has its own deadline."""
         allowed_s = self._config.start_timeout_s
         if self._published and child.pid is not None and time.monotonic() > child.started_s + allowed_s:
             self._console.say(f"{child.spec.name} is not ready after {allowed_s:g} s (pid {child.pid}): killing it")
@@ -292,7 +292,7 @@ class Supervisor:
         if record is None or record.peer.incarnation == child.incarnation:
             return False
         if record.started_at < time.time() - (time.monotonic() - child.started_s):
-            return False  # of a process before ours: in a Redis of others it outlives its cluster by a lease
+            return False  # record of an earlier process: in a shared Redis it remains for one lease
         child.incarnation = record.peer.incarnation
         child.address = record.peer.control_address
         return True
@@ -326,20 +326,20 @@ class Supervisor:
             return
         for child in children:
             child.signal(signal.SIGTERM)
-        hurry = asyncio.create_task(self._hurry.wait())
+        kill_now = asyncio.create_task(self._kill_now.wait())
         done = asyncio.gather(*tasks)
-        await asyncio.wait([done, hurry], timeout=_STOP_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([done, kill_now], timeout=_STOP_S, return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             late = ", ".join(child.spec.name for child in children if child.pid is not None)
             self._console.say(f"killing {late}")
             for child in children:
                 child.signal(signal.SIGKILL)
         await done
-        await _cancel([hurry])
+        await _cancel([kill_now])
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel until they are over: a library below may swallow one cancellation."""
+    """Cancel until all have ended: a library may swallow one cancellation."""
     pending = set(tasks)
     while pending:
         for task in pending:

@@ -1,21 +1,12 @@
-"""What `kvrelay up` decides to run and to restart."""
+"""Which processes `kvrelay up` plans to run, and with which options."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from common.base.errors import ConfigError
 from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config.sources import Resolved, resolve
-from common.tools.up.gpus import share_gpus, visible_gpus
-from common.tools.up.kv_memory import check_memory
 from common.tools.up.plan import ChildSpec, plan_children
-from common.tools.up.restarts import GiveUp, RestartAfter, RestartPolicy
 from common.tools.up.routers import RouterPlace
 
 CLASSES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
@@ -176,49 +167,6 @@ def test_favor_lets_the_other_side_stand_back() -> None:
     assert niceness("ttft") == [0, 10]
 
 
-def test_child_that_was_never_ready_ends_everything_with_its_code() -> None:
-    assert RestartPolicy().died(1.0, 78) == GiveUp(78)
-    assert RestartPolicy().died(1.0, -9) == GiveUp(137)
-    assert RestartPolicy().died(1.0, 0) == GiveUp(1)
-
-
-def test_child_that_worked_comes_back_at_once() -> None:
-    policy = RestartPolicy()
-    policy.ready(0.0)
-    assert policy.died(1.0, -9) == RestartAfter(0.0)
-
-
-def test_crash_loop_slows_down_to_a_bound_and_never_gives_up() -> None:
-    policy = RestartPolicy()
-    policy.ready(0.0)
-    delays = [decision.delay_s for _ in range(100) if isinstance(decision := policy.died(1.0, 1), RestartAfter)]
-    assert delays[:5] == [0.0, 0.5, 1.0, 2.0, 4.0]
-    assert delays == sorted(delays)
-    assert (len(delays), delays[-1]) == (100, 30.0)
-
-
-def test_steady_time_forgives_earlier_deaths() -> None:
-    policy = RestartPolicy()
-    for now_s in (0.0, 1.0, 2.0, 3.0):
-        policy.ready(now_s)
-        policy.died(now_s + 0.5, 1)
-    policy.ready(10.0)
-    assert policy.died(25.0, 1) == RestartAfter(0.0)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=30))
-def test_once_ready_every_death_leads_to_a_bounded_restart(events: list[tuple[bool, float]]) -> None:
-    policy, now_s = RestartPolicy(), 0.0
-    policy.ready(now_s)
-    for becomes_ready, wait_s in events:
-        now_s += wait_s
-        if becomes_ready:
-            policy.ready(now_s)
-        decision = policy.died(now_s, 1)
-        assert isinstance(decision, RestartAfter)
-        assert 0 <= decision.delay_s <= 30
-
-
 def test_two_nodes_on_one_gpu_share_it_evenly_unless_fractions_are_stated() -> None:
     assert on_gpus(("0",)) == {"prefill-0": ("0", 0.45), "decode-0": ("0", 0.45)}
     stated = {"prefill_gpu_memory_utilization": "0.3", "decode_gpu_memory_utilization": "0.6"}
@@ -236,60 +184,3 @@ def test_no_gpu_is_shared_while_another_is_free() -> None:
 
 def test_nodes_on_the_cpu_are_given_no_gpu_options() -> None:
     assert on_gpus(("0",), device="cpu") == on_gpus(()) == {"prefill-0": (None, 0.9), "decode-0": (None, 0.9)}
-
-
-def test_gpus_are_those_that_cuda_would_see() -> None:
-    files = ["null", "nvidia1", "nvidia0", "nvidiactl", "nvidia-uvm"]
-    assert visible_gpus(None, files) == ["0", "1"]
-    assert visible_gpus("1", files) == ["1"]
-    assert visible_gpus("GPU-8f2, 0,-1,1", files) == ["GPU-8f2", "0"]
-    assert visible_gpus("", files) == visible_gpus("-1", files) == visible_gpus("0", ["null"]) == []
-
-
-@given(st.integers(1, 8), st.lists(st.integers(1, 4), min_size=1, max_size=8))
-def test_every_rank_of_a_node_has_a_gpu_of_its_own_and_no_gpu_is_promised_twice(gpus: int, ranks: list[int]) -> None:
-    shares = share_gpus([str(i) for i in range(gpus)], ranks)
-    promised = dict.fromkeys(range(gpus), 0.0)
-    for count, share in zip(ranks, shares, strict=True):
-        assert share is not None
-        assert len(set(share.visible)) == len(share.visible) == min(count, gpus)
-        for gpu in share.visible:
-            promised[int(gpu)] += share.utilization
-    assert max(promised.values()) <= 0.901
-
-
-def fits(free_gb: float, /, *, gpu: str = "", file: str = "", **flags: str) -> None:
-    """Raises: ConfigError where `kvrelay up` refuses."""
-    environ = {"KVRELAY_CONFIG": file} if file else {}
-    specs = plan(resolve(UpConfig, flags=flags, environ=environ, file=None), gpus=(gpu,) if gpu else ())
-    check_memory(specs, environ, free_gb * 2**30, gpus=bool(gpu))
-
-
-def test_nodes_whose_kv_is_not_there_together_are_refused_with_the_figures() -> None:
-    sizes = {"prefill": "2", "decode": "1", "decode_tp": "2", "decode_pp_layers": "1,1,2"}
-    fits(8.0, **sizes)
-    with pytest.raises(ConfigError) as refusal:
-        fits(7.9, **sizes)
-    assert "8.00 GB of memory together (prefill-0 1.00, prefill-1 1.00, decode-0 6.00), but 7.90 GB" in str(
-        refusal.value
-    )
-    assert "--kv-memory-gb" in str(refusal.value)
-    fits(4.0, **sizes, kv_memory_gb="0.5")
-    with pytest.raises(ConfigError, match=r"20.00 GB of memory together"):
-        fits(16.0, kv_memory_gb="10")
-    fits(math.inf, kv_memory_gb="10")  # where no system tells
-
-
-def test_what_a_node_is_told_by_its_own_table_counts(tmp_path) -> None:
-    file = tmp_path / "k.toml"
-    file.write_text("kv_memory_gb = 0.5\n[decode]\nkv_memory_gb = 3\n")
-    fits(3.5, file=str(file))
-    with pytest.raises(ConfigError, match=r"prefill-0 0.50, decode-0 3.00"):
-        fits(3.4, file=str(file))
-
-
-def test_only_kv_in_memory_of_a_known_size_counts() -> None:
-    fits(0.1, gpu="0")
-    fits(0.1, kv_blocks="60")
-    with pytest.raises(ConfigError):
-        fits(0.1, gpu="0", device="cpu")

@@ -1,0 +1,51 @@
+"""When `kvrelay up` restarts a dead child, and when it gives up."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.tools.up.restarts import GiveUp, RestartAfter, RestartPolicy
+
+
+def test_child_that_was_never_ready_ends_everything_with_its_code() -> None:
+    assert RestartPolicy().died(1.0, 78) == GiveUp(78)
+    assert RestartPolicy().died(1.0, -9) == GiveUp(137)
+    assert RestartPolicy().died(1.0, 0) == GiveUp(1)
+
+
+def test_child_that_worked_comes_back_at_once() -> None:
+    policy = RestartPolicy()
+    policy.ready(0.0)
+    assert policy.died(1.0, -9) == RestartAfter(0.0)
+
+
+def test_crash_loop_slows_down_to_a_bound_and_never_gives_up() -> None:
+    policy = RestartPolicy()
+    policy.ready(0.0)
+    delays = [decision.delay_s for _ in range(100) if isinstance(decision := policy.died(1.0, 1), RestartAfter)]
+    assert delays[:5] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert delays == sorted(delays)
+    assert (len(delays), delays[-1]) == (100, 30.0)
+
+
+def test_steady_time_forgives_earlier_deaths() -> None:
+    policy = RestartPolicy()
+    for now_s in (0.0, 1.0, 2.0, 3.0):
+        policy.ready(now_s)
+        policy.died(now_s + 0.5, 1)
+    policy.ready(10.0)
+    assert policy.died(25.0, 1) == RestartAfter(0.0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=30))
+def test_once_ready_every_death_leads_to_a_bounded_restart(events: list[tuple[bool, float]]) -> None:
+    policy, now_s = RestartPolicy(), 0.0
+    policy.ready(now_s)
+    for becomes_ready, wait_s in events:
+        now_s += wait_s
+        if becomes_ready:
+            policy.ready(now_s)
+        decision = policy.died(now_s, 1)
+        assert isinstance(decision, RestartAfter)
+        assert 0 <= decision.delay_s <= 30
