@@ -1,4 +1,4 @@
-"""`kvrelay admin`: what every node does, and hands on it. Loads rich and nothing heavier."""
+"""`kvrelay admin`: inspect a cluster and drain nodes. Loads rich and nothing heavier."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from common.cli import flowing, run_checked
 from common.config.sources import ADMIN_URL_VARIABLE
 from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, connect
 
-_HELP = """Look into a running cluster: its nodes, its requests, what the router would decide; drain nodes.
+_HELP = """Inspect a running cluster (nodes, requests, routing decisions) and drain nodes.
 
-It asks a router's admin port, and nodes at the addresses that the router knows. For a cluster that `kvrelay up` of the
-same user runs on this machine nothing needs to be given. For another one: --url with a router's admin address, and its
+It asks a router's admin port, and nodes at the addresses that the router knows. A cluster that the same user runs with
+`kvrelay up` on this machine is found automatically. For any other, give a router's admin address with --url and the
 admin token in KVRELAY_ADMIN_TOKEN.
 
-Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 nobody answers.
+Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 no answer.
 """
 _POLL_S = 0.25
 
@@ -40,21 +40,19 @@ Url = Annotated[
     str | None,
     typer.Option("--url", metavar="URL", envvar=ADMIN_URL_VARIABLE, help="Admin address of a router."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")]
-NodeName = Annotated[
-    str, typer.Argument(metavar="ID", help="A node's id or incarnation, or its unambiguous beginning.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print the full response as JSON.")]
+NodeName = Annotated[str, typer.Argument(metavar="ID", help="Node id or incarnation, or a unique prefix of it.")]
 
 
 @app.command("nodes")
 def nodes(url: Url = None, as_json: Json = False) -> None:
-    """Every node that the router knows: its state, its load, its cache."""
+    """List all nodes that the router knows, with state, load and cache."""
     _show(url, as_json, lambda client: client.get("/nodes"), lambda show, answer: show.nodes(answer))
 
 
 @app.command("node")
 def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
-    """One node, as the router sees it and as it says itself: ranks, memory, transports, attempts in flight."""
+    """Show one node, as the router sees it and as it reports itself: ranks, memory, transports, attempts in flight."""
 
     def fetch(client: AdminClient) -> dict[str, Any]:
         known = client.node(name)
@@ -66,27 +64,29 @@ def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
     def render(show: Any, answer: dict[str, Any]) -> Any:
         known, says = answer["router"], answer["node"]
         if says is None:
-            says = {"it does not answer": answer["complaint"]}
+            says = {"no answer": answer["complaint"]}
         else:
-            known = {key: value for key, value in known.items() if key != "load"}  # it says that itself, and later
-        return show.group(show.properties("as the router sees it", known), show.properties("as it says itself", says))
+            known = {key: value for key, value in known.items() if key != "load"}  # the node's own report is newer
+        return show.group(
+            show.properties("as the router sees it", known), show.properties("as it reports itself", says)
+        )
 
     _show(url, as_json, fetch, render)
 
 
 @app.command("router")
 def router(url: Url = None, as_json: Json = False) -> None:
-    """The router that is asked: what it serves, its queue, its index."""
+    """Show the router: what it serves, its admission queue, its prefix index."""
     _show(url, as_json, lambda client: client.get("/status"), lambda show, answer: show.properties("", answer))
 
 
 @app.command("requests")
 def requests(
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many at most.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of requests.")] = 20,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """The requests of this router: the running ones, then the latest finished ones."""
+    """List the requests of this router: running ones, then the latest finished ones."""
     _show(
         url,
         as_json,
@@ -99,12 +99,14 @@ def requests(
 def request(
     request_id: Annotated[
         str,
-        typer.Argument(metavar="ID", help="As in the answer's x-kvrelay-request-id, or the client's own x-request-id."),
+        typer.Argument(
+            metavar="ID", help="The x-kvrelay-request-id of the response, or the client's own x-request-id."
+        ),
     ],
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """The whole story of one request: what happened when, and why."""
+    """Show the story of one request: every event, its time and its reason."""
     _show(
         url,
         as_json,
@@ -115,16 +117,18 @@ def request(
 
 @app.command("route")
 def route(
-    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt.")] = None,
-    tokens: Annotated[str | None, typer.Option("--tokens", metavar="ID,ID,...", help="It, as token ids.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Take it as a user's message of a chat.")] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=0, help="How long the answer may get.")] = 16,
-    cache_salt: Annotated[str, typer.Option("--cache-salt", help="The request's cache_salt.")] = "",
-    session: Annotated[str, typer.Option("--session", help="The key that the policy `session` goes by.")] = "",
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Prompt text.")] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="ID,ID,...", help="Prompt as token ids.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user message in a chat.")] = False,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=0, help="Maximum length of the answer in tokens.")
+    ] = 16,
+    cache_salt: Annotated[str, typer.Option("--cache-salt", help="cache_salt of the request.")] = "",
+    session: Annotated[str, typer.Option("--session", help="Session key, for the policy `session`.")] = "",
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Where a request would go now, and every candidate's score; nothing is sent to any node."""
+    """Show where a request would go now, with the score of every candidate; nothing is sent to any node."""
     if (prompt is None) == (tokens is None):
         raise typer.BadParameter("give either --prompt or --tokens")
     try:
@@ -139,12 +143,12 @@ def route(
 @app.command("drain")
 def drain(
     name: NodeName,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when nothing runs there any more.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Give up waiting after so long.")] = 600.0,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until nothing runs on the node.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Maximum seconds to wait.")] = 600.0,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Have a node finish what it has and get nothing new. A restart of the node, or `undrain`, ends it."""
+    """Let a node finish its requests and send it no new ones, until `undrain` or a restart of the node."""
 
     def act(client: AdminClient) -> dict[str, Any]:
         base = client.address_of(client.node(name))
@@ -152,11 +156,11 @@ def drain(
         deadline_s = time.monotonic() + timeout_s
         while wait and not status["idle"]:
             if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"{status['node_id']} is not idle after {timeout_s:g} s; it goes on draining")
+                raise DeadlineExceeded(f"{status['node_id']} is not idle after {timeout_s:g} s; it keeps draining")
             time.sleep(_POLL_S)
             status = client.get("/status", base=base)
             if not status["draining"]:
-                raise AdminRefused(f"{status['node_id']} does not drain any more: somebody called undrain")
+                raise AdminRefused(f"{status['node_id']} is not draining any more: undrain was called")
         return status
 
     _show(url, as_json, act, lambda show, status: show.cell(_drained(status)))
@@ -164,7 +168,7 @@ def drain(
 
 @app.command("undrain")
 def undrain(name: NodeName, url: Url = None, as_json: Json = False) -> None:
-    """Have a drained node take new work again."""
+    """Send new requests to a drained node again."""
     _show(
         url,
         as_json,
@@ -184,7 +188,7 @@ def _drained(status: dict[str, Any]) -> str:
 def _show(
     url: str | None, as_json: bool, fetch: Callable[[AdminClient], Any], render: Callable[[Any, Any], Any]
 ) -> None:
-    """Fetch with a client, print as JSON or as `render(show, answer)`."""
+    """Fetch an answer with a client; print it as JSON or as `render(show, answer)`."""
 
     def act() -> None:
         answer = fetch(connect(url, os.environ))

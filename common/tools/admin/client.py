@@ -1,4 +1,4 @@
-"""Talks to admin ports, for the command line: one blocking request at a time, never through a proxy."""
+"""Client of admin ports for the command line: one blocking request at a time, never through a proxy."""
 
 from __future__ import annotations
 
@@ -22,68 +22,68 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class AdminRefused(KvRelayError):
-    """The service answered that it does not know or will not do that."""
+    """The service refused the request or does not know what it names."""
 
     exit_code = 1
 
 
 class AdminUsage(KvRelayError):
-    """The command line does not say enough."""
+    """The command line is incomplete or wrong."""
 
     exit_code = 2
 
 
 class AdminUnreachable(KvRelayError):
-    """Nobody answers there."""
+    """No service answers at the address."""
 
     exit_code = 3
 
 
 class AdminClient:
-    """The admin ports of one cluster. `url` is a router's; nodes are found through it."""
+    """Client of the admin ports of one cluster. `url` is a router's admin address; it knows those of the nodes."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url.rstrip("/")
         self._token = token
-        # Never through a proxy that the environment may name, nor wherever a redirection points: the token goes along.
+        # No proxy from the environment and no redirects: they would get the token.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection())
 
     def get(self, path: str, *, base: str | None = None) -> Any:
-        """The answer to a GET at the router, or at the service with the admin URL `base`.
+        """GET from the router, or from the service with the admin URL `base`.
 
         Raises: AdminRefused, AdminUnreachable.
         """
         return self._ask("GET", path, None, base or self.url)
 
     def post(self, path: str, body: Mapping[str, Any], *, base: str | None = None) -> Any:
-        """As `get`."""
+        """POST a JSON body; as `get`."""
         return self._ask("POST", path, json.dumps(body).encode(), base or self.url)
 
     def node(self, name: str) -> dict[str, Any]:
-        """The one node whose id or incarnation is `name`, or begins with it.
+        """The node whose id or incarnation is `name` or begins with it.
 
         Raises: AdminRefused if there is none, or more than one.
         """
         return pick_node(self.get("/nodes")["nodes"], name)
 
     def address_of(self, known: Mapping[str, Any]) -> str:
-        """The admin URL of a node that `node` found.
+        """The admin URL of a node that `node` returned.
 
-        Raises: AdminRefused if it has none, or only one for its own host, which is not ours: the token would go to
-        whoever listens here.
+        Raises: AdminRefused if it has none, or a loopback address of another host: the token would go to whatever
+        listens on that port of this host.
         """
         address = str(known["admin_address"])
         if not address:
             raise AdminRefused(f"{known['node_id']} has no admin port: it was started without --admin-token")
         if _is_local(address) and not _is_local(self.url):
             raise AdminRefused(
-                f"the admin port of {known['node_id']} listens on its host's loopback only: start it with --admin-host"
+                f"the admin port of {known['node_id']} listens on the loopback of its host only: start it with --admin-host"
             )
         return address
 
     def _ask(self, method: str, path: str, data: bytes | None, base: str) -> Any:
         headers: dict[str, Any] = {
-            "Authorization": f"Bearer {self._token}".encode(),  # as UTF-8, which a header's text could not be
+            "Authorization": f"Bearer {self._token}".encode(),  # bytes: header text could not be UTF-8
             "Content-Type": "application/json",
         }
         try:
@@ -116,24 +116,24 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 def pick_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The node called `name`: its whole id or incarnation, or an unambiguous beginning of either.
+    """The node with the id or incarnation `name`, or with a unique prefix of either.
 
     Raises: AdminRefused.
     """
     for matches in (str.__eq__, str.startswith):
-        found = [node for node in nodes if matches(node["node_id"], name) or matches(node["incarnation"], name)]
-        # A node that came back is known twice until the router has forgotten the old incarnation.
-        found = [node for node in found if node["usable"]] or found
-        if len(found) == 1 or (found and len({node["node_id"] for node in found}) == 1):
-            return found[-1]
-        if found:
-            raise AdminRefused(f"{name!r} could be {', '.join(sorted(node['node_id'] for node in found))}")
+        matching = [node for node in nodes if matches(node["node_id"], name) or matches(node["incarnation"], name)]
+        # A restarted node is listed twice until the router has forgotten the old incarnation.
+        matching = [node for node in matching if node["usable"]] or matching
+        if len(matching) == 1 or (matching and len({node["node_id"] for node in matching}) == 1):
+            return matching[-1]
+        if matching:
+            raise AdminRefused(f"{name!r} could be {', '.join(sorted(node['node_id'] for node in matching))}")
     known = ", ".join(node["node_id"] for node in nodes) or "none"
     raise AdminRefused(f"the router knows no node {name!r}; known: {known}")
 
 
 def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
-    """The cluster that the command line, the environment, or a `kvrelay up` of this user names, in this order.
+    """A client for the cluster named by the command line, the environment, or a `kvrelay up` of this user, in this order.
 
     Raises: AdminUsage, AdminUnreachable.
     """
@@ -145,22 +145,22 @@ def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
         except ConfigError as error:
             raise AdminUsage(f"{TOKEN_VARIABLE}: {error.message}") from None
     if url is not None and not _is_url(url):
-        raise AdminUsage(f"{url!r} is no URL; it looks like http://10.0.0.5:8001")
+        raise AdminUsage(f"{url!r} is not a URL such as http://10.0.0.5:8001")
     if url is not None and token is not None:
         return AdminClient(url, token)
-    admin_url, found_token = _pick_router(running_clusters(runtime_folder(environ)), url)
-    return AdminClient(admin_url, token or found_token)
+    admin_url, own_token = _pick_router(running_clusters(runtime_folder(environ)), url)
+    return AdminClient(admin_url, token or own_token)
 
 
 def _is_url(url: str) -> bool:
     try:
         return urllib.parse.urlsplit(url).scheme in ("http", "https")
-    except ValueError:  # an opening bracket without its end
+    except ValueError:  # unbalanced bracket
         return False
 
 
 def _pick_router(clusters: list[RunningCluster], url: str | None) -> tuple[str, str]:
-    """The admin URL and the token of the router at `url`; without one, of a router that listens, if any does."""
+    """Admin URL and token of the router at `url`; without `url`, of the first router that listens, else the first."""
     if url is not None:
         wanted = url.rstrip("/")
         for cluster in clusters:

@@ -1,6 +1,6 @@
-"""How `kvrelay admin` finds a cluster that `kvrelay up` runs on this machine: one small file per cluster.
+"""Files by which `kvrelay admin` finds the clusters that `kvrelay up` runs on this machine: one per cluster.
 
-It holds a token, so it stands in a folder that nobody but its user can read. Pure but for the file system.
+A file contains the admin token, so its folder is readable by its user only. Pure except for the file system.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunningCluster:
-    """One `kvrelay up`."""
+    """One cluster of `kvrelay up`."""
 
     pid: int
-    """Of the supervisor."""
+    """Process id of the supervisor."""
     routers: dict[str, str]
-    """Of each router, by the URL of its API for clients, the URL of its admin port; never empty."""
+    """Router URL for clients -> its admin URL; never empty."""
     token: str
 
     @property
     def url(self) -> str:
-        """Of the first router's API for clients."""
+        """URL for clients of the first router."""
         return next(iter(self.routers))
 
 
 def runtime_folder(environ: Mapping[str, str]) -> Path:
-    """Where the files are: below $XDG_RUNTIME_DIR, or a folder of this user's own among the temporary ones."""
+    """Folder of the files: below $XDG_RUNTIME_DIR, or a folder of this user below the temporary folder."""
     base = environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "kvrelay" if base else Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}"
 
 
 @contextlib.contextmanager
 def announced(cluster: RunningCluster, folder: Path) -> Iterator[None]:
-    """Keep a file of `cluster` in `folder` until the block ends.
+    """Keep a file about `cluster` in `folder` until the block ends.
 
-    Where that cannot be, a warning says so and `kvrelay admin` has to be told its URL and token.
+    If that is not possible, log a warning: `kvrelay admin` then needs its URL and token.
     """
     path = folder / f"up-{cluster.pid}.json"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
         _write_private(path, json.dumps(asdict(cluster)))
-        for left, old in _read_all(folder):
-            if left is None or not _runs(left.pid):
-                old.unlink(missing_ok=True)
+        for other, file in _read_all(folder):
+            if other is None or not _runs(other.pid):
+                file.unlink(missing_ok=True)
     except (OSError, ConfigError) as error:
-        log.warning("`kvrelay admin` will not find this cluster by itself: %s", error)
+        log.warning("`kvrelay admin` cannot find this cluster by itself: %s", error)
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def running_clusters(folder: Path) -> list[RunningCluster]:
-    """The clusters whose supervisors live, oldest file first; none if the folder cannot be trusted."""
+    """The clusters whose supervisors are alive, by file name; none if other users can access the folder."""
     try:
         _check_private(folder)
     except (OSError, ConfigError):
@@ -84,17 +84,19 @@ def running_clusters(folder: Path) -> list[RunningCluster]:
 def _check_private(folder: Path) -> None:
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-        raise ConfigError(f"{folder} must be a folder that only this user can read; set XDG_RUNTIME_DIR to another")
+        raise ConfigError(
+            f"{folder} must be a folder that only this user can access; set XDG_RUNTIME_DIR to another one"
+        )
 
 
 def _read_all(folder: Path) -> list[tuple[RunningCluster | None, Path]]:
-    found: list[tuple[RunningCluster | None, Path]] = []
+    clusters: list[tuple[RunningCluster | None, Path]] = []
     for path in sorted(folder.glob("up-*.json")):
         try:
-            found.append((RunningCluster(**json.loads(path.read_text("utf-8"))), path))
+            clusters.append((RunningCluster(**json.loads(path.read_text("utf-8"))), path))
         except (OSError, ValueError, TypeError):
-            found.append((None, path))
-    return found
+            clusters.append((None, path))
+    return clusters
 
 
 def _runs(pid: int) -> bool:

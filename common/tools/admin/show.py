@@ -1,4 +1,4 @@
-"""How the answers of admin ports look in a terminal. Only formatting: dictionaries in, rich tables out."""
+"""Formats the answers of admin ports for a terminal: dictionaries in, rich tables out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH = 240
-"""Where nobody's terminal limits it."""
+"""Width of output that is not a terminal."""
 _STATES = {"usable": "green", "draining": "yellow", "not answering": "red"}
 
 
 def console() -> Console:
-    """For standard output: colours and its width only in a terminal."""
+    """A console for standard output; colours and the window's width in a terminal only."""
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
 def cell(value: Any) -> Text:
-    """A value as text that cannot style or steer the terminal, whatever a service put into it."""
+    """A value as text without control characters: what a service reports cannot style or steer the terminal."""
     if value is None or value == "":
         return Text("-", "dim")
     if isinstance(value, float):
@@ -32,7 +32,7 @@ def cell(value: Any) -> Text:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numeric: bool = True) -> Table:
-    """A plain table; columns of numbers stand right if `numeric`. Cells that are `Text` already stay as they are."""
+    """A plain table. If `numeric`, columns of numbers are right-aligned. Cells that are already `Text` stay as they are."""
     data = [list(row) for row in rows]
     made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     made.show_header = any(columns)
@@ -75,7 +75,7 @@ def _node_row(node: Mapping[str, Any]) -> list[Any]:
 
 
 def _state(node: Mapping[str, Any]) -> Text:
-    """Whether a node gets work, and where its circuit breaker says not."""
+    """State of a node, and of its circuit breaker unless closed."""
     state, breaker = str(node["state"]), node.get("breaker", {}).get("state", "closed")
     if breaker != "closed":
         state += f", breaker {breaker.replace('_', '-')}"
@@ -116,7 +116,7 @@ def _request_row(summary: Mapping[str, Any]) -> list[Any]:
 
 
 def story(about: Mapping[str, Any]) -> RenderableType:
-    """`kvrelay admin request`: one event a line."""
+    """`kvrelay admin request`: one event per line."""
     arrived = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["arrived_at"]))
     title = f"{about['request_id']}, arrived {arrived}, {about['outcome']} after {about['duration_s']:.3f} s"
     rows = [
@@ -124,12 +124,12 @@ def story(about: Mapping[str, Any]) -> RenderableType:
     ]
     parts: list[RenderableType] = [table(title, ("seconds", "event", "reason", "with"), rows)]
     if about["events_omitted"]:
-        parts.append(Text(f"{about['events_omitted']} events in the middle are not kept", "dim"))
+        parts.append(Text(f"{about['events_omitted']} events in the middle were not kept", "dim"))
     return Group(*parts)
 
 
 def _compact(data: Any) -> str:
-    """Nested dictionaries in one line that can be read."""
+    """Nested dictionaries in one readable line."""
     if isinstance(data, Mapping):
         return ", ".join(f"{key}: {_compact(value)}" for key, value in data.items() if value is not None)
     if isinstance(data, list):
@@ -156,7 +156,7 @@ def group(*parts: RenderableType) -> RenderableType:
 
 
 def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
-    """A dictionary, whatever is in it: its values in two columns, then its lists of dictionaries as tables."""
+    """Any dictionary: its values in two columns, then each list of dictionaries as a table."""
     flat = [(key, value) for key, value in _flat(about) if not _is_rows(value)]
     parts: list[RenderableType] = [
         table(title, ("", ""), [(key, _one_line(value)) for key, value in flat], numeric=False)
@@ -196,12 +196,12 @@ def _one_line(value: Any) -> Any:
 
 
 def percent(part: int, whole: int) -> str | None:
-    """As in 12.5 %; nothing of nothing."""
+    """As in 12.5 %; None if `whole` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else None
 
 
 def size(count: int) -> str:
-    """Bytes in a unit that suits."""
+    """Bytes in a suitable unit."""
     value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]

@@ -1,1 +1,1 @@
-"""The load generator: what to send, sending it, and what the answers amount to."""
+"""The load generator: plans jobs, sends them and summarises the responses."""

@@ -1,4 +1,4 @@
-"""`kvrelay load`: measures a server that speaks the OpenAI API, this one or any other."""
+"""`kvrelay load`: benchmarks any server of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from common.cli import check_writable, flowing, run_checked
 from common.config.sources import ENV_PREFIX
 from common.tools.admin.client import AdminUnreachable, AdminUsage
 from common.tools.admin.running_clusters import running_clusters, runtime_folder
+from common.tools.load.jobs import TRACE_BLOCK
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.processes import LoadFailed, run_load
 from common.tools.load.summary import summarise
 
-_HELP = """Put load on a server that speaks the OpenAI API and say how it bore it.
+_HELP = """Benchmark a server of the OpenAI API: send requests, report latency, throughput and goodput.
 
 [bold]Closed loop:[/bold] kvrelay load run --concurrency 16 --requests 500
 
@@ -31,7 +32,7 @@ _HELP = """Put load on a server that speaks the OpenAI API and say how it bore i
 
 [bold]Trace replay:[/bold] kvrelay load run --trace conversation_trace.jsonl --scale 32 --rate-scale 2
 
-Exit codes: 0 done, 1 more errors than --max-error-rate or no run at all, 2 wrong usage, 3 nobody answers.
+Exit codes: 0 done, 1 more errors than --max-error-rate or the run failed, 2 wrong usage, 3 no answer.
 """
 _FALLBACK_VOCAB = 32_000
 _TIMEOUT_S = 10.0
@@ -49,7 +50,7 @@ app = typer.Typer(
 
 @app.callback()
 def _group() -> None:
-    """Makes `run` a subcommand although it is the only one."""
+    """Keep `run` a subcommand although it is the only one."""
 
 
 def _option(name: str, help: str, panel: str, **more: Any) -> Any:
@@ -57,43 +58,59 @@ def _option(name: str, help: str, panel: str, **more: Any) -> Any:
 
 
 Url = Annotated[
-    str | None, _option("--url", "Server; by default the one `kvrelay up` of this user, or port 8000 here.", "Server")
+    str | None,
+    _option(
+        "--url", "Server URL; by default that of this user's only `kvrelay up`, else port 8000 on this host.", "Server"
+    ),
 ]
-Model = Annotated[
-    str | None, _option("--model", "Model to ask for; by default the first that the server lists.", "Server")
-]
+Model = Annotated[str | None, _option("--model", "Model name; by default the first that the server lists.", "Server")]
 ApiKey = Annotated[str, _option("--api-key", "Bearer token.", "Server", envvar=ENV_PREFIX + "API_KEY")]
-Concurrency = Annotated[int, _option("--concurrency", "Closed loop: requests always under way.", "Pace", min=0)]
-Rate = Annotated[float, _option("--rate", "Open loop: mean requests per second.", "Pace", min=0.0)]
+Concurrency = Annotated[int, _option("--concurrency", "Closed loop: number of concurrent requests.", "Pace", min=0)]
+Rate = Annotated[float, _option("--rate", "Open loop: mean request rate per second.", "Pace", min=0.0)]
 Burstiness = Annotated[
-    float, _option("--burstiness", "Shape of the gaps: 1 Poisson, less in bursts, more evenly.", "Pace", min=0.01)
+    float,
+    _option(
+        "--burstiness", "Shape of the gaps: 1 is Poisson, lower is burstier, higher is more even.", "Pace", min=0.01
+    ),
 ]
-Requests = Annotated[int, _option("--requests", "So many in all.", "Pace", min=0)]
-Duration = Annotated[float, _option("--duration", "Start requests for so many seconds.", "Pace", min=0.0)]
-Warmup = Annotated[int, _option("--warmup", "Requests that are sent before and not counted.", "Pace", min=0)]
-Timeout = Annotated[float, _option("--timeout", "Seconds that one request may take.", "Pace", min=0.001)]
-Processes = Annotated[int, _option("--processes", "Processes that send.", "Pace", min=1, max=64)]
+Requests = Annotated[int, _option("--requests", "Total number of requests.", "Pace", min=0)]
+Duration = Annotated[float, _option("--duration", "Seconds during which requests are started.", "Pace", min=0.0)]
+Warmup = Annotated[int, _option("--warmup", "Requests sent before the measurement and not counted.", "Pace", min=0)]
+Timeout = Annotated[float, _option("--timeout", "Maximum seconds per request.", "Pace", min=0.001)]
+Processes = Annotated[int, _option("--processes", "Number of sending processes.", "Pace", min=1, max=64)]
 Chat = Annotated[
-    bool, _option("--chat", "Text by /v1/chat/completions instead of token ids by /v1/completions.", "Prompts")
+    bool, _option("--chat", "Send text to /v1/chat/completions instead of token ids to /v1/completions.", "Prompts")
 ]
-Prefixes = Annotated[int, _option("--prefixes", "Different shared prefixes.", "Prompts", min=1)]
-PrefixTokens = Annotated[int, _option("--prefix-tokens", "Tokens of each of them.", "Prompts", min=0)]
-SuffixTokens = Annotated[int, _option("--suffix-tokens", "Tokens that each prompt has for itself.", "Prompts", min=0)]
-OutputTokens = Annotated[int, _option("--output-tokens", "Tokens of each answer.", "Prompts", min=1)]
-Vocab = Annotated[int, _option("--vocab-size", "Token ids are below this; 0: what the server says.", "Prompts", min=0)]
-Seed = Annotated[int, _option("--seed", "Of prompts and arrivals.", "Prompts")]
-Temperature = Annotated[float, _option("--temperature", "Of sampling; 0 is greedy.", "Prompts", min=0.0, max=2.0)]
-RespectEos = Annotated[bool, _option("--respect-eos", "Let the model end its answers early.", "Prompts")]
+Prefixes = Annotated[int, _option("--prefixes", "Number of different shared prefixes.", "Prompts", min=1)]
+PrefixTokens = Annotated[int, _option("--prefix-tokens", "Tokens per prefix.", "Prompts", min=0)]
+SuffixTokens = Annotated[int, _option("--suffix-tokens", "Unique tokens at the end of each prompt.", "Prompts", min=0)]
+OutputTokens = Annotated[int, _option("--output-tokens", "Tokens per answer.", "Prompts", min=1)]
+Vocab = Annotated[
+    int,
+    _option(
+        "--vocab-size", "Token ids are below this; 0: the vocabulary size that the server reports.", "Prompts", min=0
+    ),
+]
+Seed = Annotated[int, _option("--seed", "Random seed for prompts and arrivals.", "Prompts")]
+Temperature = Annotated[
+    float, _option("--temperature", "Sampling temperature; 0 is greedy.", "Prompts", min=0.0, max=2.0)
+]
+RespectEos = Annotated[bool, _option("--respect-eos", "Let the model end answers early.", "Prompts")]
 Trace = Annotated[str, _option("--trace", "Mooncake trace (JSON lines) to replay.", "Trace")]
-Scale = Annotated[int, _option("--scale", "Lengths are divided by this; must divide 512.", "Trace", min=1)]
-RateScale = Annotated[float, _option("--rate-scale", "Times run so much faster.", "Trace", min=1e-6)]
-SloTtft = Annotated[float | None, _option("--slo-ttft", "Goodput: first token within so many seconds.", "Results")]
-SloTpot = Annotated[float | None, _option("--slo-tpot", "Goodput: seconds per later token.", "Results")]
-MaxErrors = Annotated[
-    float, _option("--max-error-rate", "Exit with 1 if more than this share fails.", "Results", min=0.0, max=1.0)
+Scale = Annotated[int, _option("--scale", f"Divide all lengths by this; must divide {TRACE_BLOCK}.", "Trace", min=1)]
+RateScale = Annotated[float, _option("--rate-scale", "Speed-up of the trace's arrival times.", "Trace", min=1e-6)]
+SloTtft = Annotated[
+    float | None, _option("--slo-ttft", "Goodput objective: maximum seconds to the first token.", "Results")
 ]
-JsonFile = Annotated[Path | None, _option("--json", "Write the results to this file.", "Results", metavar="FILE")]
-Details = Annotated[bool, _option("--details", "In the file, every single request too.", "Results")]
+SloTpot = Annotated[
+    float | None, _option("--slo-tpot", "Goodput objective: maximum seconds per later token.", "Results")
+]
+MaxErrors = Annotated[
+    float,
+    _option("--max-error-rate", "Exit with code 1 if a larger share of requests fails.", "Results", min=0.0, max=1.0),
+]
+JsonFile = Annotated[Path | None, _option("--json", "Write results to this JSON file.", "Results", metavar="FILE")]
+Details = Annotated[bool, _option("--details", "Include every request in that file.", "Results")]
 
 
 @app.command("run")
@@ -127,7 +144,7 @@ def run(
     json_file: JsonFile = None,
     details: Details = False,
 ) -> None:
-    """Send requests, closed loop, open loop or a trace's; print latencies, hits, errors and goodput."""
+    """Send requests (closed loop, open loop or a trace); print latencies, prefix hits, errors and goodput."""
     plan = LoadPlan(
         url=url or _default_url(),
         model=model or "",
@@ -153,6 +170,13 @@ def run(
         ignore_eos=not respect_eos,
         processes=processes,
     )
+    _run_plan(plan, (slo_ttft, slo_tpot), max_error_rate, json_file, details)
+
+
+def _run_plan(
+    plan: LoadPlan, slo: tuple[float | None, float | None], max_error_rate: float, json_file: Path | None, details: bool
+) -> None:
+    """Check and run the plan; end the process with the exit code that `--help` lists."""
     try:
         plan.check()
     except ConfigError as error:
@@ -160,12 +184,14 @@ def run(
 
     def act() -> None:
         try:
-            summary = _run(_ask_server(plan), (slo_ttft, slo_tpot), json_file, details)
+            summary = _run(_ask_server(plan), slo, json_file, details)
         except ConfigError as error:
             raise AdminUsage(error.message) from error
         failed = summary["error_rate"]
         if failed > max_error_rate:
-            raise LoadFailed(f"{100 * failed:.1f} % of the requests failed; at most {100 * max_error_rate:g} % may")
+            raise LoadFailed(
+                f"{100 * failed:.1f} % of the requests failed, more than the allowed {100 * max_error_rate:g} %"
+            )
 
     run_checked(act)
 
@@ -194,7 +220,7 @@ def _run(
             json_file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
     except OSError as error:
         raise LoadFailed(f"cannot write {json_file}: {error.strerror}") from None
-    finally:  # a run may have taken hours
+    finally:  # print even if the file failed: a run may have taken hours
         console().print(show.report(summary, workload.left_out))
     return summary
 
@@ -205,33 +231,33 @@ def _default_url() -> str:
 
 
 def _ask_server(plan: LoadPlan) -> LoadPlan:
-    """`plan` with what only the server knows: model, vocabulary, context.
+    """Complete `plan` with what only the server knows: model, vocabulary size, context length.
 
-    Raises: AdminUnreachable (exit code 3) if nobody there lists models, ConfigError if it has not this one.
+    Raises: AdminUnreachable (exit code 3) if no server there lists models, ConfigError if it does not serve this one.
     """
-    cards = _models(plan)
-    if plan.model and plan.model not in cards:
-        raise ConfigError(f"{plan.url} has no model {plan.model!r}, it has {', '.join(cards)}")
-    name = plan.model or next(iter(cards))
-    card = cards[name]
-    vocab_size = plan.vocab_size or int(card.get("vocab_size") or _FALLBACK_VOCAB)
-    return dataclasses.replace(plan, model=name, vocab_size=vocab_size, max_len=int(card.get("max_model_len") or 0))
+    models = _models(plan)
+    if plan.model and plan.model not in models:
+        raise ConfigError(f"{plan.url} has no model {plan.model!r}, it has {', '.join(models)}")
+    name = plan.model or next(iter(models))
+    model = models[name]
+    vocab_size = plan.vocab_size or int(model.get("vocab_size") or _FALLBACK_VOCAB)
+    return dataclasses.replace(plan, model=name, vocab_size=vocab_size, max_len=int(model.get("max_model_len") or 0))
 
 
 def _models(plan: LoadPlan) -> dict[str, dict[str, Any]]:
-    """By id."""
+    """The models that the server lists, by id."""
     headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
     where = plan.url.rstrip("/") + "/v1/models"
     try:
         request = urllib.request.Request(where, headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            cards = {card["id"]: card for card in json.loads(answer.read())["data"]}
+            models = {model["id"]: model for model in json.loads(answer.read())["data"]}
     except urllib.error.HTTPError as error:
         with error:
             raise AdminUnreachable(f"{where} answers {error.code}: is this a server of the OpenAI API?") from None
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise AdminUnreachable(f"{where} does not list models: {getattr(error, 'reason', error)}") from None
-    if not cards:
+    if not models:
         raise AdminUnreachable(f"{where} lists no model: nothing is served there yet")
-    return cards
+    return models

@@ -1,4 +1,4 @@
-"""What is sent and when. Pure: job number i is a function of the plan and i, so that processes can share a run."""
+"""Jobs of a load run: what is sent and when. Pure: job i depends only on the plan and i, so processes share a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,16 +25,16 @@ class Job:
     prompt: list[int] | str
     output_tokens: int
     system: str = ""
-    """In a chat, what many prompts begin with."""
+    """Chat only: the system message, which is the shared prefix."""
     at_s: float | None = None
-    """When to send it, from the start; None: as soon as its turn comes."""
+    """Time to send it, since the start; None: as soon as a worker is free."""
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Prompts that share prefixes: each begins with one of `prefixes` texts and ends with a text of its own.
+    """Prompts that share prefixes: each is one of `prefixes` shared prefixes and a unique suffix.
 
-    Token ids are drawn from the middle of the vocabulary, where no special tokens are.
+    Token ids are drawn from the middle of the vocabulary, away from special tokens.
     """
 
     prefixes: int
@@ -44,10 +44,10 @@ class Synthetic:
     vocab_size: int
     seed: int = 0
     text: bool = False
-    """Words instead of token ids; about one token each."""
+    """Use words, about one token each, instead of token ids."""
 
     def job(self, number: int, at_s: float | None = None) -> Job:
-        """Number `number`, which may be negative (warm-up: other suffixes, the same prefixes)."""
+        """Job `number`; negative numbers are for warm-up: same prefixes, other suffixes."""
         which = random.Random(f"{self.seed} pick {number}").randrange(self.prefixes) if self.prefix_tokens else 0
         if self.text:
             system = _words(f"{self.seed} prefix {which}", self.prefix_tokens)
@@ -61,7 +61,7 @@ class Synthetic:
 
 @functools.lru_cache(maxsize=4096)
 def draw_ids(key: str, count: int, vocab_size: int) -> tuple[int, ...]:
-    """`count` token ids, equal for equal keys in every process."""
+    """`count` token ids, the same for the same key in every process."""
     low, high = vocab_size // 10, max(vocab_size // 10 + 1, vocab_size * 9 // 10)
     return tuple(random.Random(key).choices(range(low, high), k=count))
 
@@ -76,9 +76,9 @@ def _words(key: str, count: int) -> str:
 
 
 def arrivals(rate: float, burstiness: float, seed: int) -> Iterator[float]:
-    """Times of arrival for ever: gaps of mean 1 / `rate`, Gamma-distributed with shape `burstiness`.
+    """Endless arrival times with Gamma-distributed gaps of mean 1 / `rate` and shape `burstiness`.
 
-    1 is a Poisson process; less comes in bursts, more comes evenly.
+    Shape 1 is a Poisson process; a lower one is burstier, a higher one more even.
     """
     rng, now_s = random.Random(f"{seed} arrivals"), 0.0
     while True:
@@ -88,7 +88,7 @@ def arrivals(rate: float, burstiness: float, seed: int) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class TraceEntry:
-    """One line of a trace, at full size."""
+    """One line of a trace, not yet scaled."""
 
     at_s: float
     input_tokens: int
@@ -97,9 +97,9 @@ class TraceEntry:
 
 
 def read_trace(path: str) -> list[TraceEntry]:
-    """A file of JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids` of 512-token blocks.
+    """Read JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids` of 512-token blocks.
 
-    Raises: ConfigError naming the line at fault.
+    Raises: ConfigError that names the faulty line.
     """
     entries: list[TraceEntry] = []
     try:
@@ -124,7 +124,7 @@ def _entry(line: str, place: str) -> TraceEntry:
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
     if not math.isfinite(entry.at_s):
-        raise ConfigError(f"{place}: the timestamp {entry.at_s} is no time")
+        raise ConfigError(f"{place}: the timestamp {entry.at_s} is not a time")
     if len(entry.hash_ids) * TRACE_BLOCK < entry.input_tokens or entry.input_tokens < 1:
         raise ConfigError(f"{place}: {len(entry.hash_ids)} blocks do not hold {entry.input_tokens} tokens")
     return entry
@@ -132,7 +132,7 @@ def _entry(line: str, place: str) -> TraceEntry:
 
 @dataclass(frozen=True)
 class Replay:
-    """A trace, `scale` times smaller: a 512-token block becomes one of 512 / `scale` tokens, drawn by its hash id."""
+    """A trace scaled down: a 512-token block becomes 512 / `scale` token ids, which depend only on its hash id."""
 
     entries: Sequence[TraceEntry]
     scale: int
@@ -149,6 +149,3 @@ class Replay:
         prompt = list(itertools.islice(itertools.chain.from_iterable(blocks), length))
         at_s = (entry.at_s - self.entries[0].at_s) / self.rate_scale
         return Job(number, prompt, max(1, entry.output_tokens // self.scale), at_s=at_s)
-
-
-JobSource = Callable[[int], Job]

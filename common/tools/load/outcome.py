@@ -1,4 +1,4 @@
-"""What one request amounted to: from a finished stream to a few numbers. Pure."""
+"""The result of one request: reduces a finished stream to a few numbers. Pure."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from common.tools.load.stream import RequestFailed, Stream
 
 @dataclass
 class Outcome:
-    """One request, as its client saw it. Times are seconds."""
+    """One request, as its client saw it. Times are in seconds."""
 
     number: int
     sent_s: float
-    """Since the start of the run."""
+    """Time of sending, since the start of the run."""
     late_s: float = 0.0
-    """Sent so long after its time: the load generator's own doing."""
+    """Delay of sending, caused by the load generator itself."""
     error: str = ""
-    """Short, for counting; empty if all went well."""
+    """Short kind of error, for counting; empty on success."""
     detail: str = ""
     ended_s: float = 0.0
     ttft_s: float | None = None
     itl_s: list[float] = field(default_factory=list[float])
-    """Between successive events with tokens, by arrival; events that arrive together are 0 apart."""
+    """Gaps between arrivals of events with tokens; 0 for events that arrive together."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     prefill: str = ""
-    """relayed or local, as x-kvrelay-prefill-mode says."""
+    """relayed or local, from x-kvrelay-prefill-mode."""
     prefill_node: str = ""
     decode_node: str = ""
     attempts: int = 1
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def read_outcome(number: int, stream: Stream, start_s: float, late_s: float = 0.0) -> Outcome:
-    """Look at all events of a stream that is over."""
+    """The outcome of a finished stream."""
     outcome = Outcome(number, stream.sent_s - start_s, late_s, ended_s=stream.ended_s - start_s)
     outcome.prefill = stream.headers.get("x-kvrelay-prefill-mode", "")
     outcome.prefill_node = stream.headers.get("x-kvrelay-prefill-node", "")
@@ -98,7 +98,7 @@ def _read_events(stream: Stream, outcome: Outcome) -> None:
 
 
 def _read_served(served: Mapping[str, Any], outcome: Outcome) -> None:
-    """How it was served in the end; the headers could only say how it began."""
+    """Read how the request was finally served; the headers only say how it began."""
     outcome.prefill = str(served.get("prefill_mode", outcome.prefill))
     outcome.prefill_node = str(served.get("prefill_node", ""))
     outcome.decode_node = str(served.get("decode_node", outcome.decode_node))

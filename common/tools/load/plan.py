@@ -1,4 +1,4 @@
-"""One load run: what to send where, how fast, how long. Travels to the processes of the run as JSON."""
+"""The plan of one load run: what to send where, how fast and how long. Sent to the processes of the run as JSON."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from common.tools.load.jobs import TRACE_BLOCK, Job, Replay, Synthetic, arrivals
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Everything that the run depends on, but for the server."""
+    """Everything that the run depends on, except the server."""
 
     url: str
     model: str
     api_key: str = ""
     chat: bool = False
     concurrency: int = 0
-    """Closed loop: so many requests are always under way. 0: open loop, by `rate` or by the trace's times."""
+    """Closed loop with this many concurrent requests. 0: open loop, by `rate` or by the trace's times."""
     rate: float = 0.0
     """Open loop: mean arrivals per second."""
     burstiness: float = 1.0
@@ -34,7 +34,7 @@ class LoadPlan:
     output_tokens: int = 32
     vocab_size: int = 32_000
     max_len: int = 0
-    """Longer requests of a trace are left out; 0: none is."""
+    """Longer requests of a trace are skipped; 0: no limit."""
     trace: str = ""
     scale: int = 32
     rate_scale: float = 1.0
@@ -44,22 +44,22 @@ class LoadPlan:
     processes: int = 1
 
     def check(self) -> None:
-        """Raises: ConfigError for what contradicts itself."""
+        """Raises: ConfigError for contradictory settings."""
         if self.trace and self.chat:
-            raise ConfigError("a trace is replayed with token ids: leave --chat away")
+            raise ConfigError("a trace is replayed with token ids: remove --chat")
         if self.rate and self.concurrency:
             raise ConfigError("give --rate (open loop) or --concurrency (closed loop), not both")
         if self.rate and self.trace:
-            raise ConfigError("a trace has its own times: --rate-scale makes them faster, --rate has no meaning")
+            raise ConfigError("a trace has its own arrival times: speed them up with --rate-scale instead of --rate")
         if self.concurrency and self.processes > self.concurrency:
-            # A process without a request under way would never send its share of the jobs.
+            # A process without a worker would never send its share of the jobs.
             raise ConfigError(
-                f"{self.processes} processes cannot share --concurrency {self.concurrency}: fewer of them"
+                f"{self.processes} processes cannot share --concurrency {self.concurrency}: use fewer processes"
             )
         if not self.trace and not self.rate and not self.concurrency:
             raise ConfigError("give --rate (open loop) or --concurrency (closed loop)")
         if not self.trace and not self.requests and not self.duration_s:
-            raise ConfigError("give --requests or --duration: when is the run over?")
+            raise ConfigError("give --requests or --duration: the run needs an end")
         if self.trace and (self.scale < 1 or TRACE_BLOCK % self.scale):
             raise ConfigError(f"--scale must divide {TRACE_BLOCK}, {self.scale} does not")
         if not self.prefix_tokens + self.suffix_tokens:
@@ -69,7 +69,7 @@ class LoadPlan:
 class Workload:
     """The jobs of a plan.
 
-    Raises: ConfigError for a trace that cannot be used.
+    Raises: ConfigError for an unusable trace.
     """
 
     def __init__(self, plan: LoadPlan) -> None:
@@ -85,7 +85,7 @@ class Workload:
         )
         self._replay: Replay | None = None
         self.left_out = 0
-        """Requests of the trace that the model's context does not hold."""
+        """Number of requests of the trace that exceed the model's context."""
         if plan.trace:
             every = read_trace(plan.trace)
             longest = plan.max_len * plan.scale or float("inf")
@@ -97,14 +97,14 @@ class Workload:
 
     @property
     def total(self) -> int | None:
-        """How many jobs there are; None if the clock decides."""
+        """Number of jobs; None if the run ends by time."""
         if self._replay is not None:
             count = len(self._replay.entries)
             return min(count, self._plan.requests or count)
         return self._plan.requests or None
 
     def jobs(self, process: int = 0) -> Iterator[Job]:
-        """The share of this process, in order of sending."""
+        """The jobs of this process, in order of sending."""
         for number, at_s in self._numbers(process):
             if self._replay is not None:
                 job = self._replay.job(number)
@@ -113,7 +113,7 @@ class Workload:
                 yield self._synthetic.job(number, at_s)
 
     def warm_up(self) -> list[Job]:
-        """Jobs that are sent before the clock starts and are not counted."""
+        """Jobs sent before the measurement and not counted."""
         return [self._synthetic.job(-1 - number) for number in range(self._plan.warmup)]
 
     def _numbers(self, process: int) -> Iterator[tuple[int, float | None]]:

@@ -1,6 +1,6 @@
-"""A run on one or several processes: the calling one alone, or children that report on their standard output.
+"""Runs a plan in the calling process, or in several children that report on their standard output.
 
-python -m common.tools.load.processes     a child: its order comes as JSON on standard input
+python -m common.tools.load.processes     a child; its plan arrives as JSON on standard input
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from common.tools.load.stream import RequestFailed, run
 
 _READY = b"ready\n"
 _BEGIN_S = 0.05
-"""From the word to the first request: time for every child to read it."""
+"""Delay from the start signal to the first request, in which every child reads the signal."""
 _WRITE_EVERY_S = 0.5
 _MAX_LINE_BYTES = 2**30
 
 Tick = Callable[[Outcome], None]
-"""Called for every outcome, as it comes in."""
+"""Called for every outcome as it arrives."""
 
 
 class LoadFailed(KvRelayError):
@@ -37,7 +37,7 @@ class LoadFailed(KvRelayError):
 
 
 def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> list[Outcome]:
-    """Warm up, run, and return all outcomes in order of their numbers; after Ctrl-C those that there are.
+    """Warm up, run, and return all outcomes by job number; after Ctrl-C, those so far.
 
     Raises: LoadFailed if the warm-up or a process failed.
     """
@@ -51,7 +51,7 @@ def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> list[Outcome]:
         run(_warm_up(plan, workload))
     except RequestFailed as error:
         raise LoadFailed(str(error)) from error
-    # The first Ctrl-C ends the run, not the report of it.
+    # The first Ctrl-C ends the run but keeps the report.
     with contextlib.suppress(KeyboardInterrupt):
         if plan.processes == 1:
             run(Runner(plan, workload, 0, take).run(time.perf_counter()))
@@ -70,7 +70,7 @@ async def _on_children(plan: LoadPlan, take: Tick) -> None:
     try:
         for process in range(plan.processes):
             children.append(await _start(plan, process))
-        # Each says a line when it is ready; then all begin at one time.
+        # Each child prints a line when it is ready; then all begin at the same time.
         for child in children:
             if await _output(child).readline() != _READY:
                 raise LoadFailed("a process of the load generator did not start")
@@ -90,7 +90,7 @@ async def _on_children(plan: LoadPlan, take: Tick) -> None:
 async def _start(plan: LoadPlan, process: int) -> Process:
     command = tied_command([sys.executable, "-m", "common.tools.load.processes"])
     pipe = asyncio.subprocess.PIPE
-    # In a session of its own: Ctrl-C is for the process that reports.
+    # In its own session: Ctrl-C must reach only the reporting process.
     child = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES, start_new_session=True
     )
@@ -115,7 +115,7 @@ def _output(child: Process) -> asyncio.StreamReader:
 
 
 class _Writer:
-    """Outcomes leave as lines, in batches: a write each would cost more than the request."""
+    """Writes outcomes as lines, in batches: one write each would cost more than the request."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -134,15 +134,15 @@ class _Writer:
 
 
 def _main() -> None:
-    order: dict[str, Any] = json.loads(sys.stdin.readline())
-    plan = LoadPlan(**order["plan"])
+    message: dict[str, Any] = json.loads(sys.stdin.readline())
+    plan = LoadPlan(**message["plan"])
     writer = _Writer()
     workload = Workload(plan)
     sys.stdout.write(_READY.decode())
     sys.stdout.flush()
     start = sys.stdin.readline()
     if start:
-        run(Runner(plan, workload, order["process"], writer.take).run(float(start)))
+        run(Runner(plan, workload, message["process"], writer.take).run(float(start)))
         writer.flush()
 
 

@@ -1,4 +1,4 @@
-"""Sends the jobs of one process and takes down what comes back. Runs on an asyncio loop of its own."""
+"""Sends the jobs of one process and records their outcomes. Runs on its own asyncio loop."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.stream import RequestFailed, Stream, Target
 
 _AHEAD_S = 0.001
-"""The event loop wakes up by itself at least this late; what is due by then is sent now."""
+"""The event loop wakes up at least this late; jobs due by then are sent now."""
 
 _IDLE_CLOSE_S = 0.1
-"""A connection that breaks sooner after it was used again was being closed as idle; a server that had the request longer
-has failed it."""
+"""A reused connection that breaks within this time was being closed as idle; after it, the server failed the request."""
 
 OnOutcome = Callable[[Outcome], None]
 
 
 class Runner:
-    """One process's part of a run."""
+    """The part of a run that one process executes."""
 
     def __init__(self, plan: LoadPlan, workload: Workload, process: int, on_outcome: OnOutcome) -> None:
         self._plan = plan
@@ -36,7 +35,7 @@ class Runner:
         self._start_s = 0.0
 
     async def run(self, start_s: float) -> None:
-        """Everything, from `start_s` (of `time.perf_counter`) on. Returns when the last answer is in."""
+        """Run from `start_s` (by `time.perf_counter`) until the last response has arrived."""
         self._start_s = start_s
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
         jobs = self._workload.jobs(self._process)
@@ -51,7 +50,7 @@ class Runner:
             self._target.close()
 
     async def warm_up(self) -> None:
-        """Send what is not counted. Raises: RequestFailed if one of it fails."""
+        """Send the warm-up jobs. Raises: RequestFailed if one fails."""
         jobs = iter(self._workload.warm_up())
         self._start_s = time.perf_counter()
 
@@ -75,7 +74,7 @@ class Runner:
             assert job.at_s is not None
             if self._plan.duration_s and job.at_s > self._plan.duration_s:
                 break
-            # Made before its time comes, so that it can leave on time.
+            # Built early, so that it can be sent on time.
             stream = self._stream(job)
             wait_s = self._start_s + job.at_s - time.perf_counter()
             if wait_s > _AHEAD_S:
@@ -99,8 +98,8 @@ class Runner:
                     stream = await self._target.send(self._stream(job))
                     await stream.ended.wait()
         except TimeoutError:
-            stream.sent_s = stream.sent_s or due_s  # not even a connection came about
-            stream.finish(RequestFailed(f"no end after {self._plan.timeout_s:g} s", "timeout"))
+            stream.sent_s = stream.sent_s or due_s  # not even a connection was made
+            stream.finish(RequestFailed(f"not finished after {self._plan.timeout_s:g} s", "timeout"))
             stream.close()
         except OSError as error:
             stream.sent_s = stream.sent_s or time.perf_counter()
@@ -109,7 +108,7 @@ class Runner:
 
     @staticmethod
     def _never_arrived(stream: Stream) -> bool:
-        """The server closed an idle connection in the moment in which it was used again: nobody's fault."""
+        """Whether the server closed an idle connection just as it was reused, which is no error."""
         reused = stream.connection is not None and stream.connection.used > 1
         soon = stream.ended_s - stream.sent_s < _IDLE_CLOSE_S
         return reused and soon and stream.error is not None and stream.status == 0

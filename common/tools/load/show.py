@@ -1,4 +1,4 @@
-"""How a run looks in a terminal: progress while it goes, one table when it is over."""
+"""Terminal output of a run: progress while it runs, tables at its end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LATENCIES = (
 
 
 def progress() -> Progress:
-    """On standard error, so that standard output can be piped; shown only in a terminal."""
+    """A progress bar on standard error, so that standard output can be piped; shown only in a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def report(summary: Mapping[str, Any], left_out: int) -> RenderableType:
-    """Everything that a reader of a terminal wants of `summary.summarise`."""
+    """The result of `summary.summarise` as tables."""
     names = ("mean", *(f"p{number}" for number in PERCENTILES), "max")
     rows = [
         [title, *(_milliseconds(summary[key][name]) for name in names)]
@@ -42,8 +42,8 @@ def report(summary: Mapping[str, Any], left_out: int) -> RenderableType:
     parts += [Text(f"error: {detail}", "red") for detail in summary["first_errors"]]
     late = summary["late_s"]
     if late is not None and late["p99"] > _LATE_S:
-        said = f"the load generator was late: 1 % of requests left {_milliseconds(late['p99'])} ms or more after "
-        parts.append(Text(said + "their time; try --processes", "yellow"))
+        warning = f"the load generator was late: 1 % of requests were sent {_milliseconds(late['p99'])} ms or more late"
+        parts.append(Text(f"{warning}; try --processes", "yellow"))
     return Group(*parts)
 
 

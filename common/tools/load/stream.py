@@ -1,7 +1,7 @@
-"""An HTTP client for SSE streams that costs little: on few cores, a slow client would measure itself.
+"""A fast HTTP client for SSE streams: on few cores, a slow client would measure itself.
 
-httptools' C parser, a time stamp per event, JSON looked at only afterwards. Runs on an asyncio loop. All times are
-`time.perf_counter()`, which on Linux is the same clock in every process.
+It uses httptools' C parser, takes a time stamp per event and parses JSON only afterwards. Runs on an asyncio loop. All
+times are `time.perf_counter()`, which on Linux is the same clock in every process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT_HEADERS = (b"x-kvrelay-", b"retry-after")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on the event loop that costs least: a client may share its cores with what it measures."""
+    """`asyncio.run` on the fastest event loop: a client may share its cores with the server that it measures."""
     try:
         import uvloop
     except ImportError:
@@ -32,7 +32,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class RequestFailed(Exception):
-    """The server answered with an error, or the stream broke. `kind` is short, for counting."""
+    """The server responded with an error, or the stream broke. `kind` is short, for counting."""
 
     def __init__(self, message: str, kind: str = "connection") -> None:
         super().__init__(message)
@@ -40,17 +40,17 @@ class RequestFailed(Exception):
 
 
 class Stream:
-    """One POST and the events of its answer. `first` and `ended` are set as they happen."""
+    """One POST and the events of its response. `first` and `ended` are set as they happen."""
 
     def __init__(self, request: bytes) -> None:
         self.request = request
         self.status = 0
         self.headers: dict[str, str] = {}
-        """Of the answer, what it says about itself: x-kvrelay-* and retry-after."""
+        """The response headers x-kvrelay-* and retry-after."""
         self.sent_s = 0.0
         self.ended_s = 0.0
         self.events: list[tuple[float, bytes]] = []
-        """(arrival, data) of every event but [DONE]."""
+        """(arrival, data) of every event except [DONE]."""
         self.first = asyncio.Event()
         self.ended = asyncio.Event()
         self.done = False
@@ -60,11 +60,11 @@ class Stream:
         self._buffer = b""
 
     def feed(self, body: bytes, arrived_s: float) -> None:
-        """A part of the answer's body."""
+        """Take a part of the response's body."""
         self._buffer += body
         if self.status != 200:
             return
-        if b"\r" in self._buffer:  # as some other servers end lines; JSON has none of its own
+        if b"\r" in self._buffer:  # line ends of some other servers; JSON contains no \r
             self._buffer = self._buffer.replace(b"\r\n", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
         for event in events:
@@ -77,7 +77,7 @@ class Stream:
             self.first.set()
 
     def complete(self) -> None:
-        """The answer's end has come."""
+        """The response is complete."""
         if self.status != 200:
             text = self._buffer[:_SHOWN_BYTES].decode(errors="replace")
             self.finish(RequestFailed(f"HTTP {self.status}: {text}", f"HTTP {self.status}"))
@@ -85,7 +85,7 @@ class Stream:
             self.finish(None)
 
     def finish(self, error: RequestFailed | None) -> None:
-        """Over, for whatever reason; only the first one counts."""
+        """End the stream; only the first call counts."""
         if self.ended.is_set():
             return
         self.error = error
@@ -94,7 +94,7 @@ class Stream:
         self.ended.set()
 
     async def wait(self, timeout_s: float = 600.0) -> Stream:
-        """Until the answer is complete. Raises: RequestFailed, TimeoutError."""
+        """Wait until the response is complete. Raises: RequestFailed, TimeoutError."""
         async with asyncio.timeout(timeout_s):
             await self.ended.wait()
         if self.error is not None:
@@ -102,7 +102,7 @@ class Stream:
         return self
 
     async def wait_first(self, timeout_s: float = 600.0) -> Stream:
-        """Until the first event is in. Raises: RequestFailed, TimeoutError."""
+        """Wait for the first event. Raises: RequestFailed, TimeoutError."""
         async with asyncio.timeout(timeout_s):
             await self.first.wait()
         if self.error is not None:
@@ -110,31 +110,31 @@ class Stream:
         return self
 
     def close(self) -> None:
-        """Hang up; the server has to notice."""
+        """Close the connection before the end; the server has to notice."""
         self.finish(None)
         if self.connection is not None:
             self.connection.close()
 
     def token_times(self) -> list[tuple[float, int]]:
-        """(arrival, number of tokens) of everything that brought tokens; needs `return_token_ids`.
+        """(arrival, number of tokens) of all events with tokens; needs `return_token_ids`.
 
-        Events that one read brought are one arrival: a client could not have seen the first of them before.
+        Events from the same read are one arrival: no client could have seen the first of them earlier.
         Raises: RequestFailed for an error event.
         """
-        found: list[tuple[float, int]] = []
+        times: list[tuple[float, int]] = []
         for arrived, data in self.events:
             event = json.loads(data)
             if "error" in event:
                 raise RequestFailed(str(event["error"]), "stream")
             count = sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
-            if count and found and found[-1][0] == arrived:
-                found[-1] = (arrived, found[-1][1] + count)
+            if count and times and times[-1][0] == arrived:
+                times[-1] = (arrived, times[-1][1] + count)
             elif count:
-                found.append((arrived, count))
-        return found
+                times.append((arrived, count))
+        return times
 
     def usage(self) -> dict[str, Any]:
-        """The usage of the last event that carries one; {} if none does."""
+        """The usage of the last event that has one; {} if none has."""
         for _, data in reversed(self.events):
             usage = json.loads(data).get("usage")
             if usage:
@@ -143,12 +143,12 @@ class Stream:
 
     @property
     def ttft_s(self) -> float:
-        """From sending the request to the first event with tokens."""
+        """Time from sending the request to the first event with tokens."""
         return self.token_times()[0][0] - self.sent_s
 
 
 class StreamConnection(asyncio.Protocol):
-    """One connection, over which streams go one after the other. `on_free` is called when it can take another."""
+    """One connection for one stream at a time. `on_free` is called when it can take the next."""
 
     def __init__(self, on_free: Callable[[StreamConnection], None] | None = None) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -157,11 +157,11 @@ class StreamConnection(asyncio.Protocol):
         self._stream: Stream | None = None
         self._read_s = 0.0
         self.used = 0
-        """Streams begun."""
+        """Number of streams begun."""
         self.closed = False
 
     def begin(self, stream: Stream) -> None:
-        """Send the request of `stream`; the answer arrives in the background."""
+        """Send the request of `stream`; the response arrives in the background."""
         assert self._transport is not None
         assert self._stream is None
         self._stream = stream
@@ -171,7 +171,7 @@ class StreamConnection(asyncio.Protocol):
         self._transport.write(stream.request)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.closed = True
         if self._transport is not None:
             self._transport.close()
@@ -223,15 +223,15 @@ class StreamConnection(asyncio.Protocol):
 
 
 class Target:
-    """Where requests go: address, TLS, the fixed part of every request. Keeps connections that are idle.
+    """A server to send requests to: address, TLS, headers. Keeps idle connections for reuse.
 
-    Raises: ValueError for a URL that is none.
+    Raises: ValueError for a malformed URL.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None, *, keep_alive: bool = True) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no http:// or https:// URL")
+            raise ValueError(f"{url!r} is not an http:// or https:// URL")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -242,13 +242,13 @@ class Target:
         self._idle: list[StreamConnection] = []
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Stream:
-        """A request to be sent with `send`."""
+        """Build a request; `send` sends it."""
         payload = json.dumps(body).encode()
         head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(payload)}\r\n\r\n"
         return Stream(head.encode() + payload)
 
     async def send(self, stream: Stream) -> Stream:
-        """Send on an idle connection, or on a new one. Raises: OSError if there is no connection to be had."""
+        """Send on an idle connection or a new one. Raises: OSError if no connection can be made."""
         connection: StreamConnection | None = None
         while self._idle and connection is None:
             candidate = self._idle.pop()
@@ -273,7 +273,7 @@ class Target:
 
 
 async def post(url: str, body: Mapping[str, Any]) -> Stream:
-    """Send `body` as JSON on a fresh connection; the answer arrives in the background."""
+    """Send `body` as JSON on a new connection; the response arrives in the background."""
     parts = urlsplit(url)
     target = Target(f"{parts.scheme}://{parts.netloc}", keep_alive=False)
     return await target.send(target.stream(parts.path, body))

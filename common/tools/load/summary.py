@@ -1,4 +1,4 @@
-"""What a run amounts to: counts, rates and percentiles over its outcomes. Pure."""
+"""Summary of a run: counts, rates and percentiles of its outcomes. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, not empty; between two of them, in proportion."""
+    """A percentile of sorted values (at least one), with linear interpolation."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -20,7 +20,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Iterable[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum, in seconds; None of nothing."""
+    """Mean, percentiles and maximum, in seconds; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -29,9 +29,9 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def summarise(outcomes: Sequence[Outcome], slo_ttft_s: float | None, slo_tpot_s: float | None) -> dict[str, Any]:
-    """Everything that the table shows and the JSON holds.
+    """The content of the table and of the JSON file.
 
-    Latencies are of the requests that succeeded; rates count from the first request's start to the last one's end.
+    Latencies cover successful requests; rates cover the time from the first request's start to the last one's end.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
     wall_s = max((o.ended_s for o in outcomes), default=0.0) - min((o.sent_s for o in outcomes), default=0.0)
@@ -73,7 +73,7 @@ def summarise(outcomes: Sequence[Outcome], slo_ttft_s: float | None, slo_tpot_s:
 
 
 def meets(outcome: Outcome, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
-    """Whether a request that succeeded was inside both objectives; None is no objective."""
+    """Whether a successful request met both objectives; None: no objective."""
     if slo_ttft_s is not None and (outcome.ttft_s is None or outcome.ttft_s > slo_ttft_s):
         return False
     return slo_tpot_s is None or outcome.tpot_s is None or outcome.tpot_s <= slo_tpot_s
