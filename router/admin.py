@@ -16,7 +16,7 @@ from common.config.options import RouterConfig
 from common.control.admin_server import AdminRoute, Call
 from router.index.kv_event_subscriber import Follower
 from router.model_catalog import ServedModel
-from router.nodes.node_table import Node
+from router.nodes.node import Node
 from router.policy import Fleet
 from router.requests.admission import Objectives
 from router.requests.placement import HashChain, PlacementRequest
@@ -124,9 +124,9 @@ class RouterAdmin:
             raise BadRequest(f"the prompt has {len(prompt_ids)} tokens, the model takes {model.max_model_len}")
         dispatcher = self._router.dispatcher
         avoid = dispatcher.breakers.not_admitted()
-        order = PlacementRequest(prompt_ids, HashChain(salt), max_tokens, session, avoid)
+        wanted = PlacementRequest(prompt_ids, HashChain(salt), max_tokens, session, avoid)
         objectives = Objectives(self._config.slo_ttft, self._config.slo_tpot)
-        return dispatcher.placer.explain(order, objectives, len(dispatcher.admission_queue))
+        return dispatcher.placer.explain(wanted, objectives, len(dispatcher.admission_queue))
 
 
 def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:

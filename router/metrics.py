@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from common.control.messages import AttemptStats, NodeLoad
 from router.fast.metrics import Counter, Histogram
 from router.nodes.breaker import Breakers
-from router.nodes.node_table import Node
+from router.nodes.node import Node
 from router.requests.generation import Generation
 
 _LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

@@ -1,17 +1,15 @@
-"""The router's live view of the nodes: who is listed, connected and answering, and how loaded each is.
+"""The router's live view of the nodes: which ones are listed, connected and answering, and how loaded each is.
 
-Runs on the router's event loop. A node is usable when membership lists it, its link stands, it has ponged
-within the lease and its engine turns. A broken link, silence past the lease, an engine that stands still or a new
-incarnation under the same name is a loss: reported at once, once per link or standstill. What Redis no longer lists but still answers finishes its work and gets no more.
+Runs on the router's event loop. A node is usable when membership lists it, its link stands, it has answered a ping
+within the lease, its engine loop runs, and it is not draining. A broken link, silence past the lease, a stuck engine
+loop and a new incarnation under the same name are losses: each is reported at once, and once per link or standstill.
+A node that Redis no longer lists but that still answers finishes its work and gets no new requests.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import HandshakeRefused, Unavailable
@@ -21,111 +19,30 @@ from common.control.messages import (
     AttemptKey,
     DecodeRequest,
     Message,
-    NodeLoad,
     NodeRecord,
     Ping,
     Pong,
     PrefillRequest,
     Role,
 )
-from common.kv.layout import DTYPE_BYTES, KVLayout, check_compatible
+from common.kv.layout import check_compatible
+from router.nodes.node import Node, NodeLink, OpenLeg, kv_kind, token_bytes
 from router.policy import Fleet
 
 log = logging.getLogger(__name__)
 
+OpenLink = Callable[[str, Callable[[Message], None], Callable[[str], None]], NodeLink]
+"""(address, on_message, on_lost) -> a link, as `Link`. Raises: Unavailable for a malformed address."""
+
 PINGS_PER_LEASE = 6
 _STUCK_S = 30.0
-"""An engine whose loop has not come round for so long (or for ten leases) is stuck. A step may take seconds."""
+"""An engine loop without progress for this long (or for ten leases) is stuck. One step may take seconds."""
 _MAX_OWED_ABORTS = 10_000
 
 
-def kv_kind(layout: KVLayout) -> str:
-    """Equal for nodes between which KV can be relayed; the parallel split does not matter."""
-    shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.dtype)
-    return f"{layout.fingerprint}/{shape}"
-
-
-def token_bytes(layout: KVLayout) -> int:
-    """KV bytes of one token, over all ranks."""
-    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
-
-
-class OpenLeg(NamedTuple):
-    """What a request asks of a node: prompt tokens to compute and KV blocks to hold."""
-
-    order: int
-    """Among all requests sent to this node."""
-    tokens: float
-    blocks: int
-
-
-@dataclass
-class Node:
-    """One incarnation as this router knows it."""
-
-    record: NodeRecord
-    link: Link | None = None
-    listed: bool = True
-    load: NodeLoad = field(default_factory=NodeLoad)
-    last_pong_s: float | None = None
-    linked_s: float = 0.0
-    stuck: bool = False
-    """It answers, but its engine stands still."""
-    unreachable: bool = False
-    """Its address is none, or this process has no socket left."""
-    legs: dict[AttemptKey, OpenLeg] = field(default_factory=dict[AttemptKey, OpenLeg])
-    """The open ones."""
-    sent: int = 0
-    reported: int = 0
-    """Of the requests sent, the last pong can include so many: the first ones."""
-    pings: deque[int] = field(default_factory=deque[int])
-    """For each unanswered ping, how many requests had been sent before it."""
-    owed_aborts: list[AttemptKey] = field(default_factory=list[AttemptKey])
-    """For attempts given up while there was no link; they might still run there."""
-
-    @property
-    def node_id(self) -> str:
-        return self.record.peer.node_id
-
-    @property
-    def incarnation(self) -> str:
-        return self.record.peer.incarnation
-
-    @property
-    def works(self) -> bool:
-        """Listed, connected, and has answered that its engine turns."""
-        return self.listed and self.link is not None and self.last_pong_s is not None and not self.stuck
-
-    @property
-    def usable(self) -> bool:
-        """It works and is not draining."""
-        return self.works and not self.load.draining
-
-    @property
-    def unreported(self) -> list[OpenLeg]:
-        """Open legs that the last pong cannot include."""
-        return [leg for leg in self.legs.values() if leg.order > self.reported]
-
-    def columns(self) -> dict[str, float]:
-        """What the last pong and the requests since say, as the columns of a `Fleet`."""
-        load, unreported = self.load, self.unreported
-        return {
-            "waiting": load.waiting,
-            "running": load.running,
-            "queued_tokens": load.queued_tokens,
-            "free_blocks": load.kv_blocks_total - load.kv_blocks_used,
-            "total_blocks": load.kv_blocks_total,
-            "in_flight": len(unreported),
-            "in_flight_tokens": sum(leg.tokens for leg in unreported),
-            "in_flight_blocks": sum(leg.blocks for leg in unreported),
-            "ended": 0,
-            "ended_tokens": 0,
-        }
-
-
 class NodeTable:
-    """All nodes. `on_message(incarnation, message)` gets everything but pongs; `on_lost(incarnation, reason)`
-    every loss; `on_usable()` is called when a node becomes usable, `on_load(node)` with every report. Call `tick` every `tick_s`.
+    """All nodes. `on_message(incarnation, message)` gets everything but pongs, `on_lost(incarnation, reason)` every
+    loss; `on_usable()` is called when a node becomes usable, `on_load(node)` with every pong. Call `tick` every `tick_s`.
     """
 
     def __init__(
@@ -138,6 +55,7 @@ class NodeTable:
         on_usable: Callable[[], None] = lambda: None,
         on_load: Callable[[Node], None] = lambda _: None,
         clock: Clock = monotonic,
+        open_link: OpenLink = Link,
     ) -> None:
         self.tick_s = lease_s / PINGS_PER_LEASE
         self._ping = Ping(router_id, lease_s)
@@ -148,20 +66,21 @@ class NodeTable:
         self._on_usable = on_usable
         self._on_load = on_load
         self._clock = clock
+        self._open_link = open_link
         self._last_tick_s = clock()
         self._was_late = False
-        self._held_up_s: float | None = None
-        """When it was last found that this loop had been held up past the lease."""
+        self._stalled_s: float | None = None
+        """When it was last found that this event loop had stalled for longer than the lease."""
         self._nodes: dict[str, Node] = {}
         self.fleets: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
         """The usable nodes as the policies see them."""
         self.finishing = Fleet("decode")
-        """The decode nodes that drain and work: where a stream whose node is lost goes on if there is no other."""
+        """Decode nodes that drain and work: a stream whose node is lost continues here if no other node is left."""
 
     # -- membership
 
     def update(self, records: list[NodeRecord]) -> None:
-        """Take over what membership lists now."""
+        """Apply what membership lists now."""
         listed = {record.peer.incarnation: record for record in records}
         names = {record.peer.node_id: record.peer.incarnation for record in records}
         replaced: list[Node] = []
@@ -177,21 +96,21 @@ class NodeTable:
                 del self._nodes[node.incarnation]
             elif not node.listed and node.link is None:
                 del self._nodes[node.incarnation]
-        for node in replaced:  # all of them are closed: no attempt moves to a node that is next
+        for node in replaced:  # after all are closed, so that no attempt moves to a node that is lost next
             self._report_loss(node, f"{node.node_id} restarted")
         for incarnation, record in listed.items():
             if incarnation not in self._nodes:
                 node = self._nodes[incarnation] = Node(record)
                 log.info("%s node %s is listed at %s", record.role, node.node_id, record.peer.control_address)
                 self._connect(node)
-        if relisted:  # its next pong finds it usable already
+        if relisted:  # its next pong will find it usable already and report nothing
             self._on_usable()
 
     def tick(self) -> None:
-        """Ping every node, give up the silent ones, renew links that broke."""
+        """Ping every node, drop silent ones, reopen broken links."""
         now = self._clock()
-        # If this loop itself was held up, everybody seems silent: hear them out before judging. Once: what had come is
-        # read until the next tick, and a loop that is late each time must not keep the dead alive.
+        # If this loop itself stalled, every node seems silent: read what arrived before judging. Only once: what had
+        # arrived is read by the next tick, and a loop that is late every time must not keep dead nodes alive.
         last, self._last_tick_s = self._last_tick_s, now
         late = self._was_late = not self._was_late and now - last > self._lease_s / 2
         self._drop_expired(now, last)
@@ -201,17 +120,17 @@ class NodeTable:
                 if not node.listed and node.link is not None:
                     self._forget(node, f"{node.node_id} never answered")
             elif node.link is not None:
-                self._send_ping(node)
+                self.ping(node)
             elif node.listed:
                 self._connect(node)
             else:
                 del self._nodes[node.incarnation]
 
     def _drop_silent(self, now: float) -> set[str]:
-        """Give up the links on which nothing came for a lease. Returns which nodes are silent, also those that never
-        spoke, whose links stay.
+        """Close the links on which nothing came for a lease. Returns the silent nodes, including those that have never
+        answered, whose links stay open.
 
-        All of them before any loss is reported, so that no attempt moves to a node that is next.
+        All links are closed before any loss is reported, so that no attempt moves to a node that is lost next.
         """
         silent = [
             node
@@ -226,9 +145,10 @@ class NodeTable:
         return {node.incarnation for node in silent}
 
     def _drop_expired(self, now: float, last_tick_s: float) -> None:
-        """Give up the links on which this router itself was silent past the lease, as their nodes have done.
+        """Close the links on which this router itself was silent past the lease: their nodes have given it up.
 
-        All of them before any loss is reported, so that no attempt moves to a node that is next. New links at once.
+        All links are closed before any loss is reported, so that no attempt moves to a node that is lost next. New
+        links are opened at once.
         """
         expired = [
             node
@@ -238,18 +158,18 @@ class NodeTable:
         for node in expired:
             self._close_link(node)
         if expired:
-            self._held_up_s = now
+            self._stalled_s = now
         for node in expired:
-            held_up_s = now - max(last_tick_s, node.linked_s)
-            self._report_loss(node, f"this router was held up for {held_up_s:.1f} s, longer than its lease there")
+            stalled_s = now - max(last_tick_s, node.linked_s)
+            self._report_loss(node, f"this router stalled for {stalled_s:.1f} s, longer than its lease at the node")
         for node in expired:
             if node.listed and node.link is None:
                 self._connect(node)
 
     @property
     def rejoining(self) -> bool:
-        """Nodes are missing only because this router was held up; they are about to answer again."""
-        return self._held_up_s is not None and self._clock() - self._held_up_s <= self._lease_s
+        """Nodes are missing only because this router stalled; they are about to answer again."""
+        return self._stalled_s is not None and self._clock() - self._stalled_s <= self._lease_s
 
     def close(self) -> None:
         """Close all links; losses are not reported."""
@@ -263,7 +183,7 @@ class NodeTable:
     # -- use
 
     def usable(self, role: str) -> list[Node]:
-        """Nodes of this role that may get new work. Silence is judged by `tick` alone."""
+        """Nodes of this role that may get new requests. Only `tick` judges silence."""
         return [node for node in self._nodes.values() if node.record.role == role and node.usable]
 
     def known(self) -> Iterable[Node]:
@@ -275,7 +195,7 @@ class NodeTable:
         return self._nodes.get(incarnation)
 
     def answers(self, incarnation: str) -> bool:
-        """Whether it has ponged within the last half of a lease."""
+        """Whether it has answered a ping within the last half of a lease."""
         node = self._nodes.get(incarnation)
         return (
             node is not None and node.last_pong_s is not None and self._clock() - node.last_pong_s < self._lease_s / 2
@@ -290,8 +210,7 @@ class NodeTable:
         blocks: int = 0,
         work_s: float = 0.0,
     ) -> None:
-        """Send, and count a request as in flight until `release`, with `tokens` to compute (None: all of the
-        prompt, estimated to take `work_s`) and `blocks` of KV.
+        """Send a message; a request also opens its leg, as `open_leg` (`tokens` None: the whole prompt).
 
         An abort that cannot be sent is kept for the next link. Raises: Unavailable for a request that cannot be sent.
         """
@@ -302,10 +221,17 @@ class NodeTable:
         if node is None or node.link is None:
             raise Unavailable("it is not connected")
         node.link.send(message)
+        self.open_leg(
+            node, message.key, tokens=len(message.token_ids) if tokens is None else tokens, blocks=blocks, work_s=work_s
+        )
+
+    def open_leg(self, node: Node, key: AttemptKey, *, tokens: float, blocks: int, work_s: float) -> None:
+        """Count a request as in flight at this node until `release`: prompt `tokens` to compute, estimated to take
+        `work_s`, and `blocks` of KV to hold.
+        """
         node.sent += 1
-        tokens = len(message.token_ids) if tokens is None else tokens
-        node.legs[message.key] = OpenLeg(node.sent, tokens, blocks)
-        self._fleet(node).sent(incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
+        node.legs[key] = OpenLeg(node.sent, tokens, blocks)
+        self._fleet(node).sent(node.incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """This leg is over."""
@@ -315,13 +241,25 @@ class NodeTable:
             reported = leg.order <= node.reported
             self._fleet(node).over(incarnation, tokens=leg.tokens, blocks=leg.blocks, reported=reported)
 
-    # -- columns
+    def ping(self, node: Node) -> None:
+        """Ask a connected node for its load; renews this router's lease there."""
+        assert node.link is not None
+        node.pings.append(node.sent)
+        try:
+            node.link.send(self._ping)
+        except Unavailable as error:
+            node.pings.pop()
+            log.warning("cannot ping %s: %s", node.node_id, error)  # if it stays so, silence decides
+
+    # -- fleets
 
     def _fleet(self, node: Node) -> Fleet:
         return self.finishing if node.incarnation in self.finishing else self.fleets[node.record.role]
 
     def _sync(self, node: Node) -> None:
-        """Bring the node's row up to date: it has one exactly while it is usable, or finishes what it has."""
+        """Bring the node's row in the fleets up to date: it has one exactly while it is usable, or draining and still
+        working.
+        """
         finishes = node.works and node.load.draining and node.record.role == "decode"
         fleet, other = self.fleets[node.record.role], self.finishing
         if finishes:
@@ -329,9 +267,8 @@ class NodeTable:
         other.drop(node.incarnation)
         if not node.usable and not finishes:
             fleet.drop(node.incarnation)
-        elif node.incarnation in fleet:
-            fleet.update(node.incarnation, **node.columns())
-        else:
+            return
+        if node.incarnation not in fleet:
             record = node.record
             fleet.add(
                 node.node_id,
@@ -340,23 +277,30 @@ class NodeTable:
                 context=record.model.max_model_len,
                 capacity=record.max_num_seqs,
                 token_bytes=token_bytes(record.layout),
-                **node.columns(),
             )
+        legs = node.unreported
+        fleet.reported(
+            node.incarnation,
+            node.load,
+            in_flight=len(legs),
+            in_flight_tokens=sum([leg.tokens for leg in legs]),
+            in_flight_blocks=sum([leg.blocks for leg in legs]),
+        )
 
     # -- links
 
     def _connect(self, node: Node) -> None:
-        """Open a link; where that fails, the next tick tries again: one node's address must not cost the others."""
+        """Open a link. If that fails the next tick tries again: one node's bad address must not affect the others."""
         incarnation = node.incarnation
         try:
-            node.link = Link(
+            node.link = self._open_link(
                 node.record.peer.control_address,
                 lambda message: self._receive(incarnation, message),
                 lambda reason: self._lost(incarnation, reason),
             )
         except Unavailable as error:
             if not node.unreachable:
-                log.warning("no link to %s node %s: %s", node.record.role, node.node_id, error)
+                log.warning("cannot open a link to %s node %s: %s", node.record.role, node.node_id, error)
             node.unreachable = True
             return
         node.unreachable = False
@@ -365,16 +309,7 @@ class NodeTable:
         owed, node.owed_aborts = node.owed_aborts, []
         for key in owed:
             self._send_abort(node, Abort(key))
-        self._send_ping(node)
-
-    def _send_ping(self, node: Node) -> None:
-        assert node.link is not None
-        try:
-            node.link.send(self._ping)
-        except Unavailable as error:
-            log.warning("cannot ping %s: %s", node.node_id, error)  # silence will decide
-            return
-        node.pings.append(node.sent)
+        self.ping(node)
 
     def _send_abort(self, node: Node | None, message: Abort) -> None:
         if node is None:
@@ -411,16 +346,17 @@ class NodeTable:
         self._sync(node)
         self._on_load(node)
         if node.stuck and not was_stuck:
-            # The link stays: it carries the aborts, and the pong that says that the engine turns again.
-            self._report_loss(node, f"its engine has not come round for {pong.load.step_age_s:.0f} s")
-        if node.usable and not was_usable:
+            # The link stays open: it carries the aborts, and the pong that says that the engine loop runs again.
+            self._report_loss(node, f"its engine loop has made no progress for {pong.load.step_age_s:.0f} s")
+        usable, works = node.usable, node.works
+        if usable and not was_usable:
             log.info("%s node %s is usable", node.record.role, node.node_id)
-            self._tell_strangers(node)
-        if (node.usable and not was_usable) or (node.works and not did_work):
+            self._warn_of_incompatible(node)
+        if (usable and not was_usable) or (works and not did_work):
             self._on_usable()
 
-    def _tell_strangers(self, node: Node) -> None:
-        """Say which nodes of the same model cannot exchange KV with `node`, and why: nothing is relayed between them."""
+    def _warn_of_incompatible(self, node: Node) -> None:
+        """Log which nodes of the same model cannot exchange KV with `node`, and why: nothing is relayed between them."""
         prefills = node.record.role == "prefill"
         for other in self.usable("decode" if prefills else "prefill"):
             src, dst = (node, other) if prefills else (other, node)
@@ -436,7 +372,7 @@ class NodeTable:
             self._drop_link(node, reason)
 
     def _drop_link(self, node: Node, reason: str) -> None:
-        """Give the link up; a listed node gets a new one with the next tick."""
+        """Close the link and report the loss; the next tick opens a new link to a listed node."""
         self._close_link(node)
         self._report_loss(node, reason)
 

@@ -140,6 +140,8 @@ class Factor:
 
     log: float = 0.0
     count: int = 0
+    value: float = 1.0
+    """The mean ratio itself."""
 
     def learn(self, ratio: float) -> None:
         """Enter observed / expected."""
@@ -147,10 +149,7 @@ class Factor:
         limit = math.log(_BAND) if self.count > 3 else math.log(1000.0)
         step = min(max(math.log(max(ratio, 1e-9)) - self.log, -limit), limit)
         self.log += max(_NODE_GAIN, 1 / (self.count + 1)) * step
-
-    @property
-    def value(self) -> float:
-        return math.exp(self.log)
+        self.value = math.exp(self.log)
 
 
 @dataclass
@@ -158,6 +157,9 @@ class _NodeFactors:
     prefill: Factor
     link: Factor
     step: Factor
+
+
+_USUAL = (1.0, 1.0, 1.0)
 
 
 class CostModel:
@@ -224,6 +226,11 @@ class CostModel:
         self._nodes.pop(incarnation, None)
 
     # -- what is expected
+
+    def factors(self, incarnation: str) -> tuple[float, float, float]:
+        """(`slowness`, `link_slowness`, `step_slowness`) of a node."""
+        node = self._nodes.get(incarnation)
+        return _USUAL if node is None else (node.prefill.value, node.link.value, node.step.value)
 
     def slowness(self, incarnation: str) -> float:
         """Factor on the fleet's prefill costs."""

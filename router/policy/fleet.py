@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from common.control.messages import Role
+from common.control.messages import NodeLoad, Role
 from router.index.prefix_hits import PrefixHits
 from router.policy.costs import Costs
 
@@ -252,6 +252,40 @@ class Fleet:
             for name, value in values.items():
                 setattr(node, name, float(value))
             self._changed(row, node)
+
+    def set_slowness(self, incarnation: str, slowness: float, link_slowness: float, step_slowness: float) -> None:
+        """New factors of a node on the fleet's costs. An incarnation that is not here is ignored."""
+        row = self._rows.get(incarnation)
+        if row is None:
+            return
+        node = self.nodes[row]
+        if (node.slowness, node.link_slowness, node.step_slowness) != (slowness, link_slowness, step_slowness):
+            node.slowness, node.link_slowness, node.step_slowness = slowness, link_slowness, step_slowness
+            self._changed(row, node)
+
+    def reported(
+        self,
+        incarnation: str,
+        load: NodeLoad,
+        *,
+        in_flight: int,
+        in_flight_tokens: float,
+        in_flight_blocks: float,
+    ) -> None:
+        """A node's load report, and what this router has in flight there that the report cannot include."""
+        row = self._rows[incarnation]
+        node = self.nodes[row]
+        node.waiting, node.running, node.queued_tokens = (
+            float(load.waiting),
+            float(load.running),
+            float(load.queued_tokens),
+        )
+        node.free_blocks = float(load.kv_blocks_total - load.kv_blocks_used)
+        node.total_blocks = float(load.kv_blocks_total)
+        node.in_flight, node.in_flight_tokens = float(in_flight), float(in_flight_tokens)
+        node.in_flight_blocks = float(in_flight_blocks)
+        node.ended = node.ended_tokens = 0.0
+        self._changed(row, node)
 
     def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
         """This router sends a request there, with so many prompt tokens to compute and KV blocks to hold."""

@@ -1,24 +1,42 @@
-"""New requests that no node has use for yet: they wait in the router, and leave in fair order.
+"""The admission queue: new requests that no node has use for yet wait here, and leave in fair order.
 
-Runs on the router's event loop. Whoever waits here has been seen by no node, so that it can still be refused.
+Runs on the router's event loop. No node has seen a request that waits here, so it can still be refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from common.base.clock import Clock
 from common.base.errors import Overloaded
 from common.control.messages import Role
 from router.policy import Decision, Fleet
-from router.requests.admission import FairQueue, Objectives, QueuedRequest, crowded, enqueue_unless_idle
-from router.requests.generation import Generation
+from router.requests.admission import Objectives, crowded, wait_s
+from router.requests.fair_queue import FairQueue, QueuedRequest
+
+CallSoon = Callable[[Callable[[], None]], object]
+"""Runs what it is given once the present event is dealt with."""
+
+
+def _on_loop(call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(call)
+
+
+class QueueEntry(NamedTuple):
+    """Why a request waits, and what is ahead of it."""
+
+    reason: str
+    ahead: int
+    """Requests in the queue before it arrived."""
+    ahead_s: float
+    """Estimated time that those of them take that leave before it."""
 
 
 class AdmissionQueue:
-    """The queue before the nodes. `let_in(request_id)` is called for each whose turn has come, `refuse(request_id, error)`
-    for each that is given up; both are out of the queue by then.
+    """The queue before the nodes. Calls `admit(request_id)` for each request whose turn has come and
+    `refuse(request_id, error)` for each that is given up; both have left the queue by then.
     """
 
     def __init__(
@@ -27,71 +45,86 @@ class AdmissionQueue:
         objectives: Objectives,
         *,
         max_wait_s: float,
-        let_in: Callable[[str], None],
+        admit: Callable[[str], None],
         refuse: Callable[[str, Overloaded], None],
         clock: Clock,
+        call_soon: CallSoon = _on_loop,
     ) -> None:
         self._prefill, self._decode = fleets["prefill"], fleets["decode"]
         self._objectives = objectives
         self._max_wait_s = max_wait_s
-        self._let_in = let_in
+        self._admit = admit
         self._refuse = refuse
         self._clock = clock
+        self._call_soon = call_soon
         self._queue = FairQueue()
-        self._will_look = False
+        self._release_due = False
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def admit(self, generation: Generation, num_tokens: int, decision: Decision) -> bool:
-        """Whether a new request of so many prompt tokens may go at once; if not, it waits here from now on.
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._queue
 
-        Raises: Overloaded where it would break an objective.
+    def enter(
+        self,
+        request_id: str,
+        decision: Decision,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> QueueEntry | None:
+        """Queue a new request, or return None if it may go to the nodes of `decision` at once.
+
+        Raises: Overloaded if it would miss an objective.
         """
-        request, decode = generation.request, self._decode
-        tokens = num_tokens + min(request.engine.sampling.max_tokens, int(decode.costs.output_tokens))
-        until_s = self._clock() + self._max_wait_s
-        newcomer = QueuedRequest(generation.request_id, tokens, until_s, request.engine.priority, request.tenant)
-        why, ahead_s = enqueue_unless_idle(self._queue, newcomer, self._objectives, decision, self._prefill, decode)
-        if not why:
-            return True
-        generation.story.add("queued", why, {"ahead": len(self._queue) - 1, "ahead_s": round(ahead_s, 3)})
-        self.look_soon()
-        return False
+        prefill, decode = self._prefill, self._decode
+        ahead_s = wait_s(self._queue.tokens_ahead(priority), prefill, decode)
+        self._objectives.check(decision, prefill, decode, ahead_s)
+        ahead = len(self._queue)
+        reason = crowded(prefill, decode) or ("others wait before it" if ahead else "")
+        if not reason:
+            return None
+        tokens = prompt_tokens + min(max_tokens, int(decode.costs.output_tokens))
+        self._queue.push(QueuedRequest(request_id, tokens, self._clock() + self._max_wait_s, priority, tenant))
+        self.release_soon()
+        return QueueEntry(reason, ahead, ahead_s)
 
     def has_victim(self, tenant: str) -> bool:
-        """Whether a newcomer of this tenant may take another one's place."""
+        """Whether a new request of this tenant may take another one's place."""
         return self._queue.victim(tenant) is not None
 
     def make_room(self, tenant: str) -> None:
-        """A newcomer takes the place of the tenant's that has taken the most, if that is more than its own."""
+        """Give up a request of the tenant that has the most in the queue, if that is more than `tenant` has."""
         victim = self._queue.victim(tenant)
         if victim is not None:
             self._give_up(victim, "the queue is full, and others have fewer requests in it", 1.0)
 
     def remove(self, request_id: str) -> None:
-        """The request is over; one that is not here is ignored."""
+        """The request is over; one that is not in the queue is ignored."""
         self._queue.remove(request_id)
 
-    def look_soon(self) -> None:
-        """Look once this event is dealt with: whoever ends may be in the middle of its own instructions."""
-        if len(self._queue) and not self._will_look:
-            self._will_look = True
-            asyncio.get_running_loop().call_soon(self._look)
+    def release_soon(self) -> None:
+        """Release requests once the present event is dealt with: its request may be in the middle of its instructions."""
+        if len(self._queue) and not self._release_due:
+            self._release_due = True
+            self._call_soon(self._release)
 
     def expire(self) -> None:
-        """Refuse those that have waited too long."""
+        """Refuse requests that have waited too long."""
         for request_id in self._queue.expired(self._clock()):
             self._give_up(request_id, f"no node had room for {self._max_wait_s:g} s", self._max_wait_s / 4)
-        self.look_soon()
+        self.release_soon()
 
-    def _look(self) -> None:
-        """Let requests go to the nodes, in fair order, while these have use for more."""
-        self._will_look = False
+    def _release(self) -> None:
+        """Let requests go to the nodes, in fair order, while the nodes have use for more."""
+        self._release_due = False
         while len(self._queue) and not crowded(self._prefill, self._decode):
             request_id = self._queue.pop()
             if request_id is not None:
-                self._let_in(request_id)
+                self._admit(request_id)
 
     def _give_up(self, request_id: str, reason: str, retry_after_s: float) -> None:
         self._queue.remove(request_id)

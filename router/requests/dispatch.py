@@ -26,7 +26,8 @@ from common.control.messages import (
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
 from router.nodes.breaker import Breakers
-from router.nodes.node_table import Node, NodeTable, kv_kind
+from router.nodes.node import Node, kv_kind
+from router.nodes.node_table import NodeTable
 from router.policy import Decision
 from router.requests import flow_events as f
 from router.requests.admission import Objectives
@@ -122,7 +123,7 @@ class Dispatcher:
             self.nodes.fleets,
             settings.objectives,
             max_wait_s=settings.max_queue_wait_s,
-            let_in=self._let_in,
+            admit=self._let_in,
             refuse=self._refuse,
             clock=clock,
         )
@@ -306,14 +307,25 @@ class Dispatcher:
         """Whether a new request may go at once; if not, it was refused or waits."""
         generation = live.generation
         try:
-            live.admitted = self.admission_queue.admit(generation, wanted.num_tokens, decision)
+            request = generation.request
+            entry = self.admission_queue.enter(
+                generation.request_id,
+                decision,
+                prompt_tokens=wanted.num_tokens,
+                max_tokens=request.engine.sampling.max_tokens,
+                priority=request.engine.priority,
+                tenant=request.tenant,
+            )
         except Overloaded as error:
             generation.story.add("refused", error.message, decision)
             generation.feed(f.Unplaceable(error))
             return False
-        if not live.admitted:
-            live.wanted = wanted
-        return live.admitted
+        if entry is None:
+            live.admitted = True
+            return True
+        generation.story.add("queued", entry.reason, {"ahead": entry.ahead, "ahead_s": round(entry.ahead_s, 3)})
+        live.wanted = wanted
+        return False
 
     def _let_in(self, request_id: str) -> None:
         live = self._live.get(request_id)
@@ -382,7 +394,7 @@ class Dispatcher:
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """As `NodeTable.release`."""
         self.nodes.release(incarnation, key)
-        self.admission_queue.look_soon()
+        self.admission_queue.release_soon()
 
     def on_tokens(self, generation: Generation, count: int, *, first: bool) -> None:
         """Account for tokens that go to the client."""
@@ -452,8 +464,8 @@ class Dispatcher:
 
     def _on_load(self, node: Node) -> None:
         self.placer.load_changed(node)
-        self.admission_queue.look_soon()
+        self.admission_queue.release_soon()
 
     def _on_usable(self) -> None:
         self._retry_wait.wake_soon()
-        self.admission_queue.look_soon()
+        self.admission_queue.release_soon()

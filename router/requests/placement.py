@@ -1,36 +1,45 @@
-"""Placing attempts: what the router knows of blocks, loads and costs, brought before the policies; and what it learns.
+"""Placing attempts: asks the policies with what the router knows of blocks, loads and costs, and learns from reports.
 
-Router process, event loop. `decide` changes nothing but the policy's memory, so that it can be asked what it would do.
+Router process, event loop. `decide` changes nothing but the policy's memory, so it can also be asked what it would do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.control.messages import AttemptStats, NodeLoad, Role
 from router.index.block_table import Keys
 from router.index.prefix_index import PrefixIndex, block_keys
-from router.nodes.node_table import Node, NodeTable
+from router.nodes.node import Node
+from router.nodes.node_table import NodeTable
 from router.policy import Decision, Memory, Query, check_policy, place
 from router.policy.costs import CostModel
 from router.policy.decision import SHOWN_CANDIDATES, LegDecision
-from router.policy.dry_run import dry_run
 from router.requests.admission import Objectives
+from router.requests.dry_run import dry_run
+
+
+class BlockNames(Protocol):
+    """Names the blocks of one request's tokens."""
+
+    def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> Sequence[BlockHash]:
+        """Hashes of the full blocks of `token_ids`, for nodes whose KV has this fingerprint."""
+        ...
 
 
 @dataclass
 class HashChain:
-    """The block hashes of one request's tokens, extended as it grows; each is computed once."""
+    """The block hashes of one request's tokens, extended as the request grows; each is computed once."""
 
     cache_salt: str = ""
     _fingerprint: str = ""
     _hashes: list[BlockHash] = field(default_factory=lambda: [])
 
     def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> list[BlockHash]:
-        """Of the full blocks of `token_ids`, which begin with what was given before."""
+        """Hashes of the full blocks of `token_ids`, which must begin with the tokens of the last call."""
         if fingerprint != self._fingerprint:
             self._fingerprint, self._hashes = fingerprint, []
         root = root_hash(fingerprint, cache_salt=self.cache_salt)
@@ -39,20 +48,22 @@ class HashChain:
 
 
 class PlacementRequest(NamedTuple):
-    """What is to be placed."""
+    """One attempt to place."""
 
     token_ids: Sequence[int]
-    chain: HashChain
+    chain: BlockNames
     max_new_tokens: int = 0
     session: str = ""
     avoid: frozenset[str] = frozenset()
     last: bool = False
     unproven: frozenset[str] = frozenset()
-    """Incarnations whose hits do not count: they are expected of an attempt of this request that may have failed."""
+    """Incarnations whose prefix hits do not count: they are only expected, of an attempt of this request that may have
+    failed.
+    """
     kv_kind: str = ""
-    """Of the nodes that generated what it has of its answer."""
+    """KV kind of the nodes that generated the tokens which the request has already."""
     begun: bool = False
-    """It was given to nodes before: one that drains takes it where no other is left."""
+    """Nodes have worked on it before: a draining node takes it if no other is left."""
 
 
 class Placement(NamedTuple):
@@ -60,20 +71,21 @@ class Placement(NamedTuple):
 
     decision: Decision
     keys: Keys
-    """Of the prompt's full blocks, in the index."""
+    """Index keys of the prompt's full blocks."""
     num_tokens: int
     max_new_tokens: int
+    block_size: int = BLOCK_SIZE
 
     def leg(self, incarnation: str) -> tuple[float, int, float]:
         """(prompt tokens to compute, KV blocks to hold, prefill work in seconds) at this incarnation."""
-        source, target = self.decision.prefill, self.decision.decode
+        source, target, block = self.decision.prefill, self.decision.decode, self.block_size
         if source is not None and source.picked.incarnation == incarnation:
-            return self._uncached(source), -(-self.num_tokens // BLOCK_SIZE), source.picked.work_s
+            return self._uncached(source), -(-self.num_tokens // block), source.picked.work_s
         tokens = self._uncached(target) if source is None else 0.0
-        return tokens, -(-(self.num_tokens + self.max_new_tokens) // BLOCK_SIZE), 0.0
+        return tokens, -(-(self.num_tokens + self.max_new_tokens) // block), 0.0
 
-    def _uncached(self, choice: LegDecision) -> float:
-        return float(max(self.num_tokens - choice.picked.hit_tokens, 1))
+    def _uncached(self, leg: LegDecision) -> float:
+        return float(max(self.num_tokens - leg.picked.hit_tokens, 1))
 
 
 class Placer:
@@ -90,6 +102,7 @@ class Placer:
         policy: str,
         local_prefill_tokens: int | None,
         memory: Memory | None = None,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.policy = check_policy(policy)
         self.index = index
@@ -97,21 +110,22 @@ class Placer:
         self._nodes = nodes
         self._local_prefill_tokens = local_prefill_tokens
         self._memory = memory or Memory()
+        self._block_size = block_size
         self._loads: dict[str, NodeLoad] = {}
         for role, model in self.models.items():
             nodes.fleets[role].costs = model.costs
         nodes.finishing.costs = nodes.fleets["decode"].costs
 
-    def decide(self, order: PlacementRequest, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
+    def decide(self, request: PlacementRequest, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
         """Pick nodes. `shown_count`: candidates that the decision names per leg; None: all.
 
         Raises: Unavailable when there is no decode node.
         """
         fleets = self._nodes.fleets
         decode = fleets["decode"]
-        if order.begun and not decode.nodes:
+        if request.begun and not decode.nodes:
             decode = self._nodes.finishing
-        query, keys = self._query(order)
+        query, keys = self._query(request)
         decision = place(
             query,
             fleets["prefill"],
@@ -122,44 +136,47 @@ class Placer:
             shown_count=shown_count,
         )
         usual = int(decode.costs.output_tokens)
-        return Placement(decision, keys, query.num_tokens, min(order.max_new_tokens, usual))
+        return Placement(decision, keys, query.num_tokens, min(request.max_new_tokens, usual), self._block_size)
 
-    def explain(self, order: PlacementRequest, objectives: Objectives, held: int) -> dict[str, Any]:
-        """What `decide` would decide now, with every candidate, and what a new request would meet with so many held
-        back; the policy's memory and the index stay as they are.
+    def explain(self, request: PlacementRequest, objectives: Objectives, queued: int) -> dict[str, Any]:
+        """What `decide` would decide now, with every candidate, and what a new request would meet with `queued` requests
+        in the admission queue. The policy's memory and the index stay as they are.
         """
         fleets = self._nodes.fleets
         return dry_run(
-            self._query(order, touch=False)[0],
+            self._query(request, touch=False)[0],
             fleets["prefill"],
             fleets["decode"],
             policy=self.policy,
             local_prefill_tokens=self._local_prefill_tokens,
             memory=self._memory,
             objectives=objectives,
-            held=held,
+            queued=queued,
         )
 
-    def _query(self, order: PlacementRequest, *, touch: bool = True) -> tuple[Query, Keys]:
-        """What the policies are asked, and the index' keys of the prompt's full blocks."""
-        hashes = order.chain.hashes(self._fingerprint(), order.token_ids)
+    def _query(self, request: PlacementRequest, *, touch: bool = True) -> tuple[Query, Keys]:
+        """The question for the policies, and the index keys of the prompt's full blocks."""
+        hashes = request.chain.hashes(self._fingerprint(), request.token_ids)
         keys = block_keys(hashes)
         hits = self.index.match(keys, touch=touch)
-        if order.unproven:
-            hits = hits.without(order.unproven)
+        if request.unproven:
+            hits = hits.without(request.unproven)
         query = Query(
-            num_tokens=len(order.token_ids),
-            avoid=order.avoid,
-            last=order.last,
+            num_tokens=len(request.token_ids),
+            avoid=request.avoid,
+            last=request.last,
             hits=hits,
-            max_new_tokens=order.max_new_tokens,
-            session=order.session or (hashes[0].hex() if hashes else ""),
-            kv_kind=order.kv_kind,
+            block_size=self._block_size,
+            max_new_tokens=request.max_new_tokens,
+            session=request.session or (hashes[0].hex() if hashes else ""),
+            kv_kind=request.kv_kind,
         )
         return query, keys
 
     def expect(self, placement: Placement, incarnations: list[str]) -> None:
-        """These nodes will soon hold the blocks of what was placed there: the request's siblings may count on it."""
+        """Enter into the index that these nodes will soon hold the request's blocks, so that similar requests that come
+        meanwhile go there, too.
+        """
         first, *others = incarnations
         self.index.expect(first, placement.keys, *others)
 
@@ -174,26 +191,26 @@ class Placer:
     # -- learning
 
     def reported(self, role: Role, incarnation: str, stats: AttemptStats) -> None:
-        """A leg says how it served its attempt."""
+        """Learn from a leg's report of how it served its attempt."""
         model = self.models[role]
         learned = model.prefilled(incarnation, stats.computed_tokens, stats.cached_tokens, stats.prefill_s)
         if role == "decode":
             learned |= model.relayed(incarnation, stats.relayed_bytes, stats.transfer_s)
         if learned:
-            self._tell(role, incarnation)
+            self._update_fleet(role, incarnation)
 
     def load_changed(self, node: Node) -> None:
-        """A pong came."""
+        """Learn from a node's new load report."""
         role, load, model = node.record.role, node.load, self.models[node.record.role]
         before = self._loads.get(node.incarnation, load)
         self._loads[node.incarnation] = load
         model.computed(load.prompt_tokens - before.prompt_tokens, load.prompt_busy_s - before.prompt_busy_s)
         if role == "decode" and load.generated_tokens > before.generated_tokens:
             model.stepped(node.incarnation, load.running, load.step_s)
-        self._tell(role, node.incarnation)
+        self._update_fleet(role, node.incarnation)
 
     def answered(self, tokens: int) -> None:
-        """An answer is complete."""
+        """Learn the length of a complete answer."""
         self.models["decode"].answered(tokens)
 
     def keep(self, incarnations: set[str]) -> None:
@@ -203,12 +220,6 @@ class Placer:
             for model in self.models.values():
                 model.drop(gone)
 
-    def _tell(self, role: Role, incarnation: str) -> None:
-        """Bring what was learned into the fleet's columns."""
-        fleet, model = self._nodes.fleets[role], self.models[role]
-        fleet.update(
-            incarnation,
-            slowness=model.slowness(incarnation),
-            link_slowness=model.link_slowness(incarnation),
-            step_slowness=model.step_slowness(incarnation),
-        )
+    def _update_fleet(self, role: Role, incarnation: str) -> None:
+        """Bring what was learned into the fleet's figures."""
+        self._nodes.fleets[role].set_slowness(incarnation, *self.models[role].factors(incarnation))

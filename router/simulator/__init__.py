@@ -6,7 +6,7 @@
     cache.py      a node's KV blocks: used, cached, evicted least recently used first
     prefill.py    a prefill node: one prompt at a time
     decode.py     a decode node: continuous batching
-    brain.py      the real router: PrefixIndex, policies, admission; sees only what a router would see
+    simulated_router.py  the real placer, prefix index, admission queue and node table; sees only what a router sees
     cluster.py    one run: requests go from the brain to the nodes and come back
     report.py     what a run says
     plot.py       the same as a picture

@@ -68,9 +68,9 @@ def simulate_command(
 ) -> None:
     def run() -> None:
         from router.requests.admission import Objectives
-        from router.simulator.brain import Admission
         from router.simulator.cluster import Shape
         from router.simulator.run import Simulation
+        from router.simulator.simulated_router import Admission
         from router.simulator.workload import read_trace
 
         for name, value in (("rate-scale", rate_scale), ("rate", rate), ("slo-ttft", slo_ttft), ("slo-tpot", slo_tpot)):

@@ -1,4 +1,4 @@
-"""One simulated run: requests go from the brain to the nodes, come back, and are counted. Pure.
+"""One simulated run: requests go from the router to the nodes, come back, and are counted. Pure.
 
 The owner of every node: here the life of a request is one method after the other.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from router.simulator.brain import Brain
 from router.simulator.cache import BlockCache
 from router.simulator.decode import DecodeNode
 from router.simulator.events import Events
@@ -16,6 +15,7 @@ from router.simulator.hardware import Hardware
 from router.simulator.prefill import PrefillNode
 from router.simulator.report import Ledger
 from router.simulator.request import SimRequest
+from router.simulator.simulated_router import SimulatedRouter
 
 Node = PrefillNode | DecodeNode
 
@@ -38,12 +38,12 @@ class Shape:
 
 
 class Cluster:
-    """Nodes in virtual time under one brain. Use once: `run`."""
+    """Nodes in virtual time under one router. Use once: `run`."""
 
-    def __init__(self, shape: Shape, brain: Brain, events: Events) -> None:
+    def __init__(self, shape: Shape, router: SimulatedRouter, events: Events) -> None:
         self.shape = shape
         self.ledger = Ledger()
-        self._brain = brain
+        self._router = router
         self._events = events
         hardware, tokens = shape.hardware, shape.block_tokens
         self.prefill = [
@@ -60,7 +60,7 @@ class Cluster:
         self._publishing: set[str] = set()
         self._reporting: set[str] = set()
         self._arrivals: Iterator[SimRequest] = iter(())
-        brain.meet(self, self.prefill, self.decode)
+        router.meet(self, self.prefill, self.decode)
 
     def run(self, workload: Iterator[SimRequest]) -> Ledger:
         """All of `workload`, whose arrivals must not go back in time; returns when the last request has ended."""
@@ -86,7 +86,7 @@ class Cluster:
         if blocks > self.shape.cache_blocks or blocks + request.private_blocks > self.shape.decode_blocks:
             self.ledger.refuse(request, "longer than a node's cache")
             return
-        self._brain.submit(request)
+        self._router.submit(request)
 
     def placed(self, request: SimRequest) -> None:
         """The router sends it to its nodes, at once or after a while."""
@@ -110,7 +110,7 @@ class Cluster:
     def first_token(self, request: SimRequest) -> None:
         """The client sees the first token; a one-token answer ends with it."""
         self.ledger.first_token(request)
-        self._brain.computed(request)
+        self._router.computed(request)
         if request.output_tokens > 1:
             return
         request.finished_s = request.first_token_s
@@ -123,13 +123,13 @@ class Cluster:
         if request.finished_s >= 0:
             return  # it ended with its first token
         request.prefill_node.release(request)
-        self._brain.relayed(request)
+        self._router.relayed(request)
         request.decode_node.join(request)
 
     def finished(self, request: SimRequest) -> None:
         """The last token is out."""
         self.ledger.finish(request)
-        self._brain.finished(request)
+        self._router.finished(request)
 
     # -- what the router hears, late
 
@@ -150,8 +150,8 @@ class Cluster:
         journal, node.cache.journal = node.cache.journal, {}
         stored = [block for block, held in journal.items() if held]
         removed = [block for block, held in journal.items() if not held]
-        self._brain.blocks_changed(node.node_id, stored, removed)
+        self._router.blocks_changed(node.node_id, stored, removed)
 
     def _report(self, node: Node) -> None:
         self._reporting.discard(node.node_id)
-        self._brain.load_reported(node)
+        self._router.report(node)

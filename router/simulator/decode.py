@@ -12,6 +12,7 @@ import math
 from collections import deque
 from typing import Protocol
 
+from common.control.messages import NodeLoad
 from router.simulator.cache import BlockCache
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
@@ -66,12 +67,30 @@ class DecodeNode:
         self._context = 0.0
         """Tokens of the batch."""
         self._step = 0.0
+        self._generated = 0.0
+        """Tokens, as of `_as_of_s` as all of these."""
         self._as_of_s = 0.0
         self._prompt_ends = math.inf
         """The step at which the first of `_prompts` is computed."""
         self._chunk_s = 0.0
         """What that prompt adds to each step."""
         self._version = 0
+
+    def load(self) -> NodeLoad:
+        """What it reports now."""
+        self._advance()
+        cache = self.cache
+        return NodeLoad(
+            len(self._batch),
+            self.waiting,
+            self.queued_tokens,
+            kv_blocks_used=cache.capacity - cache.room,
+            kv_blocks_total=cache.capacity,
+            prompt_tokens=self.prompt_tokens,
+            prompt_busy_s=self.busy_s,
+            step_s=self.step_s,
+            generated_tokens=int(self._generated),
+        )
 
     @property
     def waiting(self) -> int:
@@ -185,6 +204,7 @@ class DecodeNode:
             steps = elapsed_s / step_s
         self._step += steps
         self._context += steps * size
+        self._generated += steps * size
 
     def _schedule(self) -> None:
         """The next change by itself, if nothing comes before it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
+from common.control.messages import NodeLoad
 from router.simulator.cache import BlockCache
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
@@ -54,6 +55,19 @@ class PrefillNode:
         self._current: SimRequest | None = None
         self._link_free_s = 0.0
         self._queued_tokens = 0
+
+    def load(self) -> NodeLoad:
+        """What it reports now."""
+        cache = self.cache
+        return NodeLoad(
+            self.running,
+            len(self._queue),
+            self._queued_tokens,
+            kv_blocks_used=cache.capacity - cache.room,
+            kv_blocks_total=cache.capacity,
+            prompt_tokens=self.prompt_tokens,
+            prompt_busy_s=self.busy_s,
+        )
 
     @property
     def waiting(self) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from common.base.hashing import BlockHash
+from common.control.messages import AttemptKey
+
+NO_KEY = AttemptKey("", 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +38,8 @@ class SimRequest:
     finished_s: float = -1.0
     sent_bytes: float = 0.0
     transfer_s: float = 0.0
-    ticket: Any = field(default=None, repr=False)
-    """The brain's own note of it."""
+    key: AttemptKey = NO_KEY
+    """Under which the router counts its legs."""
 
     def hit_tokens(self, block_tokens: int, blocks: int) -> int:
         """Tokens of the first `blocks` blocks; of a full hit the last token is computed all the same."""

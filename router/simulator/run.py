@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router.simulator.brain import Admission, Brain, BrainSettings
 from router.simulator.cluster import Cluster, Shape
 from router.simulator.events import Events
 from router.simulator.report import Ledger, summary
 from router.simulator.request import SimRequest
+from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
 from router.simulator.workload import Synthetic, TraceLine, from_trace, synthetic
 
 _HALVINGS = 7
@@ -60,22 +60,22 @@ def simulate(simulation: Simulation) -> Outcome:
     """Run it to its end; equal simulations have equal outcomes. Raises: ConfigError."""
     events = Events()
     shape = simulation.shape
-    settings = BrainSettings(
+    settings = RouterSettings(
         policy=simulation.policy,
         local_prefill_tokens=simulation.local_prefill_tokens,
         block_tokens=shape.block_tokens,
         seed=simulation.seed,
         admission=simulation.admission,
     )
-    brain = Brain(settings, shape.hardware, events)
-    cluster = Cluster(shape, brain, events)
+    router = SimulatedRouter(settings, shape.hardware, events)
+    cluster = Cluster(shape, router, events)
     gc.freeze()  # the collector would look through millions of cached blocks again and again, and find nothing
     try:
         ledger = cluster.run(simulation.workload())
     finally:
         gc.unfreeze()
     figures = summary(ledger, slo_ttft_s=simulation.slo_ttft_s, slo_tpot_s=simulation.slo_tpot_s)
-    figures |= {"policy": simulation.policy, "rate_scale": simulation.rate_scale, "index_blocks": len(brain.index)}
+    figures |= {"policy": simulation.policy, "rate_scale": simulation.rate_scale, "index_blocks": len(router.index)}
     return Outcome(simulation, figures, ledger)
 
 

@@ -6,7 +6,7 @@ from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
 from router.metrics import Metrics
 from router.nodes.breaker import Breakers
-from router.nodes.node_table import Node
+from router.nodes.node import Node
 
 
 def node() -> Node:

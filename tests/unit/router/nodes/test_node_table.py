@@ -145,7 +145,7 @@ def test_node_that_is_listed_again_while_its_link_stood_is_told_as_usable() -> N
     play(scene)
 
 
-def test_silence_is_not_judged_when_the_router_itself_was_held_up() -> None:
+def test_silence_is_not_judged_when_the_router_itself_stalled() -> None:
     async def scene(view: View, node: StubNode) -> None:
         node.pings_answered = False
         view.table.tick()
@@ -217,7 +217,7 @@ def test_nodes_that_fall_silent_together_are_all_unusable_before_the_first_loss_
     play(scene)
 
 
-def test_router_that_was_held_up_past_its_lease_loses_all_attempts_and_links_anew() -> None:
+def test_router_that_stalled_past_its_lease_loses_all_attempts_and_links_anew() -> None:
     async def scene(view: View, node: StubNode) -> None:
         other = StubNode("decode", "d1", automatic=False)
         try:
@@ -227,7 +227,7 @@ def test_router_that_was_held_up_past_its_lease_loses_all_attempts_and_links_ane
             view.clock.advance(10)
             view.table.tick()
             assert {incarnation for incarnation, _ in view.lost} == {node.incarnation, other.incarnation}
-            assert "held up for 10.0 s" in view.lost[0][1]
+            assert "stalled for 10.0 s" in view.lost[0][1]
             assert view.table.usable("decode") == []
             assert view.table.rejoining
             async with asyncio.timeout(20):
@@ -274,7 +274,7 @@ def test_node_whose_engine_stands_still_is_lost_until_it_turns_again() -> None:
         assert view.table.usable("decode") == []
         await asyncio.sleep(0.05)  # the second pong says it again
         assert [incarnation for incarnation, _ in view.lost] == [node.incarnation]
-        assert "not come round for 31 s" in view.lost[0][1]
+        assert "no progress for 31 s" in view.lost[0][1]
         view.changed.clear()
         node.step_age_s = 0.0
         view.table.tick()

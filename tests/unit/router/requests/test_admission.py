@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from common.base.errors import Overloaded
 from router.policy import Fleet, Memory, Query, place
-from router.requests.admission import FairQueue, Objectives, QueuedRequest, crowded, wait_s
+from router.requests.admission import Objectives, crowded, wait_s
+from router.requests.fair_queue import FairQueue, QueuedRequest
 
 
 def fleets(prefill: dict[str, float], decode: dict[str, float]) -> tuple[Fleet, Fleet]:

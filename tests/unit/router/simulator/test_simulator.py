@@ -17,13 +17,13 @@ from common.base.errors import ConfigError
 from router.requests.admission import Objectives
 from router.simulator import cli
 from router.simulator import run as run_module
-from router.simulator.brain import Admission, Brain, BrainSettings
 from router.simulator.cluster import Cluster, Shape
 from router.simulator.events import Events
 from router.simulator.hardware import Hardware
 from router.simulator.report import Ledger
 from router.simulator.request import SimRequest
 from router.simulator.run import Outcome, Simulation, highest_rate, simulate
+from router.simulator.simulated_router import Admission, RouterSettings, SimulatedRouter
 from router.simulator.workload import TraceLine, block_name, from_trace, read_trace
 
 
@@ -31,8 +31,8 @@ def run(
     shape: Shape, requests: list[SimRequest], policy: str = "round_robin", local: int = 0
 ) -> tuple[Ledger, Cluster]:
     events = Events()
-    settings = BrainSettings(policy=policy, local_prefill_tokens=local, block_tokens=shape.block_tokens)
-    cluster = Cluster(shape, Brain(settings, shape.hardware, events), events)
+    settings = RouterSettings(policy=policy, local_prefill_tokens=local, block_tokens=shape.block_tokens)
+    cluster = Cluster(shape, SimulatedRouter(settings, shape.hardware, events), events)
     ledger = cluster.run(iter(requests))
     for node in [*cluster.prefill, *cluster.decode]:
         node.cache.check_integrity()
@@ -282,8 +282,8 @@ def test_admission_refuses_nobody_where_there_is_room() -> None:
 def test_admission_counts_the_seconds_before_a_prefill_node_and_not_the_prompts() -> None:
     """A prefill node registers with its `max_num_seqs` as any node does, not with the one prompt that it computes at a time."""
     events, shape = Events(), Shape(1, 1)
-    settings = BrainSettings(policy="least_load", local_prefill_tokens=0, admission=Admission(max_queue_wait_s=0.0))
-    cluster = Cluster(shape, Brain(settings, shape.hardware, events), events)
+    settings = RouterSettings(policy="least_load", local_prefill_tokens=0, admission=Admission(max_queue_wait_s=0.0))
+    cluster = Cluster(shape, SimulatedRouter(settings, shape.hardware, events), events)
     ledger = cluster.run(request(number, 0.0, [number]) for number in range(3))  # 0.03 s each
     assert not ledger.refusals
 

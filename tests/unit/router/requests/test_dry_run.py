@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from router.policy import POLICIES, Fleet, Memory, Query, place
-from router.policy.dry_run import dry_run
 from router.requests.admission import Objectives
+from router.requests.dry_run import dry_run
 
 
 def fleets(count: int = 4) -> tuple[Fleet, Fleet]:
@@ -68,7 +68,7 @@ def test_it_says_whether_the_request_would_wait_or_be_refused() -> None:
         return told["admission"]
 
     assert admission() == "at once"
-    assert admission(held=3) == "waits: others wait before it"
+    assert admission(queued=3) == "waits: others wait before it"
     for fleet in (prefill, decode):
         fleet.costs = replace(fleet.costs, prefills=50)
     assert admission(objectives=Objectives(ttft_s=1e-4)).startswith("refused: the first token would take about")

@@ -22,12 +22,12 @@ def dry_run(
     local_prefill_tokens: int | None,
     memory: Memory,
     objectives: Objectives | None = None,
-    held: int = 0,
+    queued: int = 0,
 ) -> dict[str, Any]:
     """The decision and the candidates of both roles, best first (lower scores are better).
 
-    `held`: requests that are held back in this router. A node that `query` avoids is used only if there is no other;
-    it is named with its score all the same.
+    `queued`: requests in the admission queue. A node that `query` avoids is used only if there is no other; it is listed
+    with its score all the same.
     """
     memory = copy.deepcopy(memory)
     decision: Decision | None = None
@@ -52,7 +52,7 @@ def dry_run(
         "policy": policy,
         "mode": None if decision is None else decision.mode,
         "reason": complaint if decision is None else decision.reason,
-        "admission": None if decision is None else _admission(decision, prefill, decode, objectives, held),
+        "admission": None if decision is None else _admission(decision, prefill, decode, objectives, queued),
         "ttft_s": None if decision is None else decision.ttft_s,
         "tpot_s": None if decision is None else decision.tpot_s,
         "prefill": _candidates(prefill, query, policy, memory, source),
@@ -60,14 +60,14 @@ def dry_run(
     }
 
 
-def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Objectives | None, held: int) -> str:
-    """What a new request would meet; the wait of those before it is not counted."""
+def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Objectives | None, queued: int) -> str:
+    """What a new request would meet; the wait for requests ahead of it is not counted."""
     try:
         if objectives is not None:
             objectives.check(decision, prefill, decode, ahead_s=0.0)
     except Overloaded as error:
         return f"refused: {error.message}"
-    why = crowded(prefill, decode) or ("others wait before it" if held else "")
+    why = crowded(prefill, decode) or ("others wait before it" if queued else "")
     return f"waits: {why}" if why else "at once"
 
 

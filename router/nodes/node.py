@@ -1,0 +1,99 @@
+"""One node as this router knows it: registration, link, last load report, and the legs open there. Pure data.
+
+Runs on the router's event loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple, Protocol
+
+from common.control.messages import AttemptKey, Message, NodeLoad, NodeRecord
+from common.kv.layout import DTYPE_BYTES, KVLayout
+
+
+def kv_kind(layout: KVLayout) -> str:
+    """Equal for nodes between which KV can be relayed; the parallel split does not matter."""
+    shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.dtype)
+    return f"{layout.fingerprint}/{shape}"
+
+
+def token_bytes(layout: KVLayout) -> int:
+    """KV bytes of one token, over all ranks."""
+    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
+
+
+class NodeLink(Protocol):
+    """What the router needs of `common.control.links.Link`."""
+
+    def send(self, message: Message) -> None:
+        """Raises: Unavailable if the link is closed."""
+        ...
+
+    def close(self) -> None: ...
+
+    @property
+    def refused(self) -> list[Message]:
+        """After `close`: the messages that were not sent because the queue was full."""
+        ...
+
+
+class OpenLeg(NamedTuple):
+    """One node's part of an attempt, from its request to its end."""
+
+    order: int
+    """Position among all requests sent to this node, from 1."""
+    tokens: float
+    """Prompt tokens to compute there."""
+    blocks: int
+    """KV blocks to hold there."""
+
+
+@dataclass
+class Node:
+    """One incarnation of a node as this router knows it."""
+
+    record: NodeRecord
+    link: NodeLink | None = None
+    listed: bool = True
+    load: NodeLoad = field(default_factory=NodeLoad)
+    last_pong_s: float | None = None
+    linked_s: float = 0.0
+    stuck: bool = False
+    """It answers, but its engine loop makes no progress."""
+    unreachable: bool = False
+    """The last link could not be opened: a malformed address, or no free socket in this process."""
+    legs: dict[AttemptKey, OpenLeg] = field(default_factory=dict[AttemptKey, OpenLeg])
+    """Open legs, in the order in which they were sent."""
+    sent: int = 0
+    reported: int = 0
+    """How many of the requests sent the last pong includes: the first ones."""
+    pings: deque[int] = field(default_factory=deque[int])
+    """For each unanswered ping, how many requests had been sent before it."""
+    owed_aborts: list[AttemptKey] = field(default_factory=list[AttemptKey])
+    """Attempts aborted while there was no link; they might still run there."""
+
+    @property
+    def node_id(self) -> str:
+        return self.record.peer.node_id
+
+    @property
+    def incarnation(self) -> str:
+        return self.record.peer.incarnation
+
+    @property
+    def works(self) -> bool:
+        """Listed and connected, and its last answer said that its engine loop runs."""
+        return self.listed and self.link is not None and self.last_pong_s is not None and not self.stuck
+
+    @property
+    def usable(self) -> bool:
+        """It works and is not draining."""
+        return self.works and not self.load.draining
+
+    @property
+    def unreported(self) -> list[OpenLeg]:
+        """Open legs that the last pong cannot include, the latest first."""
+        return list(takewhile(lambda leg: leg.order > self.reported, reversed(self.legs.values())))

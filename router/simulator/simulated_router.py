@@ -1,0 +1,291 @@
+"""The router of a simulated cluster: the real placer, prefix index, admission queue and node table in virtual time. Pure.
+
+It learns what a router learns, when a router would: blocks and loads arrive late, and requests sent since a node's last
+report are counted by the real node table. Requests go to the simulated nodes directly, not over its links, which carry
+pings and load reports only.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from common.base.errors import Overloaded, Unavailable
+from common.base.hashing import BlockHash
+from common.control.messages import (
+    AttemptKey,
+    AttemptStats,
+    Message,
+    ModelInfo,
+    NodeRecord,
+    PeerRef,
+    Ping,
+    Pong,
+    Role,
+)
+from common.kv.layout import KVLayout
+from router.index.prefix_index import PrefixIndex
+from router.nodes.node import Node
+from router.nodes.node_table import NodeTable
+from router.policy import Memory
+from router.policy.fleet import ANY_CONTEXT
+from router.requests.admission import Objectives
+from router.requests.admission_queue import AdmissionQueue
+from router.requests.placement import Placement, PlacementRequest, Placer
+from router.simulator.decode import DecodeNode
+from router.simulator.events import Events
+from router.simulator.hardware import Hardware
+from router.simulator.prefill import PrefillNode
+from router.simulator.request import SimRequest
+
+_LEARNED = 20_000
+"""Requests after which costs count as known."""
+_LEASE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The router's settings of these names."""
+
+    max_waiting: int = 256
+    max_queue_wait_s: float = 60.0
+    objectives: Objectives = field(default_factory=Objectives)
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """How the router is configured."""
+
+    policy: str = "kv_aware"
+    local_prefill_tokens: int | None = None
+    admission: Admission | None = None
+    """None: every request goes to the nodes at once."""
+    index_blocks: int = 20_000_000
+    block_tokens: int = 512
+    seed: int = 0
+
+
+class RouterOwner(Protocol):
+    """Is told where each request goes."""
+
+    def placed(self, request: SimRequest) -> None:
+        """It goes to its nodes now."""
+        ...
+
+    def refused(self, request: SimRequest, reason: str) -> None:
+        """It was turned away."""
+        ...
+
+
+class _TraceNames(NamedTuple):
+    """Names blocks as the trace does. Implements `BlockNames`."""
+
+    names: Sequence[BlockHash]
+
+    def hashes(self, fingerprint: str, token_ids: Sequence[int]) -> Sequence[BlockHash]:
+        """One name per block, the partial last one included."""
+        return self.names
+
+
+class _NodeLink:
+    """A link to a simulated node, which answers a ping at once. Implements `NodeLink`."""
+
+    refused: list[Message] = []  # never filled
+
+    def __init__(self, node: PrefillNode | DecodeNode, on_message: Callable[[Message], None]) -> None:
+        self._node = node
+        self._on_message = on_message
+
+    def send(self, message: Message) -> None:
+        """Answer a ping with the node's load."""
+        if isinstance(message, Ping):
+            name = self._node.node_id
+            self._on_message(Pong(name, name, self._node.load()))
+
+    def close(self) -> None: ...
+
+
+class SimulatedRouter:
+    """Places requests. Invariant: it reads a node's load only in `report`, and its blocks only in `blocks_changed`."""
+
+    def __init__(self, settings: RouterSettings, hardware: Hardware, events: Events) -> None:
+        self._settings = settings
+        self._hardware = hardware
+        self._events = events
+        self._nodes: dict[str, PrefillNode | DecodeNode] = {}
+        clock = lambda: events.now_s  # noqa: E731
+        self.index = PrefixIndex(settings.index_blocks, clock=clock)
+        self._table = NodeTable(
+            "router",
+            lease_s=_LEASE_S,
+            on_message=lambda _, message: None,
+            on_lost=lambda _, reason: None,
+            on_load=self._on_load,
+            clock=clock,
+            open_link=lambda name, on_message, _: _NodeLink(self._nodes[name], on_message),
+        )
+        self._placer = Placer(
+            self._table,
+            self.index,
+            policy=settings.policy,
+            local_prefill_tokens=settings.local_prefill_tokens,
+            memory=Memory(random.Random(settings.seed)),
+            block_size=settings.block_tokens,
+        )
+        admission = settings.admission or Admission()
+        self._queue = AdmissionQueue(
+            self._table.fleets,
+            admission.objectives,
+            max_wait_s=admission.max_queue_wait_s,
+            admit=self._admit,
+            refuse=lambda request_id, _: self._refuse(self._queued.pop(request_id), "429: no node had room in time"),
+            clock=clock,
+            call_soon=lambda call: events.after(0.0, lambda _: call()),
+        )
+        self._queued: dict[str, SimRequest] = {}
+        self._expiring = False
+        self._waiting = 0
+        """Requests without a first token."""
+
+    def meet(self, owner: RouterOwner, prefill: Sequence[PrefillNode], decode: Sequence[DecodeNode]) -> None:
+        """All nodes register with the router of `owner`."""
+        self._owner = owner
+        self._nodes = {node.node_id: node for node in (*prefill, *decode)}
+        records = [self._record("prefill", node.node_id) for node in prefill]
+        self._table.update(records + [self._record("decode", node.node_id) for node in decode])
+
+    def _record(self, role: Role, name: str) -> NodeRecord:
+        hardware = self._hardware
+        return NodeRecord(
+            role,
+            PeerRef(name, name, name, []),
+            ModelInfo("simulated", "", vocab_size=1, max_model_len=ANY_CONTEXT),
+            KVLayout("simulated", 1, 1, max(1, hardware.kv_token_bytes // 2), "float8_e4m3"),
+            kv_blocks_total=self._nodes[name].cache.capacity,
+            started_at=0.0,
+            max_num_seqs=hardware.max_num_seqs,
+        )
+
+    # -- a new request
+
+    def submit(self, request: SimRequest) -> None:
+        """Place it, queue it or turn it away."""
+        admission = self._settings.admission
+        if admission is not None and self._waiting >= admission.max_waiting:
+            self._owner.refused(request, "429: too many wait")
+            return
+        self._waiting += 1
+        request.key = AttemptKey(str(request.number), 1)
+        self._place(request, admitted=admission is None)
+
+    def _place(self, request: SimRequest, *, admitted: bool) -> None:
+        wanted = PlacementRequest(
+            range(request.input_tokens), _TraceNames(request.hashes), request.output_tokens, request.session
+        )
+        try:
+            placement = self._placer.decide(wanted, shown_count=0)
+            queued = not admitted and self._enter_queue(request, placement)
+        except Unavailable as error:
+            self._refuse(request, error.code)
+        except Overloaded:
+            self._refuse(request, "429: too late for the objectives")
+        else:
+            if not queued:
+                self._send(request, placement)
+                self._owner.placed(request)
+
+    def _refuse(self, request: SimRequest, reason: str) -> None:
+        self._waiting -= 1
+        self._owner.refused(request, reason)
+
+    def _send(self, request: SimRequest, placement: Placement) -> None:
+        """Count what was sent where."""
+        decision, key = placement.decision, request.key
+        incarnations = [leg.picked.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
+        for incarnation in incarnations:
+            tokens, blocks, work_s = placement.leg(incarnation)
+            self._table.open_leg(self._known(incarnation), key, tokens=tokens, blocks=blocks, work_s=work_s)
+        self._placer.expect(placement, incarnations)
+        request.decode_node = self._nodes[incarnations[-1]]
+        if decision.prefill is not None:
+            request.prefill_node = self._nodes[incarnations[0]]
+
+    def _known(self, incarnation: str) -> Node:
+        node = self._table.get(incarnation)
+        assert node is not None, incarnation
+        return node
+
+    # -- the admission queue
+
+    def _enter_queue(self, request: SimRequest, placement: Placement) -> bool:
+        request_id = request.key.request_id
+        entry = self._queue.enter(
+            request_id, placement.decision, prompt_tokens=request.input_tokens, max_tokens=request.output_tokens
+        )
+        if entry is None:
+            return False
+        self._queued[request_id] = request
+        if not self._expiring:
+            self._expiring = True
+            self._events.after(self._table.tick_s, self._expire)
+        return True
+
+    def _expire(self, _: None) -> None:
+        self._queue.expire()
+        self._expiring = len(self._queue) > 0
+        if self._expiring:
+            self._events.after(self._table.tick_s, self._expire)
+
+    def _admit(self, request_id: str) -> None:
+        self._place(self._queued.pop(request_id), admitted=True)
+
+    # -- what the router hears
+
+    def computed(self, request: SimRequest) -> None:
+        """The first token arrived, with a report of how the prompt was computed; a prefill leg is over with it."""
+        self._waiting -= 1
+        role: Role = "decode" if request.prefill_node is None else "prefill"
+        node = request.prefill_node or request.decode_node
+        if self._learns(request):
+            context = request.hit_tokens(self._settings.block_tokens, request.hit_blocks)
+            took_s = request.first_token_s - request.prefill_began_s
+            stats = AttemptStats(context, prefill_s=took_s, computed_tokens=request.input_tokens - context)
+            self._placer.reported(role, node.node_id, stats)
+        if request.prefill_node is not None:
+            self._release(node.node_id, request.key)
+
+    def relayed(self, request: SimRequest) -> None:
+        """The decode node has the whole KV and reports how long it waited after the prompt was computed."""
+        if self._learns(request):
+            waited_s = self._events.now_s - request.first_token_s
+            stats = AttemptStats(relayed_bytes=int(request.sent_bytes), transfer_s=waited_s)
+            self._placer.reported("decode", request.decode_node.node_id, stats)
+
+    def finished(self, request: SimRequest) -> None:
+        """The last token arrived."""
+        self._release(request.decode_node.node_id, request.key)
+        self._placer.answered(request.output_tokens)
+
+    def _release(self, incarnation: str, key: AttemptKey) -> None:
+        self._table.release(incarnation, key)
+        self._queue.release_soon()
+
+    def _learns(self, request: SimRequest) -> bool:
+        """Costs do not change in a simulation: once they are known, every eighth request is enough."""
+        return request.number < _LEARNED or request.number % 8 == 0
+
+    def blocks_changed(self, node_id: str, stored: list[BlockHash], removed: list[BlockHash]) -> None:
+        """A batch of a node's block events."""
+        self.index.removed(node_id, removed)
+        self.index.stored(node_id, stored)
+        self.index.tidy()
+
+    def report(self, node: PrefillNode | DecodeNode) -> None:
+        """A node reports its load, which includes all that was sent before."""
+        self._table.ping(self._known(node.node_id))
+
+    def _on_load(self, node: Node) -> None:
+        self._placer.load_changed(node)
+        self._queue.release_soon()
