@@ -130,7 +130,7 @@ def test_a_node_that_stood_still_corrupts_nothing_and_is_used_again(served: Serv
     system.wait_whole()
 
 
-def test_peers_20_every_process_listens_on_its_own_address_only(served: Served) -> None:
+def test_every_process_listens_on_its_own_address_only(served: Served) -> None:
     """Also the sockets that libraries open: stores, collectives, data planes."""
     for service in served.system.services.values():
         process = psutil.Process(service.pid)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,19 @@ def test_ctrl_c_in_a_terminal_stops_in_order_too(start, free_port) -> None:
     assert [line.split()[0] for line in up.lines if line.endswith("| bye")] == ["router", "prefill-0", "decode-0"]
 
 
-def test_lost_terminal_stops_in_order_but_not_under_nohup(start, free_port) -> None:
-    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; the process below inherits it
+@contextmanager
+def hangup_signal(action: signal.Handlers) -> Iterator[None]:
+    """What children started here inherit for SIGHUP, whatever the shell that started the tests set."""
+    before = signal.signal(signal.SIGHUP, action)
     try:
-        up = start("--port", str(free_port))
+        yield
     finally:
-        signal.signal(signal.SIGHUP, kept)
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_lost_terminal_stops_in_order_but_not_under_nohup(start, free_port) -> None:
+    with hangup_signal(signal.SIG_IGN):  # as nohup does
+        up = start("--port", str(free_port))
     up.wait_line(READY)
     up.process.send_signal(signal.SIGHUP)
     os.kill(up.entries()["decode-0"]["pid"], signal.SIGKILL)
@@ -151,7 +159,8 @@ def test_lost_terminal_stops_in_order_but_not_under_nohup(start, free_port) -> N
     up.process.send_signal(signal.SIGTERM)
     assert up.wait_end() == 0
 
-    up = start("--port", str(free_port))
+    with hangup_signal(signal.SIG_DFL):
+        up = start("--port", str(free_port))
     up.wait_line(READY)
     up.process.send_signal(signal.SIGHUP)
     up.wait_line("SIGHUP: stopping")

@@ -1,7 +1,4 @@
-"""Where users of other systems got hurt, by number: what a router makes of it, over HTTP and with scripted nodes.
-
-The other numbers: `tests/unit/decode_node/test_peers_failures.py` and `tests/unit/common/test_peers_failures.py`.
-"""
+"""Failures known from other systems (docs/known-failures.md), at the router: over HTTP and with scripted nodes."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-def test_peers_04_a_retry_has_a_number_of_its_own_and_the_client_sees_no_error(model_folder: str) -> None:
+def test_a_retry_has_a_number_of_its_own_and_the_client_sees_no_error(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder, decode=2, automatic=False) as (stack, client):
             answer = asyncio.create_task(client.post("/v1/completions", json=ask(max_tokens=1)))
@@ -79,7 +76,7 @@ def test_peers_04_a_retry_has_a_number_of_its_own_and_the_client_sees_no_error(m
     play(scene)
 
 
-def test_peers_06_when_the_decode_node_dies_the_prefill_node_is_told_at_once(model_folder: str) -> None:
+def test_when_the_decode_node_dies_the_prefill_node_is_told_at_once(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder, decode=2, automatic=False) as (stack, client):
             answer = asyncio.create_task(client.post("/v1/completions", json=ask(max_tokens=1)))
@@ -97,7 +94,7 @@ def test_peers_06_when_the_decode_node_dies_the_prefill_node_is_told_at_once(mod
     play(scene)
 
 
-def test_peers_07_a_node_that_restarts_under_its_name_takes_over_without_a_hang(model_folder: str) -> None:
+def test_a_node_that_restarts_under_its_name_takes_over_without_a_hang(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder) as (stack, client):
             old, decode = node(stack, "p0"), node(stack, "d0")
@@ -115,7 +112,7 @@ def test_peers_07_a_node_that_restarts_under_its_name_takes_over_without_a_hang(
     play(scene)
 
 
-def test_peers_12_usage_counts_what_a_run_without_a_fault_counts(model_folder: str) -> None:
+def test_usage_counts_what_a_run_without_a_fault_counts(model_folder: str) -> None:
     """After a hand-over the tokens that are already there go out as context, and the new node finds much in its
     cache: neither is the client's business."""
 
@@ -149,7 +146,7 @@ def test_peers_12_usage_counts_what_a_run_without_a_fault_counts(model_folder: s
     play(scene)
 
 
-def test_peers_12_hits_that_the_request_itself_left_behind_are_not_billed_as_cached(model_folder: str) -> None:
+def test_hits_that_the_request_itself_left_behind_are_not_billed_as_cached(model_folder: str) -> None:
     """The first attempt ends before its prefill node could say anything; the second finds what the first computed."""
 
     async def scene() -> None:
@@ -166,7 +163,7 @@ def test_peers_12_hits_that_the_request_itself_left_behind_are_not_billed_as_cac
     play(scene)
 
 
-def test_peers_13_load_is_counted_when_it_is_sent_and_is_zero_again_when_clients_leave(model_folder: str) -> None:
+def test_load_is_counted_when_it_is_sent_and_is_zero_again_when_clients_leave(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder, prefill=2, decode=2, automatic=False, config={"policy": "least_load"}) as (
             stack,
@@ -189,7 +186,7 @@ def test_peers_13_load_is_counted_when_it_is_sent_and_is_zero_again_when_clients
     play(scene)
 
 
-def test_peers_16_a_prompt_computed_on_the_decode_node_is_said_to_be(model_folder: str) -> None:
+def test_a_prompt_computed_on_the_decode_node_is_said_to_be(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder, prefill=0) as (_, client):
             answer = await client.post("/v1/completions", json=ask())
@@ -202,7 +199,7 @@ def test_peers_16_a_prompt_computed_on_the_decode_node_is_said_to_be(model_folde
     play(scene)
 
 
-def test_peers_17_health_is_the_engine_loops_and_not_the_web_servers(model_folder: str) -> None:
+def test_health_is_the_engine_loops_and_not_the_web_servers(model_folder: str) -> None:
     """The other half, one request that ends an engine, is in test_peers_nodes.py."""
 
     async def scene() -> None:
@@ -220,7 +217,7 @@ def test_peers_17_health_is_the_engine_loops_and_not_the_web_servers(model_folde
     play(scene)
 
 
-def test_peers_18_a_prompt_that_is_too_long_is_refused_by_name(model_folder: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_by_name(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder) as (stack, client):
             for body in (ask(prompt=[5] * (MAX_LEN + 1)), ask(max_tokens=MAX_LEN), ask(prompt="a" * 100_000)):
@@ -232,7 +229,7 @@ def test_peers_18_a_prompt_that_is_too_long_is_refused_by_name(model_folder: str
     play(scene)
 
 
-def test_peers_19_a_client_cannot_set_what_is_internal(model_folder: str) -> None:
+def test_a_client_cannot_set_what_is_internal(model_folder: str) -> None:
     """Known names of other systems are refused, anything else is ignored, and nothing of it reaches a node."""
     evil = "tcp://198.51.100.1:666"
 
@@ -253,7 +250,7 @@ def test_peers_19_a_client_cannot_set_what_is_internal(model_folder: str) -> Non
     play(scene)
 
 
-def test_peers_21_the_tenants_salt_reaches_the_nodes(model_folder: str) -> None:
+def test_the_tenants_salt_reaches_the_nodes(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder) as (stack, client):
             await client.post("/v1/completions", json=ask(cache_salt="tenant"))
@@ -262,7 +259,7 @@ def test_peers_21_the_tenants_salt_reaches_the_nodes(model_folder: str) -> None:
     play(scene)
 
 
-def test_peers_22_nothing_that_a_client_sizes_is_unbounded(model_folder: str) -> None:
+def test_nothing_that_a_client_sizes_is_unbounded(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder) as (stack, client):
             for field in (
@@ -285,7 +282,7 @@ def test_peers_22_nothing_that_a_client_sizes_is_unbounded(model_folder: str) ->
     play(scene)
 
 
-def test_peers_23_a_key_guards_every_route_but_health(model_folder: str) -> None:
+def test_a_key_guards_every_route_but_health(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder, config={"api_key": "secret"}) as (_, client):
             paths = (await client.get("/openapi.json", headers={"authorization": "Bearer secret"})).json()["paths"]
@@ -299,7 +296,7 @@ def test_peers_23_a_key_guards_every_route_but_health(model_folder: str) -> None
     play(scene)
 
 
-def test_peers_25_a_lost_redis_and_a_new_router_both_find_every_node_again(model_folder: str) -> None:
+def test_a_lost_redis_and_a_new_router_both_find_every_node_again(model_folder: str) -> None:
     async def scene() -> None:
         node = StubNode("decode", "d0", model_folder)
         views: dict[str, list[NodeRecord]] = {}

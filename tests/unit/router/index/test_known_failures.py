@@ -1,4 +1,4 @@
-"""Where users of other systems got hurt, by number: the router's map of who holds which block."""
+"""Failures known from other systems (docs/known-failures.md), in the prefix index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chain(first: int, blocks: int = 8, salt: str = "") -> list[bytes]:
     return hash_blocks(root_hash("model", cache_salt=salt), list(range(first, first + 16 * blocks)))
 
 
-def test_peers_08_nothing_of_a_dead_incarnation_is_ever_found_again() -> None:
+def test_nothing_of_a_dead_incarnation_is_ever_found_again() -> None:
     """A node that restarts under its name is another incarnation; a late message of the old one changes nothing."""
     clock = MockClock()
     index = PrefixIndex(clock=clock)
@@ -35,7 +35,7 @@ def test_peers_08_nothing_of_a_dead_incarnation_is_ever_found_again() -> None:
     assert index.match(chain(500)) == {"node-a/2": 8}
 
 
-def test_peers_14_the_index_has_a_bound_and_keeps_what_is_new() -> None:
+def test_the_index_has_a_bound_and_keeps_what_is_new() -> None:
     index = PrefixIndex(1000, clock=MockClock())
     for prompt in range(400):
         index.stored("a", chain(10_000 * prompt))
@@ -44,7 +44,7 @@ def test_peers_14_the_index_has_a_bound_and_keeps_what_is_new() -> None:
     assert index.match(chain(0)) == {}
 
 
-def test_peers_15_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog: pytest.LogCaptureFixture) -> None:
     """By a metric and in the log. That blocks do arrive is seen with real nodes in every cell of the fault matrix."""
     clock, index = MockClock(), PrefixIndex(clock=MockClock())
     loads = {"a": NodeLoad(kv_blocks_cached=4), "empty": NodeLoad()}
@@ -62,7 +62,7 @@ def test_peers_15_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog
     assert samples["kvrelay_index_nodes_silent"] == 1
 
 
-def test_peers_21_one_tenants_blocks_are_not_anothers_hits() -> None:
+def test_one_tenants_blocks_are_not_anothers_hits() -> None:
     index = PrefixIndex(clock=MockClock())
     index.stored("a", chain(0, salt="tenant"))
     assert index.match(chain(0, salt="other")) == index.match(chain(0)) == {}

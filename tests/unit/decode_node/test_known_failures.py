@@ -1,7 +1,6 @@
-"""Where users of other systems got hurt, by the number of the list that this project began with: inside the two nodes.
+"""Failures known from other systems (docs/known-failures.md), inside the two nodes.
 
-The real cores of a prefill and a decode node with a fake model and a fake wire, messages carried by hand. The other
-numbers: `test_peers_processes.py` here, `test_peers_router.py` among the integration tests.
+The real cores of a prefill and a decode node with a fake model and a fake wire; the test carries the messages.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def held(release: Callable[[AttemptKey], None], aborted: list[AttemptKey]) -> Ca
     return aborted.append
 
 
-def test_peers_01_an_aborted_destination_is_not_reused_before_its_writer_has_stopped() -> None:
+def test_an_aborted_destination_is_not_reused_before_its_writer_has_stopped() -> None:
     pair, aborted = Pair(d_blocks=4), list[AttemptKey]()
     pair.wire.receiver.abort = held(pair.wire.receiver.abort, aborted)  # type: ignore[method-assign]
     started(pair)
@@ -71,7 +70,7 @@ def test_peers_01_an_aborted_destination_is_not_reused_before_its_writer_has_sto
     assert pair.tokens(AttemptKey("r2", 1)) == generate(other, 2)
 
 
-def test_peers_02_every_first_token_belongs_to_its_own_request_however_many_share_the_blocks() -> None:
+def test_every_first_token_belongs_to_its_own_request_however_many_share_the_blocks() -> None:
     """There are no metadata slots to reuse: the first token travels in a message that carries its attempt's key."""
     pair = Pair(p_blocks=14, d_blocks=18)
     for wave in range(6):
@@ -86,7 +85,7 @@ def test_peers_02_every_first_token_belongs_to_its_own_request_however_many_shar
         pair.assert_whole()
 
 
-def test_peers_03_whatever_travels_about_a_request_carries_the_key_that_the_router_made() -> None:
+def test_whatever_travels_about_a_request_carries_the_key_that_the_router_made() -> None:
     """No table of a node is keyed by a number of its own, so none can collide."""
     without_request = {Ping, Pong, NodeRecord, TokenBatch}
     for kind in set(get_args(Message)) - without_request:
@@ -105,7 +104,7 @@ def test_peers_03_whatever_travels_about_a_request_carries_the_key_that_the_rout
     pair.assert_whole()
 
 
-def test_peers_04_the_next_attempt_is_taken_while_the_one_before_it_still_drains() -> None:
+def test_the_next_attempt_is_taken_while_the_one_before_it_still_drains() -> None:
     pair, aborted = Pair(), list[AttemptKey]()
     release = pair.wire.receiver.abort
     pair.wire.receiver.abort = held(release, aborted)  # type: ignore[method-assign]
@@ -121,7 +120,7 @@ def test_peers_04_the_next_attempt_is_taken_while_the_one_before_it_still_drains
     pair.assert_whole()
 
 
-def test_peers_05_a_source_that_timed_out_is_kept_until_its_reader_has_stopped() -> None:
+def test_a_source_that_timed_out_is_kept_until_its_reader_has_stopped() -> None:
     pair, aborted = Pair(), list[AttemptKey]()
     pair.wire.sender.abort = held(pair.wire.sender.abort, aborted)  # type: ignore[method-assign]
     started(pair)
@@ -134,7 +133,7 @@ def test_peers_05_a_source_that_timed_out_is_kept_until_its_reader_has_stopped()
     assert pair.p.scheduler.pool.num_used == 0
 
 
-def test_peers_06_the_prefill_leg_ends_with_the_decode_leg_and_pins_nothing() -> None:
+def test_the_prefill_leg_ends_with_the_decode_leg_and_pins_nothing() -> None:
     """By the router's abort; and by itself where router and decode node are both gone."""
     pair = Pair()
     started(pair)
@@ -149,7 +148,7 @@ def test_peers_06_the_prefill_leg_ends_with_the_decode_leg_and_pins_nothing() ->
     assert not pair.p.attempts
 
 
-def test_peers_07_a_prefill_node_that_restarted_is_somebody_else() -> None:
+def test_a_prefill_node_that_restarted_is_somebody_else() -> None:
     pair = Pair()
     pair.request()
     pair.step_prefill()
@@ -166,7 +165,7 @@ def test_peers_07_a_prefill_node_that_restarted_is_somebody_else() -> None:
     assert not pair.wire.grants
 
 
-def test_peers_09_a_request_that_comes_twice_runs_once() -> None:
+def test_a_request_that_comes_twice_runs_once() -> None:
     pair = Pair()
     pair.request()
     started_with = list(pair.p.attempts)
@@ -177,7 +176,7 @@ def test_peers_09_a_request_that_comes_twice_runs_once() -> None:
     pair.assert_whole()
 
 
-def test_peers_11_decode_room_is_taken_as_it_is_needed_and_giving_it_back_costs_time_only() -> None:
+def test_decode_room_is_taken_as_it_is_needed_and_giving_it_back_costs_time_only() -> None:
     """Nothing is reserved for tokens that may never come: sequences run side by side that would not all fit in the
     end. When memory is out the youngest gives its blocks back and is computed again."""
     pair = Pair(p_blocks=40, d_blocks=16)
@@ -198,7 +197,7 @@ def test_peers_11_decode_room_is_taken_as_it_is_needed_and_giving_it_back_costs_
     pair.assert_whole()
 
 
-def test_peers_17_a_step_that_fails_ends_its_own_requests_and_nothing_else() -> None:
+def test_a_step_that_fails_ends_its_own_requests_and_nothing_else() -> None:
     """The other half, a dead engine behind a good /health, is in test_peers_router.py."""
     pair = Pair()
     pair.p_runner.fail_next = RuntimeError("a bad request")
@@ -215,7 +214,7 @@ def test_peers_17_a_step_that_fails_ends_its_own_requests_and_nothing_else() -> 
     pair.assert_whole()
 
 
-def test_peers_18_a_request_that_is_too_long_for_a_node_is_answered() -> None:
+def test_a_request_that_is_too_long_for_a_node_is_answered() -> None:
     """The client is told by the router already; a node says it too."""
     pair = Pair()
     pair.request(prompt=list(range(200)))
@@ -227,7 +226,7 @@ def test_peers_18_a_request_that_is_too_long_for_a_node_is_answered() -> None:
     pair.assert_whole()
 
 
-def test_peers_21_a_prefix_is_found_by_its_own_tenant_only() -> None:
+def test_a_prefix_is_found_by_its_own_tenant_only() -> None:
     pair = Pair(p_blocks=64)
     params = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
     cached: dict[str, int] = {}
@@ -250,7 +249,7 @@ def test_peers_21_a_prefix_is_found_by_its_own_tenant_only() -> None:
     assert cached == {"a1": 0, "a2": 32, "b1": 0, "none": 0}
 
 
-def test_peers_24_what_is_said_to_be_relayed_was_relayed_and_not_computed_again() -> None:
+def test_what_is_said_to_be_relayed_was_relayed_and_not_computed_again() -> None:
     """Also with real nodes and to the byte: `test_relay_moves_exactly_the_bytes_that_the_layout_says`."""
     pair = Pair()
     pair.request(max_tokens=3)
