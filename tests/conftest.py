@@ -41,7 +41,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line("nothing: every test that was asked for ran")
     if not any("gpu" in Path(arg).parts for arg in terminalreporter.config.args):
         files = len(list((Path(__file__).parent / "gpu").glob("test_*.py")))
-        terminalreporter.line(f"not asked for: the {files} files of tests/gpu, which need a card: scripts/gpu-check")
+        terminalreporter.line(f"not asked for: the {files} files of tests/gpu, which need a GPU: scripts/gpu-check")
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,7 @@ class BareServer:
     """`BareApp` in a process of its own; a context manager."""
 
     def __enter__(self) -> BareServer:
-        self._worker = Worker("load.bare_http:BareApp")
+        self._worker = Worker("bench.bare_http:BareApp")
         self.url: str = self._worker.call("url")
         self.pid = self._worker.pid
         return self

@@ -59,10 +59,10 @@ def _measure(session: Session, shape: Shape) -> dict[int, dict[str, list[Sample]
         here.slow_down(_MBIT_S)
         environ = {**PASSIVE, "OMP_NUM_THREADS": "1"}
         target = Worker(
-            "load.overlap_ends:OverlapDestination", environ=environ, host=there, bind=there.address, **model
+            "bench.overlap_ends:OverlapDestination", environ=environ, host=there, bind=there.address, **model
         )
         try:
-            source = Worker("load.overlap_ends:OverlapSource", environ=environ, host=here, chunk=_CHUNK, **model)
+            source = Worker("bench.overlap_ends:OverlapSource", environ=environ, host=here, chunk=_CHUNK, **model)
             try:
                 pair = _Pair(source, target)
                 pair.sample(_LENGTHS[0], layer_wise=True)  # connects

@@ -40,10 +40,10 @@ def _measure(session: Session, split: str) -> list[Run]:
     runs: list[Run] = []
     try:
         workers.append(
-            node := Worker("load.pipeline_node:PipelineNode", environ=PASSIVE, folder=folder, pp_layers=split)
+            node := Worker("bench.pipeline_node:PipelineNode", environ=PASSIVE, folder=folder, pp_layers=split)
         )
         for _ in range(2):
-            workers.append(Worker("load.pipeline_node:SingleProcess", environ=PASSIVE, **single))
+            workers.append(Worker("bench.pipeline_node:SingleProcess", environ=PASSIVE, **single))
         one, twin = workers[1:]
         sizes = {"requests": _REQUESTS, "prompt": _PROMPT, "keep": _KEPT, "record": str(record)}
         node.call("measure", new_tokens=4, **sizes)

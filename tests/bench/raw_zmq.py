@@ -60,9 +60,9 @@ class RawSender:
 
 def raw_zmq_rate(message_bytes: int, count: int) -> float:
     """Bytes/s between two fresh processes."""
-    receiver = Worker("load.raw_zmq:RawReceiver")
+    receiver = Worker("bench.raw_zmq:RawReceiver")
     try:
-        sender = Worker("load.raw_zmq:RawSender", address=receiver.call("address"))
+        sender = Worker("bench.raw_zmq:RawSender", address=receiver.call("address"))
         try:
             receiver.start("receive", count=count)
             sender.call("send", message_bytes=message_bytes, count=count)

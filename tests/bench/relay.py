@@ -63,9 +63,9 @@ def _relay_rates(session: Session, shuffled: bool) -> list[float]:
     }
     expected_bytes = shape.kv_bytes_per_token() * PROMPT * _TRANSFERS
     rates = []
-    destination = Worker("load.relay_ends:RelayDestination", environ=PASSIVE, **sizes)
+    destination = Worker("bench.relay_ends:RelayDestination", environ=PASSIVE, **sizes)
     try:
-        source = Worker("load.relay_ends:RelaySource", environ=PASSIVE, **sizes)
+        source = Worker("bench.relay_ends:RelaySource", environ=PASSIVE, **sizes)
         try:
             address = destination.call("address")
             for number in range(session.repeats(4, 2)):

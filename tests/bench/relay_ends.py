@@ -41,7 +41,7 @@ RECEIVERS = {
     "shm": ("kvtransfer.transports.shm:ShmReceiver", ()),
     "cuda_ipc": ("kvtransfer.transports.cuda_ipc:CudaIpcReceiver", ()),
 }
-"""Class, and what it takes between the rank and the callback; after it, on a card, the device that copies."""
+"""Class, and what it takes between the rank and the callback; after it, on a GPU, the device that copies."""
 
 
 class _End:
@@ -102,7 +102,7 @@ class _End:
         return torch.from_numpy(own).to(self.bits.device)
 
     def more(self) -> dict[str, Any]:
-        """What a transport on a card takes beside the others."""
+        """What a transport on a GPU takes beside the others."""
         if self.bits.device.type == "cpu":
             return {}
         from kvtransfer.copy.cuda import CudaDevice

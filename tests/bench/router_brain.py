@@ -107,7 +107,7 @@ def index(quick: bool, picture: Path) -> Result:
     result = Result("index")
     sizes = (10_000, 100_000) if quick else (10_000, 100_000, 1_000_000, 10_000_000)
     for size in sizes:
-        worker = Worker("load.router_brain:IndexBench", blocks=size)
+        worker = Worker("bench.router_brain:IndexBench", blocks=size)
         try:
             found: dict[str, float] = worker.call("measure")
         finally:

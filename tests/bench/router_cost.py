@@ -138,7 +138,7 @@ def _running_router(session: Session) -> Iterator[_Stack]:
     rng = random.Random(3)
     with RedisServer() as redis_server, contextlib.ExitStack() as stack:
         stub = Worker(
-            "load.stub_service:StubService",
+            "bench.stub_service:StubService",
             redis_url=redis_server.url,
             model_path=str(session.folder),
             vocab_size=session.shape.vocab,

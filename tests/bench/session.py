@@ -69,7 +69,7 @@ class Session:
         """What the machine can do, as measured so far in this run."""
         if self._limits is None:
             self._limits = BestLimits(
-                Worker("load.machine:Machine", environ=PASSIVE, small=self.options.shape == "tiny")
+                Worker("bench.machine:Machine", environ=PASSIVE, small=self.options.shape == "tiny")
             )
         return self._limits
 
@@ -77,7 +77,7 @@ class Session:
     def plain(self) -> Worker:
         """The same model code without a server (`load.plain.Plain`)."""
         if self._plain is None:
-            self._plain = Worker("load.plain:Plain", environ=PASSIVE, folder=str(self.folder))
+            self._plain = Worker("bench.plain:Plain", environ=PASSIVE, folder=str(self.folder))
         return self._plain
 
     def system(self, favor: str = "balanced") -> System:

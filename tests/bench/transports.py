@@ -40,7 +40,7 @@ class _KVShape:
 
 
 _ON_CPU = ("zmq", "collective", "shm")
-"""Transports that need no card."""
+"""Transports that need no GPU."""
 
 
 def run(session: Session) -> Result:
@@ -100,7 +100,7 @@ class _Ranks:
     def _node(self, kind: str, layout: Layout) -> list[Worker]:
         ranks: list[Worker] = []
         for rank in range(layout[0] * layout[1]):
-            ranks.append(Worker(f"load.relay_ends:{kind}", environ=PASSIVE, layout=layout, rank=rank, **self._sizes))
+            ranks.append(Worker(f"bench.relay_ends:{kind}", environ=PASSIVE, layout=layout, rank=rank, **self._sizes))
             self._workers.append(ranks[-1])
         return ranks
 

@@ -42,7 +42,7 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """A child process that holds one `load.<module>:<Class>(**arguments)`; ends with `close` or with its parent."""
+    """A child process that holds one `bench.<module>:<Class>(**arguments)`; ends with `close` or with its parent."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""`make gpu-check`: all tests that a card should pass, in groups, each in a process of its own, within a budget.
+"""`make gpu-check`: all tests that a GPU should pass, in groups, each in a process of its own, within a budget.
 
     scripts/gpu-check [--budget-s 450] [--only NAME,...]
 
-An access to wrong memory spoils everything that its process does on the card afterwards: so the next group gets a new
+An access to wrong memory spoils everything that its process does on the GPU afterwards: so the next group gets a new
 one. Groups run in the order of their importance. One that hangs is ended; those for which no time is left are left
 out; both are named at the end, and then, as after a failed test, the exit status is 1.
 """
@@ -31,7 +31,7 @@ _GRACE_S = 20.0
 """For an interrupted group to stop what it started."""
 _OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED")
 _OUTCOME = re.compile(rf"::.* ({'|'.join(_OUTCOMES)})(?: \(.*\))? +\[ *\d+%\]$")
-_SANITIZER = "tests/gpu/test_relay_on_card.py::test_sanitizer_finds_nothing_in_the_kernel"
+_SANITIZER = "tests/gpu/test_relay_on_gpu.py::test_sanitizer_finds_nothing_in_the_kernel"
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ _GRAPHS = "tests/gpu/test_gpu_decode_graphs.py"
 _OTHERS, _FLOAT16 = ("-k", "bfloat16 or not float16"), ("-k", "float16 and not bfloat16")
 
 GROUPS = (
-    Group("kernels", 120, ("tests/gpu/test_gpu_card.py", "tests/gpu/test_gpu_kernels.py", _ATTENTION, *_OTHERS)),
+    Group("kernels", 120, ("tests/gpu/test_gpu_device.py", "tests/gpu/test_gpu_kernels.py", _ATTENTION, *_OTHERS)),
     Group("runner", 120, (_RUNNER, *_OTHERS)),
     Group("graphs", 90, (_GRAPHS, *_OTHERS)),
-    Group("relay", 100, ("tests/gpu/test_relay_on_card.py", "--deselect", _SANITIZER)),
+    Group("relay", 100, ("tests/gpu/test_relay_on_gpu.py", "--deselect", _SANITIZER)),
     Group("system", 90, ("tests/gpu/test_gpu_system.py",)),
     Group("sampler", 40, ("tests/gpu/test_gpu_sampler.py",)),
     Group("kills", 120, ("tests/fault/test_kills.py",)),
@@ -115,7 +115,7 @@ def run_group(group: Group, left_s: float) -> Told:
 
 def _end_after(process: subprocess.Popen[str], allowed_s: float, late: threading.Event) -> None:
     """Interrupt a group that is late, which then stops its nodes; end it a while later. However it ended, end what it left:
-    that still holds memory of the card."""
+    that still holds memory of the GPU."""
     try:
         process.wait(allowed_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The attention backends of a card, against the fixtures of the CPU's conformance suite and recorded as CUDA graphs."""
+"""The attention backends of a GPU, against the fixtures of the CPU's conformance suite and recorded as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from common.attention.gathered import GatheredAttention
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Absolute, of results of about 1: K and V are rounded alike on both sides, queries, probabilities and results here."""
 # Each pair of a dtype and a head size is a module that may have to be compiled: FP8 and float16 keep to heads of 64.
@@ -46,19 +46,19 @@ def check(case: Case, layer: int, atol: float) -> None:
 def test_attends_causally_over_pages(
     make_backend: MakeBackend, shape: tuple[int, int, int], lens: list[tuple[int, int]]
 ) -> None:
-    case = Case(make_backend, shape, lens, "bfloat16", query_dtype=torch.bfloat16, device=CARD)
+    case = Case(make_backend, shape, lens, "bfloat16", query_dtype=torch.bfloat16, device=GPU)
     check(case, 1, TOLERANCE[torch.bfloat16])
 
 
 def test_attends_in_float16(make_backend: MakeBackend) -> None:
     lens = LENS["decode and chunks interleaved"]
-    case = Case(make_backend, (14, 2, 64), lens, "float16", query_dtype=torch.float16, device=CARD)
+    case = Case(make_backend, (14, 2, 64), lens, "float16", query_dtype=torch.float16, device=GPU)
     check(case, 1, TOLERANCE[torch.float16])
 
 
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
 def test_gathered_pages_in_float32_are_exact(lens: list[tuple[int, int]]) -> None:
-    check(Case(GatheredAttention, (14, 2, 16), lens, "float32", device=CARD), 1, TOLERANCE[torch.float32])
+    check(Case(GatheredAttention, (14, 2, 16), lens, "float32", device=GPU), 1, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
@@ -66,12 +66,12 @@ def test_gathered_pages_in_float32_are_exact(lens: list[tuple[int, int]]) -> Non
 def test_fp8_cache_is_read_through_its_scales(
     make_backend: MakeBackend, lens: list[tuple[int, int]], scales: tuple[tuple[float, float], ...]
 ) -> None:
-    case = Case(make_backend, (14, 2, 64), lens, "float8_e4m3", scales, torch.bfloat16, CARD)
+    case = Case(make_backend, (14, 2, 64), lens, "float8_e4m3", scales, torch.bfloat16, GPU)
     check(case, 1, 2 * TOLERANCE[torch.bfloat16])
 
 
 def test_writes_only_the_slots_of_the_step_in_its_layer(make_backend: MakeBackend) -> None:
-    case = Case(make_backend, (4, 2, 64), [(1, 20), (9, 30)], "bfloat16", (), torch.bfloat16, CARD)
+    case = Case(make_backend, (4, 2, 64), [(1, 20), (9, 30)], "bfloat16", (), torch.bfloat16, GPU)
     case.run(layer=1)
     garbage = case.storage.data[0, 0, 0, 0, 0, 0].item()
     written = (case.stored(1)[0] != garbage).flatten(1).any(1).nonzero().flatten().tolist()
@@ -82,7 +82,7 @@ def test_writes_only_the_slots_of_the_step_in_its_layer(make_backend: MakeBacken
 
 
 def test_a_sequence_with_broken_values_leaves_its_neighbours_alone(make_backend: MakeBackend) -> None:
-    case = Case(make_backend, (4, 2, 64), [(1, 20), (1, 300), (8, 24)], "bfloat16", (), torch.bfloat16, CARD)
+    case = Case(make_backend, (4, 2, 64), [(1, 20), (1, 300), (8, 24)], "bfloat16", (), torch.bfloat16, GPU)
     case.kv[0].fill_(math.nan)
     out = case.run(layer=0)
     assert out[0].isnan().all()
@@ -94,7 +94,7 @@ def test_a_sequence_with_broken_values_leaves_its_neighbours_alone(make_backend:
 def test_a_recorded_step_replays_what_was_planned_and_equals_itself_launched(
     make_backend: MakeBackend, dtype: str
 ) -> None:
-    case = Case(make_backend, (14, 2, 64), [(1, 40), (1, 3), (1, 700)], dtype, (), torch.bfloat16, CARD)
+    case = Case(make_backend, (14, 2, 64), [(1, 40), (1, 3), (1, 700)], dtype, (), torch.bfloat16, GPU)
     backend = case.backend = case.backend.for_graph(3)
     whole, static = case.kv, [part.contiguous() for part in case.rows()]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -147,7 +147,7 @@ def test_long_prompts_in_chunks_agree_with_attention_over_the_whole(make_backend
     torch.testing.assert_close(torch.cat(parts).transpose(0, 1).float(), expected, atol=3e-2, rtol=3e-2)
 
 
-def test_a_card_with_flashinfer_uses_it(flashinfer: ModuleType) -> None:
+def test_a_gpu_with_flashinfer_uses_it(flashinfer: ModuleType) -> None:
     layout = KVLayout("f", 1, 2, 64, "bfloat16")
     storage = KVStorage(layout, layout.shard(0, 0), 4, "cuda")
     assert isinstance(choose_attention(storage, AttentionShape(4, 2, 64, torch.bfloat16, 16)), FlashInferAttention)

@@ -1,4 +1,4 @@
-"""Recorded decode steps on a card: bit for bit what the same steps give launched; and the memory that a rank takes there."""
+"""Recorded decode steps on a GPU: bit for bit what the same steps give launched; and the memory that a rank takes there."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_replayed_step_costs_the_host_little(config: DecodeConfig) -> None:
     assert sorted(durations)[10] < 200e-6
 
 
-def test_two_ranks_take_their_fractions_of_one_card_and_no_more(config: DecodeConfig) -> None:
+def test_two_ranks_take_their_fractions_of_one_gpu_and_no_more(config: DecodeConfig) -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()

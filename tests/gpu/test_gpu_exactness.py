@@ -1,4 +1,4 @@
-"""A node's runner on a card against `transformers` in float32, in bfloat16 and in FP8; recorded steps against launched ones."""
+"""A node's runner on a GPU against `transformers` in float32, in bfloat16 and in FP8; recorded steps against launched ones."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_trained_model_over_fp8_kv_stays_near_float32() -> None:
 
 @pytest.mark.parametrize("style", ["fp8 tensor", "compressed channel", "blocks of 128"])
 def test_a_trained_model_with_fp8_weights_stays_near_float32(style: str, tmp_path: Path) -> None:
-    """On a card the weights stay e4m3 and activations become it, so this is not the widened weights' product."""
+    """On a GPU the weights stay e4m3 and activations become it, so this is not the widened weights' product."""
     fp8, _ = quantise(DEMO_MODEL_PATH, STYLES.get(style) or blocks_style((128, 128)), tmp_path)
     sequences, prompts = drive_demo(fp8, 3, dtype="bfloat16", quantization="fp8")
     share = near(sequences, prompts, 3, FP8_TOLERANCE)

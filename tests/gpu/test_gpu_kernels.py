@@ -1,4 +1,4 @@
-"""flashinfer's norms, activation and rotary embedding on a card, against PyTorch's in float32."""
+"""flashinfer's norms, activation and rotary embedding on a GPU, against PyTorch's in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.torch_kernels import TORCH
 
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 EPS = 1e-5
 HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -24,7 +24,7 @@ def kernels() -> FlashInferKernels:
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(CARD, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(GPU, dtype)
 
 
 def close(result: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -53,8 +53,8 @@ def test_heads_are_normed_and_rotated_where_they_lie(dtype: torch.dtype, head_di
     q_weight, k_weight = random(head_dim, dtype=dtype), random(head_dim, dtype=dtype) + 1
     qkv = random(33, 8 + 2 + 2, head_dim, dtype=dtype)
     before, exact = qkv.clone(), qkv[:, :10].float()
-    frequencies = (1.0 / 500000 ** (torch.arange(0, head_dim, 2) / head_dim)).to(CARD)
-    positions = torch.arange(33, device=CARD) * 1000
+    frequencies = (1.0 / 500000 ** (torch.arange(0, head_dim, 2) / head_dim)).to(GPU)
+    positions = torch.arange(33, device=GPU) * 1000
     exact = TORCH.norm_heads(exact, TORCH.head_weights(q_weight.float(), k_weight.float(), 8, 2), 8, EPS)
     normed = kernels().norm_heads(qkv[:, :10], kernels().head_weights(q_weight, k_weight, 8, 2), 8, EPS)
     close(normed, exact, dtype)
@@ -74,6 +74,6 @@ def test_activations(dtype: torch.dtype, inner: int) -> None:
     )
 
 
-def test_a_card_with_flashinfer_uses_it(dtype: torch.dtype) -> None:
-    assert isinstance(choose_kernels(CARD, dtype), FlashInferKernels)
-    assert choose_kernels(CARD, torch.float32) is TORCH
+def test_a_gpu_with_flashinfer_uses_it(dtype: torch.dtype) -> None:
+    assert isinstance(choose_kernels(GPU, dtype), FlashInferKernels)
+    assert choose_kernels(GPU, torch.float32) is TORCH

@@ -1,4 +1,4 @@
-"""Sampling on a card against the host's, on the same logits; and that the host waits only where it says so."""
+"""Sampling on a GPU against the host's, on the same logits; and that the host waits only where it says so."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from support.sampling_cases import logits_of, random_specs
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import sample
 
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 ROWS = 256
 
 
 @pytest.mark.parametrize("kind", ["bisection", "flashinfer"])
 @pytest.mark.parametrize("coarse", [False, True])
-def test_a_card_draws_what_the_host_draws(kind: str, coarse: bool) -> None:
+def test_a_gpu_draws_what_the_host_draws(kind: str, coarse: bool) -> None:
     sampler = DeviceSampler(importlib.import_module("flashinfer") if kind == "flashinfer" else None)
     specs, logits = random_specs(ROWS, 21), logits_of(ROWS, 2.0, 22, coarse=coarse)
-    unseen = torch.full((ROWS,), -1, device=CARD)
-    on_card = logits.to(CARD)
-    sampler.draw(on_card, specs, unseen).wait()  # kernels are loaded
+    unseen = torch.full((ROWS,), -1, device=GPU)
+    on_gpu = logits.to(GPU)
+    sampler.draw(on_gpu, specs, unseen).wait()  # kernels are loaded
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        draws = sampler.draw(on_card, specs, unseen)
+        draws = sampler.draw(on_gpu, specs, unseen)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     got, want = draws.wait(), sample(logits, specs)
@@ -43,7 +43,7 @@ def test_a_step_that_draws_nothing_is_over_when_its_wait_is() -> None:
     torch.cuda._sleep(100_000_000)
     computed = torch.cuda.Event()
     computed.record()
-    draws = DeviceSampler().nothing(CARD)
+    draws = DeviceSampler().nothing(GPU)
     assert not computed.query(), "the host did not wait before"
     assert draws.wait() == []
     assert computed.query()

@@ -1,4 +1,4 @@
-"""A whole system with both nodes on one card. What it answers is tested by the suites that `gpu-check` runs beside."""
+"""A whole system with both nodes on one GPU. What it answers is tested by the suites that `gpu-check` runs beside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.gpu_suite import DEVICE, IS_CARD
+from support.gpu_suite import DEVICE, IS_GPU
 from support.system import System, running_system
 
 from common.tools.demo.samples import SAMPLES
@@ -15,7 +15,7 @@ from common.tools.demo.samples import SAMPLES
 
 @pytest.fixture(scope="module", params=["auto", "fp8"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    folder = tmp_path_factory.mktemp("card")
+    folder = tmp_path_factory.mktemp("GPU")
     arguments = (
         "--model",
         "demo",
@@ -39,7 +39,7 @@ def ask(system: System, prompt: str) -> httpx.Response:
     return answer
 
 
-def test_a_trained_model_answers_over_a_relay_that_stays_on_the_card(served: System) -> None:
+def test_a_trained_model_answers_over_a_relay_that_stays_on_the_gpu(served: System) -> None:
     right = 0
     prompts = [sample for sample in SAMPLES if sample.text]
     for sample in prompts:
@@ -47,7 +47,7 @@ def test_a_trained_model_answers_over_a_relay_that_stays_on_the_card(served: Sys
         assert answer.headers["x-kvrelay-prefill-mode"] == "relayed"
         right += answer.json()["choices"][0]["text"].startswith(sample.expected)
     assert right >= len(prompts) - 1
-    if IS_CARD:
+    if IS_GPU:
         assert served.metric("kvrelay_relay_bytes_total", transport="cuda_ipc") > 0
         assert served.metric("kvrelay_relay_bytes_total") == served.metric(
             "kvrelay_relay_bytes_total", transport="cuda_ipc"

@@ -1,4 +1,4 @@
-"""What a machine without a card can know of the tools for one: they begin, they run, they say what is missing."""
+"""What a machine without a GPU can know of the tools for one: they begin, they run, they say what is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_the_benchmark_runs_dry_and_writes_its_figures(tmp_path: Path) -> None:
     """Two lines of it; the whole dry run takes more than a minute."""
     file = tmp_path / "all.json"
-    bench = str(ROOT / "tests/bench/gpu/bench.py")
+    bench = str(ROOT / "tests/bench/gpu/main.py")
     done = run(sys.executable, bench, "--dry-run", "--only", "limits,prefill", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(file.read_text())
@@ -32,9 +32,9 @@ def test_the_benchmark_runs_dry_and_writes_its_figures(tmp_path: Path) -> None:
     assert all(figure["value"] > 0 for result in told["results"] for figure in result["figures"])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_the_suite_of_a_card_ends_with_one_sentence() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_suite_of_a_gpu_ends_with_one_sentence() -> None:
     done = run(sys.executable, "-m", "pytest", "tests/gpu", "-q")
     assert done.returncode == 1
-    assert "tests/gpu needs an NVIDIA card that PyTorch can use" in done.stdout + done.stderr
+    assert "tests/gpu needs an NVIDIA GPU that PyTorch can use" in done.stdout + done.stderr
     assert "passed" not in done.stdout

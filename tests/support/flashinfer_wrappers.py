@@ -2,7 +2,7 @@
 
     FLASHINFER_CUDA_ARCH_LIST=9.0a PYTHONPATH=FOLDER-WITH-FLASHINFER:.:tests python tests/support/flashinfer_wrappers.py
 
-Run by hand where the package is at hand (0.6 and 0.7 import without a card); docs/gpu.md says with which releases.
+Run by hand where the package is at hand (0.6 and 0.7 import without a GPU); docs/gpu.md says with which releases.
 What it replaces is private to flashinfer, and only what cannot run here: the compiled modules and pinned memory.
 """
 
@@ -28,7 +28,7 @@ _TOLERANCE = 5e-2
 def main() -> None:
     flashinfer = importlib.import_module("flashinfer")
     modules: set[tuple[object, ...]] = set()
-    _replace_what_needs_a_card(modules)
+    _replace_what_needs_a_gpu(modules)
     make_backend = partial(FlashInferAttention, flashinfer=flashinfer)
     compared = 0
     for lens in LENS.values():
@@ -53,7 +53,7 @@ def _check(case: Case) -> int:
     return len(results)
 
 
-def _replace_what_needs_a_card(modules: set[tuple[object, ...]]) -> None:
+def _replace_what_needs_a_gpu(modules: set[tuple[object, ...]]) -> None:
     empty = torch.empty
 
     def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:

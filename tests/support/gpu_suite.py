@@ -1,4 +1,4 @@
-"""What the tests of a card share. GPU_SUITE_DEVICE=cpu runs those that can on a processor: that proves their own code."""
+"""What the tests of a GPU share. GPU_SUITE_DEVICE=cpu runs those that can on a processor: that proves their own code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 
 DEVICE: Any = os.environ.get("GPU_SUITE_DEVICE", "cuda")
-IS_CARD = DEVICE != "cpu"
+IS_GPU = DEVICE != "cpu"
 
 
 def make_runner(model: Path, **options: Any) -> ModelRunner:

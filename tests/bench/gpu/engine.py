@@ -1,4 +1,4 @@
-"""The engine on a card without a service around it: the very runner of a node, its recorded steps included. A worker."""
+"""The engine on a GPU without a service around it: the very runner of a node, its recorded steps included. A worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Engine:
         worker.capture_graphs()
         self._runner = worker.runner
         self._vocab_size = plan.model.vocab_size
-        self._is_card = torch.device(device).type == "cuda"
+        self._is_gpu = torch.device(device).type == "cuda"
         self._rng = random.Random(1)
         self._steps = 0
 
@@ -77,11 +77,11 @@ class Engine:
         for _ in range(_WARM_UP):
             step()
         activity = torch.profiler.ProfilerActivity
-        kind = activity.CUDA if self._is_card else activity.CPU
+        kind = activity.CUDA if self._is_gpu else activity.CPU
         with torch.profiler.profile(activities=[kind]) as profile:
             for _ in range(steps):
                 step()
-        wanted = "CUDA" if self._is_card else "CPU"
+        wanted = "CUDA" if self._is_gpu else "CPU"
         events: Any = profile.events()
         spans = sorted((e.time_range.start, e.time_range.end) for e in events if str(e.device_type).endswith(wanted))
         return _covered_us(spans) / 1e6 / steps

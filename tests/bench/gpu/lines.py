@@ -16,7 +16,7 @@ from support.system import System
 
 
 def limits(session: GpuSession, result: Result) -> None:
-    """What the card can do, before anything is held against it."""
+    """What the GPU can do, before anything is held against it."""
     result.add("device copy, read and written", session.limits["copy_bandwidth"] / 1e9, "GB/s")
     result.add("bf16 product of 8192-cubes", session.limits["matrix_rate"] / 1e12, "TFLOP/s")
     if any(math.isnan(limit) for limit in session.limits.values()):
@@ -96,7 +96,7 @@ def prefill(session: GpuSession, result: Result) -> None:
 
 
 def relay(session: GpuSession, result: Result) -> None:
-    """KV between two processes of one card."""
+    """KV between two processes of one GPU."""
     sizes, shape = session.sizes, session.shape("big")
     transport = "shm" if session.dry_run else "cuda_ipc"
     ends = {
@@ -111,8 +111,8 @@ def relay(session: GpuSession, result: Result) -> None:
     }
     rates: list[float] = []
     with (
-        session.worker("load.relay_ends:RelayDestination", **ends) as destination,
-        session.worker("load.relay_ends:RelaySource", **ends) as source,
+        session.worker("bench.relay_ends:RelayDestination", **ends) as destination,
+        session.worker("bench.relay_ends:RelaySource", **ends) as source,
     ):
         address = destination.call("address")
         for number in range(sizes.repeats + 1):
@@ -168,7 +168,7 @@ async def _first_tokens(session: GpuSession, result: Result, redis_url: str) -> 
 
 
 def interference(session: GpuSession, result: Result) -> None:
-    """Running streams while long prompts arrive: prefill and decode side by side on the card, and colocated."""
+    """Running streams while long prompts arrive: prefill and decode side by side on the GPU, and colocated."""
     sizes = session.sizes
     p99: dict[str, float] = {}
     for name, nodes in (("prefill and decode side by side", 1), ("colocated chunked prefill", 0)):
@@ -244,7 +244,7 @@ def _beside_transformers(session: GpuSession, result: Result, kind: str) -> None
     theirs, failed = None, None
     try:
         with session.worker(
-            "load.gpu.peer:Transformers", folder=str(session.folder(kind)), device=session.device
+            "bench.gpu.peer:Transformers", folder=str(session.folder(kind)), device=session.device
         ) as other:
             theirs = other.call(
                 "serve", requests=sizes.peer_requests, prompt=sizes.peer_prompt, tokens=sizes.peer_tokens

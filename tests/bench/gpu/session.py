@@ -1,4 +1,4 @@
-"""One run of `gpu-bench`: sizes, the device, and the processes that its lines share, one at a time on the card."""
+"""One run of `gpu-bench`: sizes, the device, and the processes that its lines share, one at a time on the GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ DRY = Sizes(
 
 @dataclass
 class GpuSession:
-    """Owns every process of the run. What is measured has the card for itself: a worker stops the running system.
+    """Owns every process of the run. What is measured has the GPU for itself: a worker stops the running system.
 
     Whatever waits, waits no longer than `left_s`.
     """
@@ -125,28 +125,28 @@ class GpuSession:
     @property
     def limits(self) -> dict[str, float]:
         """Measured once, before anything else: copy bandwidth in bytes/s, matrix rate in FLOP/s; NaN if that broke."""
-        return self._card[1]
+        return self._gpu[1]
 
     @property
     def about(self) -> dict[str, Any]:
         """What the figures are taken with."""
-        return self._card[0]
+        return self._gpu[0]
 
     @cached_property
-    def _card(self) -> tuple[dict[str, Any], dict[str, float]]:
-        with self.worker("load.gpu.card:Card", device=self.device) as card:
-            about = {**card.call("about"), "dry_run": self.dry_run}
+    def _gpu(self) -> tuple[dict[str, Any], dict[str, float]]:
+        with self.worker("bench.gpu.device:Gpu", device=self.device) as gpu:
+            about = {**gpu.call("about"), "dry_run": self.dry_run}
             limits: dict[str, float] = {"copy_bandwidth": math.nan, "matrix_rate": math.nan}
             for name in limits:
                 try:
-                    limits[name] = card.call(name)
+                    limits[name] = gpu.call(name)
                 except WorkerFailed:
                     traceback.print_exc()
             return about, limits
 
     @contextlib.contextmanager
     def worker(self, target: str, **arguments: Any) -> Iterator[Worker]:
-        """A process that holds `target`, ended with the block: its memory on the card is free again."""
+        """A process that holds `target`, ended with the block: its memory on the GPU is free again."""
         self.stop_system()
         worker = Worker(target, left_s=self.left_s, **arguments)
         try:
@@ -161,11 +161,11 @@ class GpuSession:
         rows = max(self.sizes.prefill_chunk, sequences)
         options = {"kv_blocks": blocks, "max_num_seqs": sequences, "max_num_batched_tokens": rows}
         folder = str(self.folder(which))
-        with self.worker("load.gpu.engine:Engine", folder=folder, device=self.device, **options) as engine:
+        with self.worker("bench.gpu.engine:Engine", folder=folder, device=self.device, **options) as engine:
             yield engine
 
     def system(self, which: str, *, prefill: int) -> System:
-        """A running `kvrelay up` with one decode node and `prefill` prefill nodes, all on the one card; one at a time."""
+        """A running `kvrelay up` with one decode node and `prefill` prefill nodes, all on the one GPU; one at a time."""
         if self._running is not None and self._running[0] == (which, prefill):
             return self._running[1]
         self.stop_system()
@@ -179,7 +179,7 @@ class GpuSession:
                 f"[decode]\nmax_num_batched_tokens = {512 if prefill else 2048}\nlocal_prefill_chunk = 2048\n"
             )
             arguments = [
-                # Long streams live on the decode node; on a card of 80 GB halves would not hold them.
+                # Long streams live on the decode node; on a GPU of 80 GB halves would not hold them.
                 *(("--prefill-gpu-memory-utilization", "0.32", "--decode-gpu-memory-utilization", "0.58") * prefill),
                 *("--model", str(self.folder(which)), "--load-format", "dummy", "--dtype", "bfloat16"),
                 *("--device", self.device, "--prefill", str(prefill), "--decode", "1", "--config", str(config)),

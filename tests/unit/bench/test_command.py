@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from bench.command import Incomplete, Run
-from bench.gpu import bench as gpu_bench
-from bench.gpu.bench import LINES
+from bench.gpu import main as gpu_bench
+from bench.gpu.main import LINES
 from bench.gpu.session import GpuSession
 from bench.results import Result, Target
 from bench.worker import WorkerFailed
@@ -27,7 +27,7 @@ def test_a_benchmark_that_breaks_keeps_what_it_had_measured(tmp_path: Path) -> N
     def breaks() -> Result:
         result = Result("first")
         result.add("measured before", 1.5, "ms", limit=math.nan, target=Target(2, of_share=True))
-        raise Incomplete(result) from RuntimeError("the card is gone")
+        raise Incomplete(result) from RuntimeError("the GPU is gone")
 
     def breaks_at_once() -> Result:
         raise RuntimeError("nothing at all")

@@ -25,7 +25,7 @@ def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("carried")
 def test_worker_finds_what_pythonpath_named() -> None:
-    """On a card these are the kernels that were compiled ahead: without them it compiles for minutes, or measures
+    """On a GPU these are the kernels that were compiled ahead: without them it compiles for minutes, or measures
     what it falls back to."""
     worker = Worker("carried:Carried")
     try:

@@ -15,7 +15,7 @@ _TESTS = """
 import os, pathlib, subprocess, sys, time, pytest
 @pytest.mark.parametrize("x", [0], ids=["a name of words"])
 def test_passes(x): pass
-@pytest.mark.skip(reason="needs two cards [sic]")
+@pytest.mark.skip(reason="needs two GPUs [sic]")
 def test_skips(): pass
 def test_fails(): assert False
 def test_dies():

@@ -1,6 +1,6 @@
 """What only lending promises: blocks go back whatever their reader does, and a reader never trusts what it read late.
 
-On a stand-in for the card (`host_device`); on a card: tests/gpu/test_relay_on_card.py.
+On a stand-in for the card (`host_device`); on a card: tests/gpu/test_relay_on_gpu.py.
 """
 
 from __future__ import annotations

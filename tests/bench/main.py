@@ -1,6 +1,6 @@
 """`make bench`: measures what the project promises, prints one table and writes JSON. Not a test: nothing fails here.
 
-    python tests/bench/bench.py [--only decode_single,relay] [--quick] [--json FILE]
+    python tests/bench/main.py [--only decode_single,relay] [--quick] [--json FILE]
 
 Every figure stands beside a limit of the machine or a peer that was measured in the same run, because machines
 differ and drift; where a ratio is asked for, it is the median of interleaved pairs.
@@ -21,17 +21,17 @@ sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
 from bench.command import Run, end_by_exception, make_parser, parse  # noqa: E402
 
 BENCHES = {
-    "limits": "load.limits:run",
-    "decode_single": "load.decode:run_single",
-    "decode_batch": "load.decode:run_batch",
-    "prefill": "load.prefill:run",
-    "engine_overhead": "load.overhead:run",
-    "interference": "load.interference:run",
-    "relay": "load.relay:run",
-    "router": "load.router_cost:run",
-    "pipeline": "load.pipeline:run",
-    "transports": "load.transports:run",
-    "overlap": "load.overlap:run",
+    "limits": "bench.limits:run",
+    "decode_single": "bench.decode:run_single",
+    "decode_batch": "bench.decode:run_batch",
+    "prefill": "bench.prefill:run",
+    "engine_overhead": "bench.overhead:run",
+    "interference": "bench.interference:run",
+    "relay": "bench.relay:run",
+    "router": "bench.router_cost:run",
+    "pipeline": "bench.pipeline:run",
+    "transports": "bench.transports:run",
+    "overlap": "bench.overlap:run",
 }
 """In order of running: neighbours share processes."""
 

@@ -1,4 +1,4 @@
-"""Two processes that relay KV on one card: the receiving one is a child. For the tests, and for `scripts/gpu-bench`."""
+"""Two processes that relay KV on one GPU: the receiving one is a child. For the tests, and for `scripts/gpu-bench`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _receive(pipe: Connection, kv: KVLayout, num_blocks: int, transport: str, de
     receiver.close()
 
 
-class CardPair:
+class GpuPair:
     """A prefill rank here, a decode rank in a child process, each on its device."""
 
     def __init__(
@@ -141,7 +141,7 @@ def relay_bytes_per_s(
 ) -> float:
     """KV bytes per second of the median of `transfers`, final all at once, until the sender has its blocks back."""
     count = tokens // kv.block_size
-    pair = CardPair(kv, count, transport, (device, device))
+    pair = GpuPair(kv, count, transport, (device, device))
     try:
         took: list[float] = []
         for number in range(transfers + 2):
@@ -161,7 +161,7 @@ def relay_bytes_per_s(
 
 
 def copy_bytes_per_s(size_bytes: int = 2**30) -> float:
-    """The limit: bytes copied per second from one place of the card to another, each read once and written once."""
+    """The limit: bytes copied per second from one place of the GPU to another, each read once and written once."""
     a, b = (torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     a.random_(0, 256)
     return size_bytes / _median_s(lambda: b.copy_(a))

@@ -1,11 +1,11 @@
-"""`make gpu-bench`: measures on a card what is promised of one, prints one table and writes JSON. Nothing fails here.
+"""`make gpu-bench`: measures on a GPU what is promised of one, prints one table and writes JSON. Nothing fails here.
 
     scripts/gpu-bench [--only decode,relay] [--budget-s 440] [--dry-run] [--json FILE]
 
 The two limits come first; every figure stands beside one of them, or beside a peer of the same run. Lines run in the
 order of their importance. What the time left is too short for is left out, and named at the end; what hangs is
 ended, and keeps the figures that it has. --dry-run goes through all lines on a processor with tiny sizes: its figures
-mean nothing, its code is what runs on a card.
+mean nothing, its code is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ENDLESS_S = 1e6
 def _arguments() -> argparse.Namespace:
     parser = make_parser("gpu-bench", __doc__, LINES)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a processor: shows that it works")
-    parser.add_argument("--budget-s", type=float, help=f"seconds for all lines, {_BUDGET_S:g} on a card")
+    parser.add_argument("--budget-s", type=float, help=f"seconds for all lines, {_BUDGET_S:g} on a GPU")
     arguments = parse(parser, LINES)
     if arguments.budget_s is None:
         arguments.budget_s = _ENDLESS_S if arguments.dry_run else _BUDGET_S
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def _title(about: dict[str, Any]) -> str:
-    where = "dry run on a processor, figures mean nothing" if about["dry_run"] else about["card"]
+    where = "dry run on a processor, figures mean nothing" if about["dry_run"] else about["GPU"]
     return f"{time.strftime('%Y-%m-%d')}: {where}, torch {about['torch']}, flashinfer {about['flashinfer-python']}"
 
 

@@ -1,6 +1,6 @@
 """`make bench-router`: what the router promises, measured; prints one table and writes JSON. Not a test: nothing fails here.
 
-    python tests/bench/bench_router.py [--only index,trace] [--quick] [--trace FILE] [--json FILE]
+    python tests/bench/router_main.py [--only index,trace] [--quick] [--trace FILE] [--json FILE]
 
 `trace` and `real_trace` need Mooncake's conversation trace, by --trace or MOONCAKE_TRACE; the project ships none.
 """

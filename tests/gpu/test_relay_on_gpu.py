@@ -1,4 +1,4 @@
-"""The relay on a card: kernels against PyTorch, two processes on one card, and what happens when one of them dies."""
+"""The relay on a GPU: kernels against PyTorch, two processes on one GPU, and what happens when one of them dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from relay_card import CardPair, copy_bytes_per_s, digest, random_storage, relay_bytes_per_s
+from relay_gpu import GpuPair, copy_bytes_per_s, digest, random_storage, relay_bytes_per_s
 from support.gpu_suite import sanitized
 
 from common.base.errors import PeerLost
@@ -28,7 +28,7 @@ from kvtransfer.wire import KVSlice
 KV = KVLayout("m", 4, 8, 128, "bfloat16")
 KEY = AttemptKey("r", 1)
 LONG = 1_000_000_000
-"""Clock cycles that a card sleeps: about half a second."""
+"""Clock cycles that a GPU sleeps: about half a second."""
 
 
 def second_halves(base: torch.Tensor, blocks: int, run_bytes: int, ids: np.ndarray) -> Runs:
@@ -54,7 +54,7 @@ def test_kernel_copies_what_pytorch_copies(run_bytes: int) -> None:
     assert want.count_nonzero() > 0
 
 
-@pytest.mark.parametrize("place", ["pinned", "pageable", "card"])
+@pytest.mark.parametrize("place", ["pinned", "pageable", "GPU"])
 def test_gather_and_scatter_by_way_of_any_buffer(place: str) -> None:
     storages = random_storage(KV, 0, 32, 1), random_storage(KV, 0, 32, 2)
     devices = [CudaDevice(storage) for storage in storages]
@@ -62,7 +62,7 @@ def test_gather_and_scatter_by_way_of_any_buffer(place: str) -> None:
     make: dict[str, Any] = {
         "pinned": devices[0].host_buffer,
         "pageable": lambda size: np.zeros(size, dtype=np.uint8),
-        "card": devices[0].device_buffer,
+        "GPU": devices[0].device_buffer,
     }
     buffer = make[place](sum(piece.size_bytes(KV) for piece in pieces))
     blocks = np.random.default_rng(0).permutation(32).astype(np.int64)
@@ -79,14 +79,14 @@ def test_gather_and_scatter_by_way_of_any_buffer(place: str) -> None:
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Iterator[CardPair]:
-    made = CardPair(KV, 256, getattr(request, "param", "cuda_ipc"))
+def pair(request: pytest.FixtureRequest) -> Iterator[GpuPair]:
+    made = GpuPair(KV, 256, getattr(request, "param", "cuda_ipc"))
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("pair", ["auto", "shm", "zmq"], indirect=True)
-def test_relay_between_two_processes_of_one_card_is_exact(pair: CardPair, request: pytest.FixtureRequest) -> None:
+def test_relay_between_two_processes_of_one_gpu_is_exact(pair: GpuPair, request: pytest.FixtureRequest) -> None:
     rng = np.random.default_rng(5)
     for number in range(3):
         key = AttemptKey(f"r{number}", 1)
@@ -100,8 +100,8 @@ def test_relay_between_two_processes_of_one_card_is_exact(pair: CardPair, reques
 
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu"), ("cpu", "cuda:0")])
-def test_relay_between_a_card_and_a_processor_is_exact(devices: tuple[str, str]) -> None:
-    pair = CardPair(KV, 64, "auto", devices)
+def test_relay_between_a_gpu_and_a_processor_is_exact(devices: tuple[str, str]) -> None:
+    pair = GpuPair(KV, 64, "auto", devices)
     try:
         pair.open(KEY, list(range(64)), list(range(63, -1, -1)))
         pair.final(KEY, 64)
@@ -112,21 +112,21 @@ def test_relay_between_a_card_and_a_processor_is_exact(devices: tuple[str, str])
         pair.close()
 
 
-def test_nothing_leaves_before_the_compute_stream_has_got_there(pair: CardPair) -> None:
+def test_nothing_leaves_before_the_compute_stream_has_got_there(pair: GpuPair) -> None:
     """The engine reports a layer right after its launch; the kernel that writes it is still to come."""
     blocks = list(range(100))
     pair.open(KEY, blocks, blocks)
     computed = torch.cuda.Event()
     torch.cuda._sleep(LONG)
-    pair.storage.data[:, :, :100].fill_(3.0)  # a list of blocks would be copied to the card, which waits for it
+    pair.storage.data[:, :, :100].fill_(3.0)  # a list of blocks would be copied to the GPU, which waits for it
     computed.record()
     pair.final(KEY, 100)
-    assert not computed.query(), "reported while the card sleeps"
+    assert not computed.query(), "reported while the GPU sleeps"
     pair.finish()
     assert pair.ask("digest", blocks) == digest(pair.storage, blocks)
 
 
-def test_compute_stream_never_waits_for_the_relay(pair: CardPair) -> None:
+def test_compute_stream_never_waits_for_the_relay(pair: GpuPair) -> None:
     """A kernel that is launched behind a report ends while the relay cannot: its receiver stands still."""
     blocks = list(range(200))
     pair.open(KEY, blocks, blocks)
@@ -141,7 +141,7 @@ def test_compute_stream_never_waits_for_the_relay(pair: CardPair) -> None:
     assert isinstance(pair.released().error, PeerLost)
 
 
-def test_killed_receiver_gives_the_blocks_back_and_the_card_works_on(pair: CardPair) -> None:
+def test_killed_receiver_gives_the_blocks_back_and_the_gpu_works_on(pair: GpuPair) -> None:
     pair.open(AttemptKey("first", 1), [0, 1], [0, 1])
     pair.final(AttemptKey("first", 1), 2)
     pair.finish()
@@ -156,9 +156,9 @@ def test_killed_receiver_gives_the_blocks_back_and_the_card_works_on(pair: CardP
 _OWNER = """
 import socket, sys, torch
 from common.kv.cuda_pages import pages_library
-card = torch.device("cuda", 0)
-memory = pages_library().allocate(card, 4 << 20)
-memory.tensor(card).fill_(77)
+GPU = torch.device("cuda", 0)
+memory = pages_library().allocate(GPU, 4 << 20)
+memory.tensor(GPU).fill_(77)
 torch.cuda.synchronize()
 with socket.socket(socket.AF_UNIX) as s:
     s.connect(sys.argv[1])
@@ -169,7 +169,7 @@ with socket.socket(socket.AF_UNIX) as s:
 
 def test_memory_of_a_killed_process_stays_whole_for_whoever_maps_it(tmp_path: Path) -> None:
     """What the driver promises of memory that has a descriptor; of `cudaMalloc`'s it promises nothing."""
-    library, card = pages_library(), torch.device("cuda", 0)
+    library, gpu = pages_library(), torch.device("cuda", 0)
     assert library is not None
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
@@ -181,16 +181,16 @@ def test_memory_of_a_killed_process_stays_whole_for_whoever_maps_it(tmp_path: Pa
             with connected:
                 connected.settimeout(120)
                 _, [fd], _, _ = socket.recv_fds(connected, 1, 1)
-                seen = library.open(card, fd, 4 << 20).tensor(card)
+                seen = library.open(gpu, fd, 4 << 20).tensor(gpu)
                 assert (seen == 77).all()
         finally:
             child.kill()
             child.communicate(timeout=30)
-        torch.empty(8 << 20, dtype=torch.uint8, device=card).fill_(1)
+        torch.empty(8 << 20, dtype=torch.uint8, device=gpu).fill_(1)
         assert (seen == 77).all()
 
 
-def test_abort_in_the_middle_ends_both_ends(pair: CardPair) -> None:
+def test_abort_in_the_middle_ends_both_ends(pair: GpuPair) -> None:
     blocks = list(range(200))
     pair.open(KEY, blocks, blocks)
     torch.cuda._sleep(LONG // 10)
@@ -204,12 +204,12 @@ def test_abort_in_the_middle_ends_both_ends(pair: CardPair) -> None:
     assert kinds[-1] == "DestinationReleased"
 
 
-def test_relay_between_two_cards_is_exact() -> None:
-    """NCCL refuses two ranks on one card: with one card this proves nothing, and says so."""
+def test_relay_between_two_gpus_is_exact() -> None:
+    """NCCL refuses two ranks on one GPU: with one GPU this proves nothing, and says so."""
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two cards")
+        pytest.skip("needs two GPUs")
     for transport in ("collective", "cuda_ipc"):
-        pair = CardPair(KV, 64, transport, ("cuda:0", "cuda:1"))
+        pair = GpuPair(KV, 64, transport, ("cuda:0", "cuda:1"))
         try:
             pair.open(KEY, list(range(64)), list(range(64)))
             pair.final(KEY, 64)
@@ -219,10 +219,10 @@ def test_relay_between_two_cards_is_exact() -> None:
             pair.close()
 
 
-def test_relay_reaches_much_of_the_cards_copy_rate() -> None:
+def test_relay_reaches_much_of_the_gpus_copy_rate() -> None:
     """Llama-3.1-8B shape. `scripts/gpu-bench` records the figure; here only that nothing is grossly wrong."""
     limit, reached = copy_bytes_per_s(), relay_bytes_per_s(KVLayout("m", 32, 8, 128, "bfloat16"), 16384, 10)
-    print(f"relay {reached / 1e9:.0f} GB/s of {limit / 1e9:.0f} GB/s that the card copies: {reached / limit:.0%}")
+    print(f"relay {reached / 1e9:.0f} GB/s of {limit / 1e9:.0f} GB/s that the GPU copies: {reached / limit:.0%}")
     assert reached > 0.2 * limit
 
 
