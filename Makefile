@@ -1,8 +1,9 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test test-matrix test-faults check bench bench-router gpu-check gpu-bench install clean
+.PHONY: run test test-all test-matrix test-faults check bench bench-router gpu-check gpu-bench install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
+test-all: ; @scripts/test-all
 test-matrix: ; @scripts/test-matrix
 test-faults: ; @scripts/test-faults
 check: ; @scripts/check

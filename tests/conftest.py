@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.rank_processes import helper_pid
 from zmq.utils.garbage import GarbageCollectorThread
 
 from common.cluster import redis_server as embedded
@@ -27,8 +28,31 @@ for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
 
 _OF_THE_PROCESS = (GarbageCollectorThread,)
 """pyzmq's thread for zero-copy sends: started by the first of them, kept as long as the process lives."""
+_DEADLINE_S = pytest.StashKey[float]()
 _GRACE_S = 5.0
 """Threads, children and sockets that are ending may take so long."""
+
+
+_left_out: list[str] = []
+"""Tests that were not begun because the time budget was spent."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--budget-s`: where everything does not fit, as much as does; the summary names the rest."""
+    parser.addoption("--budget-s", type=float, default=None, help="seconds after which no further test is begun")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The budget starts with the run."""
+    budget_s: float | None = config.getoption("--budget-s")
+    config.stash[_DEADLINE_S] = math.inf if budget_s is None else time.monotonic() + budget_s
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave a test out once the budget is spent."""
+    if time.monotonic() > item.config.stash[_DEADLINE_S]:
+        _left_out.append(item.nodeid)
+        pytest.skip("left out: the time budget is spent")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -39,6 +63,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{count} x {reason.removeprefix('Skipped: ')}")
     if not reasons:
         terminalreporter.line("nothing: every test that was asked for ran")
+    for path, count in collections.Counter(test.partition("::")[0] for test in _left_out).items():
+        terminalreporter.line(f"left out for lack of time: {count} tests of {path}")
     if not any("gpu" in Path(arg).parts for arg in terminalreporter.config.args):
         files = len(list((Path(__file__).parent / "gpu").glob("test_*.py")))
         terminalreporter.line(f"not asked for: the {files} files of tests/gpu, which need a GPU: scripts/gpu-check")
@@ -101,6 +127,8 @@ def _belongings() -> dict[str, str]:
     me = psutil.Process()
     found: dict[str, str] = {}
     for child in me.children():
+        if child.pid == helper_pid():
+            continue
         try:
             if child.status() != psutil.STATUS_ZOMBIE:
                 found[f"p{child.pid}"] = f"process {child.pid} {' '.join(child.cmdline())[:120]}"

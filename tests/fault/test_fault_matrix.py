@@ -1,17 +1,19 @@
 """Every process of a cluster killed, stopped, restarted and cut off in every phase of sixteen streams.
 
 Whatever happens, each stream's text, tokens, log-probabilities, usage and finish reason are those of a run without a
-fault. A client of a router that dies asks again; no other client notices more than a pause. TEST_FAULTS=all runs every
-cell (`make test-faults`), TEST_FAULTS=rest those that have not passed yet, and without it a subset runs that has every
-target with every fault and in every moment.
+fault. A client of a router that dies asks again; no other client notices more than a pause. `make test` runs cells with
+every target, every fault and every moment; `make test-faults` runs every cell, with TEST_FAULTS=rest only those that the
+file of results does not list as passed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import pytest
@@ -29,25 +31,25 @@ NO_NETWORK = why_not()
 ALL = [Cell(target, fault, moment) for target in Target for fault in Fault for moment in Moment]
 
 
-def covering() -> list[Cell]:
-    """Every (target, fault) and every (target, moment) and every (fault, moment), in 36 cells."""
-    faults, moments = list(Fault), list(Moment)
-    return [
-        Cell(target, faults[(t + m) % 4], moment) for t, target in enumerate(Target) for m, moment in enumerate(moments)
-    ]
+COVERING = [
+    Cell(target, fault, moment) for target, fault, moment in zip(Target, itertools.cycle(Fault), Moment, strict=False)
+]
+"""Every target, every fault and every moment, in six cells."""
+PAIRS = [
+    Cell(target, list(Fault)[(t + m) % 4], moment) for t, target in enumerate(Target) for m, moment in enumerate(Moment)
+]
+"""Every (target, fault), every (target, moment) and every (fault, moment), in 36 cells."""
 
 
-def chosen(which: str) -> list[Cell]:
-    """`all`; `rest`: those that are not ok yet in the file of results; else the covering subset."""
-    if which == "rest":
-        ok = {where for where, result in read_results().items() if not result["problem"]}
-        rest = [cell for cell in ALL if (cell.target, cell.fault, cell.moment) not in ok]
-        # Nodes of two ranks last: they take longest to come back.
-        return sorted(rest, key=lambda cell: (cell not in covering(), cell.ends_node and cell.service in RANK_HOSTS))
-    return ALL if which == "all" else covering()
-
-
-CELLS = chosen(os.environ.get("TEST_FAULTS", ""))
+def cells() -> list[Any]:
+    """Every cell, those that cover most first; with TEST_FAULTS=rest without those that have passed."""
+    passed: set[tuple[str, str, str]] = set()
+    if os.environ.get("TEST_FAULTS") == "rest":
+        passed = {where for where, result in read_results().items() if not result["problem"]}
+    rest = [cell for cell in ALL if cell not in COVERING and (cell.target, cell.fault, cell.moment) not in passed]
+    # Nodes of two ranks last: they take longest to come back.
+    rest.sort(key=lambda cell: (cell not in PAIRS, cell.ends_node and cell.service in RANK_HOSTS))
+    return [*COVERING, *(pytest.param(cell, marks=pytest.mark.thorough) for cell in rest)]
 
 
 @dataclass
@@ -99,7 +101,7 @@ def test_two_runs_without_a_fault_are_the_same(served: Served) -> None:
     served.system.wait_whole()
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", cells(), ids=str)
 def test_streams_are_the_same_whatever_is_hurt(served: Served, cell: Cell) -> None:
     if cell.fault is Fault.CUT and NO_NETWORK is not None:
         pytest.skip(f"network cuts: {NO_NETWORK}")

@@ -2,15 +2,13 @@
 
 Real nodes of several processes each. Sixteen requests at once, lengths mixed, prefixes shared, prompts in chunks, and so
 few KV blocks that sequences are preempted. The subset here covers every size, both ways of spreading KV heads and every
-transport; over gloo the next step is prepared while one runs. `make test-matrix` runs every combination
-(TEST_MATRIX=all), or a part of them (TEST_MATRIX=2/27, the second of 27).
+transport; over gloo the next step is prepared while one runs. `make test-matrix` runs every combination.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -50,15 +48,7 @@ ALL: list[Layout] = [
 ]
 
 
-def chosen(wanted: str) -> list[Layout]:
-    """The cases of TEST_MATRIX: `all`, a part such as `2/27`, or the covering subset if it is empty."""
-    if not wanted:
-        return COVERING
-    part, _, parts = wanted.partition("/")
-    return ALL if wanted == "all" else ALL[int(part) - 1 :: int(parts)]
-
-
-CASES = chosen(os.environ.get("TEST_MATRIX", ""))
+CASES = [*COVERING, *(pytest.param(*layout, marks=pytest.mark.thorough) for layout in ALL if layout not in COVERING)]
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:

@@ -28,7 +28,7 @@ class Up:
 
     def __init__(self, folder: Path, *args: str, **environ: str) -> None:
         self.pid_file = folder / "pids.json"
-        path = f"{TESTS / 'stub_services'}:{TESTS.parent}"
+        path = f"{TESTS / 'support' / 'stub_services'}:{TESTS.parent}"
         command = [sys.executable, "-m", "common.cli", "up", "--pid-file", str(self.pid_file), *args]
         self.process = subprocess.Popen(
             command,

@@ -1,7 +1,8 @@
 """Ranks of a node as processes of a test, without a node around them.
 
-`run_ranks(job, cases)` starts one helper process that imports `job` (and torch) once, then, for each case, forks one
-process per rank and has it call `job(place, port, listener, **arguments)`. What each returned, or how it ended, comes back.
+`run_ranks(job, cases)` asks one helper process, which imports each job (and torch) once and lives as long as the tests.
+For each case it forks one process per rank and has it call `job(place, port, listener, **arguments)`. What each returned, or
+how it ended, comes back.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -46,19 +48,56 @@ class Outcome:
     seconds: float = 0.0
 
 
+class _Helper:
+    """The helper process; started by the first call, ended by the end of this process."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "support.rank_processes"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+
+    def ask(self, job: str, cases: list[Case], timeout_s: float) -> list[list[Outcome]]:
+        """Raises: TimeoutError if the cases take longer; RuntimeError if the helper ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([job, [asdict(case) for case in cases]]) + "\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            self.end()
+            raise TimeoutError(f"{job} did not end within {timeout_s:g} s")
+        line = self.process.stdout.readline()
+        if not line:
+            self.end()
+            raise RuntimeError(f"the helper process ended during {job}")
+        return [[Outcome(**outcome) for outcome in case] for case in json.loads(line)]
+
+    def end(self) -> None:
+        """Kill it; the ranks that it forked die with it."""
+        global _helper
+        _helper = None
+        self.process.kill()
+        self.process.communicate()
+
+
+_helper: _Helper | None = None
+
+
+def helper_pid() -> int | None:
+    """Of the helper process, which outlives the test that started it."""
+    return None if _helper is None else _helper.process.pid
+
+
 def run_ranks(job: str, cases: list[Case], timeout_s: float = 120.0) -> list[list[Outcome]]:
     """Run each case after the other; `job` is "module:function". Per case, the outcome of each rank in order."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    done = subprocess.run(
-        [sys.executable, __file__, job],
-        input=json.dumps([asdict(case) for case in cases]),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=timeout_s,
-        env=environment,
-        check=True,
-    )
-    return [[Outcome(**outcome) for outcome in case] for case in json.loads(done.stdout.splitlines()[-1])]
+    global _helper
+    if _helper is None:
+        _helper = _Helper()
+    return _helper.ask(job, cases, timeout_s)
 
 
 def _run_case(job: Callable[..., Any], case: Case) -> list[Outcome]:
@@ -116,11 +155,14 @@ def _collect(pid: int, read_end: int) -> Outcome:
 
 def _main() -> None:
     die_with_parent(os.getppid())
-    module, _, name = sys.argv[1].partition(":")
-    job = getattr(importlib.import_module(module), name)
-    cases = [Case(**case) for case in json.load(sys.stdin)]
-    outcomes = [[asdict(outcome) for outcome in _run_case(job, case)] for case in cases]
-    print(json.dumps(outcomes))
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what jobs print must not be taken for an answer
+    for line in sys.stdin:
+        name, cases = json.loads(line)
+        module, _, function = name.partition(":")
+        job = getattr(importlib.import_module(module), function)
+        outcomes = [[asdict(outcome) for outcome in _run_case(job, Case(**case))] for case in cases]
+        print(json.dumps(outcomes), file=out, flush=True)
 
 
 if __name__ == "__main__":

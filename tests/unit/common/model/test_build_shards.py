@@ -114,7 +114,7 @@ def test_every_layout_draws_what_one_rank_draws(recorded: dict[str, Recorded], n
     known = recorded[name]
     arguments = {"model": str(known.model), "recording": str(known.file), "same_host": same_host}
     cases = [Case(tp, len(pp), {**arguments, "pp_layers": pp}) for tp, pp in layouts]
-    for layout, outcomes in zip(layouts, run_ranks("rank_jobs:replay", cases), strict=True):
+    for layout, outcomes in zip(layouts, run_ranks("support.rank_jobs:replay", cases), strict=True):
         assert [outcome for outcome in outcomes if outcome.error or outcome.signal] == [], layout
         assert max(outcome.value["kv_error"] for outcome in outcomes) < 1e-3, layout
         last = outcomes[-layout[0]]
@@ -135,7 +135,7 @@ def _same_tokens(recording: Recording, outcome: Outcome, layout: tuple[int, list
 def test_a_rank_killed_in_a_step_is_reported_by_the_others(recorded: dict[str, Recorded]) -> None:
     known = recorded["llama"]
     arguments = {"model": str(known.model), "recording": str(known.file), "lost": 1}
-    (outcomes,) = run_ranks("rank_jobs:lose_a_rank_in_a_step", [Case(2, 1, arguments)])
+    (outcomes,) = run_ranks("support.rank_jobs:lose_a_rank_in_a_step", [Case(2, 1, arguments)])
     assert outcomes[1].signal == signal.SIGKILL
     assert outcomes[0].value == "rank 1 has ended, waited for by rank 0"
 

@@ -37,7 +37,7 @@ def segments() -> list[Path]:
 def test_sums_and_gathers_are_exact_and_equal_on_all_ranks(same_host: bool) -> None:
     before = segments()
     cases = [Case(tp, pp, {"same_host": same_host}) for tp, pp in ((2, 1), (4, 1), (3, 2))]
-    for case, outcomes in zip(cases, run_ranks("rank_jobs:exchange", cases), strict=True):
+    for case, outcomes in zip(cases, run_ranks("support.rank_jobs:exchange", cases), strict=True):
         for rank, outcome in enumerate(ok(outcomes)):
             assert outcome.value["kind"] == ("SharedMemoryGroup" if same_host else "GlooGroup")
             assert outcome.value["bits"] == outcomes[rank - rank % case.tp].value["bits"]
@@ -48,12 +48,12 @@ def test_sums_and_gathers_are_exact_and_equal_on_all_ranks(same_host: bool) -> N
 
 def test_hidden_states_arrive_in_order_with_several_under_way() -> None:
     cases = [Case(tp, pp, {"messages": 50}) for tp, pp in ((1, 2), (2, 3))]
-    for outcomes in run_ranks("rank_jobs:pipe", cases):
+    for outcomes in run_ranks("support.rank_jobs:pipe", cases):
         ok(outcomes)
 
 
 def test_a_stage_may_send_as_often_as_there_are_stages_before_anyone_receives() -> None:
-    (outcomes,) = run_ranks("rank_jobs:sends_do_not_wait", [Case(1, 2)])
+    (outcomes,) = run_ranks("support.rank_jobs:sends_do_not_wait", [Case(1, 2)])
     assert ok(outcomes)[1].value == [0.0, 1.0]
 
 
@@ -61,7 +61,7 @@ def test_a_stage_may_send_as_often_as_there_are_stages_before_anyone_receives() 
 def test_a_rank_that_is_killed_is_reported_at_once(same_host: bool) -> None:
     arguments = {"how": signal.SIGKILL, "same_host": same_host, "timeout_s": 20.0}
     cases = [Case(tp, pp, {**arguments, "lost": lost}) for tp, pp, lost in ((2, 1, 0), (3, 1, 2), (1, 2, 1), (1, 3, 0))]
-    for case, outcomes in zip(cases, run_ranks("rank_jobs:lose_a_rank", cases), strict=True):
+    for case, outcomes in zip(cases, run_ranks("support.rank_jobs:lose_a_rank", cases), strict=True):
         lost = case.arguments["lost"]
         assert outcomes[lost].signal == signal.SIGKILL
         for outcome in ok([o for rank, o in enumerate(outcomes) if rank != lost]):
@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_is_reported_at_once(same_host: bool) -> None:
 def test_a_rank_that_is_silent_is_reported_within_the_timeout(same_host: bool) -> None:
     arguments = {"how": signal.SIGSTOP, "same_host": same_host, "timeout_s": 2.0}
     cases = [Case(tp, pp, {**arguments, "lost": 1}) for tp, pp in ((2, 1), (1, 2))]
-    for outcomes in run_ranks("rank_jobs:lose_a_rank", cases):
+    for outcomes in run_ranks("support.rank_jobs:lose_a_rank", cases):
         assert outcomes[1].signal == signal.SIGSTOP
         (outcome,) = ok([outcomes[0]])
         assert "rank" in outcome.value
@@ -84,7 +84,7 @@ def test_a_rank_that_is_silent_is_reported_within_the_timeout(same_host: bool) -
 def test_ranks_that_do_not_come_are_named(same_host: bool) -> None:
     arguments = {"same_host": same_host, "timeout_s": 2.0}
     some, no_first = run_ranks(
-        "rank_jobs:meet",
+        "support.rank_jobs:meet",
         [Case(2, 2, arguments, absent=(1, 3)), Case(2, 1, {**arguments, "timeout_s": 1.0}, absent=(0,))],
     )
     for outcome in some:
@@ -96,7 +96,7 @@ def test_ranks_that_do_not_come_are_named(same_host: bool) -> None:
 
 
 def test_ranks_that_believe_in_different_sizes_are_told() -> None:
-    (outcomes,) = run_ranks("rank_jobs:disagree", [Case(1, 2)])
+    (outcomes,) = run_ranks("support.rank_jobs:disagree", [Case(1, 2)])
     assert {outcome.error for outcome in outcomes} <= {"ConfigError", "RankLost"}
     assert any("layout differs" in outcome.message for outcome in outcomes)
 
