@@ -1,4 +1,4 @@
-"""Time as an argument: pure cores take a `Clock`, tests pass one that jumps."""
+"""Time as an argument: pure cores take a `Clock`, tests pass one that they control."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Monotonic seconds. Only differences mean anything."""
+"""Monotonic seconds; only differences are meaningful."""
 
 monotonic: Clock = time.monotonic
 
 
 class MockClock:
-    """A clock that moves only when told to."""
+    """A clock that advances only when told to."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self.now_s = start_s

@@ -1,8 +1,8 @@
-"""Every error that kvrelay raises on purpose, in one tree.
+"""All errors that kvrelay raises on purpose, in one tree.
 
     KvRelayError
-    ├── ConfigError              the operator asked for something impossible (exit code 78)
-    ├── ClientError              the client did something wrong
+    ├── ConfigError              configuration that cannot work (exit code 78)
+    ├── ClientError              the client made a mistake
     │   ├── BadRequest           400
     │   ├── Unauthorized         401
     │   ├── NotFound             404
@@ -10,28 +10,28 @@
     │   ├── PayloadTooLarge      413
     │   └── UnsupportedMediaType 415
     ├── Overloaded               429, try again after `retry_after_s`
-    ├── Unavailable              503, nobody can serve this now; try again
+    ├── Unavailable              503, no node can serve this now; try again
     ├── DeadlineExceeded         504
-    ├── ProtocolError            a message off the wire is malformed, too large or of another version
-    ├── TransferError            a KV transfer failed; the attempt may be tried again
-    │   ├── HandshakeRefused     the two ends differ (model, block size, dtype, version)
-    │   ├── CorruptSlice         a slice contradicts its grant: hash, shape or place
-    │   ├── TransferAborted      one end gave the transfer up on purpose
+    ├── ProtocolError            a received message is malformed, too large or of another version
+    ├── TransferError            a KV transfer failed; the attempt may be retried
+    │   ├── HandshakeRefused     the two ends are incompatible (model, block size, dtype, version)
+    │   ├── CorruptSlice         a slice contradicts its grant: hash, shape or position
+    │   ├── TransferAborted      one end aborted the transfer on purpose
     │   ├── PeerLost             the other end is gone or restarted
     │   └── TransferTimedOut     504, the transfer's own deadline passed, not the request's
     ├── RankLost                 a rank of this node is gone, silent or out of step: the node must end
     ├── EngineError              500, a step failed
-    └── NoFiniteLogits           500, of one sequence of a step
+    └── NoFiniteLogits           500, for one sequence of a step
 
-Third-party exceptions are mapped to these once, at the boundary where they enter.
-`code` is the stable machine-readable name that travels on the wire and to the client.
+Third-party exceptions are mapped to these once, where they enter. `code` is the stable machine-readable name in
+messages and in responses to clients.
 """
 
 from __future__ import annotations
 
 
 class KvRelayError(Exception):
-    """Root. `http_status` and `code` are what a client sees; `retryable` is what the router's flow asks."""
+    """Root. Clients see `http_status` and `code`; the router retries if `retryable`."""
 
     http_status: int = 500
     code: str = "internal_error"
@@ -50,7 +50,7 @@ class ConfigError(KvRelayError):
 
 
 class ClientError(KvRelayError):
-    """The request itself is wrong; `param` names the field at fault, if one is."""
+    """The request itself is wrong; `param` names the faulty field, if any."""
 
     http_status = 400
     code = "invalid_request"
@@ -150,19 +150,19 @@ class HandshakeRefused(TransferError):
 
 
 class CorruptSlice(TransferError):
-    """A slice's block hash, shape or place contradicts what was granted."""
+    """A slice's block hash, shape or position contradicts its grant."""
 
     code = "corrupt_slice"
 
 
 class TransferAborted(TransferError):
-    """One end gave the transfer up on purpose."""
+    """One end aborted the transfer on purpose."""
 
     code = "transfer_aborted"
 
 
 class PeerLost(TransferError):
-    """The other end of a link is gone, silent past its lease, or came back as a new incarnation."""
+    """The other end of a link is gone, silent beyond its lease, or restarted as a new incarnation."""
 
     code = "peer_lost"
 
@@ -175,7 +175,7 @@ class TransferTimedOut(TransferError, DeadlineExceeded):
 
 
 class RankLost(KvRelayError):
-    """A rank of this node is gone, silent past its deadline or out of step; the node's ranks cannot go on."""
+    """A rank of this node is gone, silent beyond its deadline or out of step; the node's ranks cannot continue."""
 
     http_status = 503
     code = "rank_lost"
@@ -183,14 +183,14 @@ class RankLost(KvRelayError):
 
 
 class EngineError(KvRelayError):
-    """A forward step raised; the requests of that step fail, the engine goes on."""
+    """A forward step raised; the requests of that step fail, the engine continues."""
 
     code = "engine_error"
     retryable = True
 
 
 class NoFiniteLogits(KvRelayError):
-    """The model computed no number from which a token could be drawn. It would elsewhere too, so nobody tries again."""
+    """The model computed no finite logit to draw a token from. Not retryable: it would on any node."""
 
     code = "no_finite_logits"
 

@@ -1,4 +1,4 @@
-"""How much memory this machine has left for a process. Imports no torch: the supervisor asks, too."""
+"""Free memory of this machine. Does not import torch, because the supervisor uses it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _MEMINFO, _CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max
 
 
 def free_memory_bytes() -> float:
-    """Bytes that this machine has free, or that this container may have at all; infinite where neither is told."""
+    """Free bytes of this machine, at most the memory limit of this container; infinite if both are unknown."""
     left = math.inf
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = _MEMINFO.read_text().splitlines()
         left = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    with contextlib.suppress(OSError, ValueError):  # "max": it has no limit
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
         left = min(left, int(_CGROUP_LIMIT.read_text()))
     return left

@@ -1,9 +1,9 @@
-"""Block hashes: equal in every process, on every machine, under every PYTHONHASHSEED.
+"""Block hashes: the same in every process, on every machine, under every PYTHONHASHSEED.
 
-A block's hash is SHA-256, truncated to 16 bytes, over a typed, length-delimited encoding of
-(parent hash, the block's token ids). The chain starts at a root made from everything else that
-the KV depends on: the model's fingerprint, the LoRA adapter and the tenant's `cache_salt`.
-Two sequences share a hash exactly where they share the whole prefix *and* that root.
+A block's hash is SHA-256, truncated to 16 bytes, over a typed, length-delimited encoding of (parent hash, the block's
+token ids). The chain starts at a root that covers everything else that the KV depends on: the model's fingerprint, the
+LoRA adapter and the tenant's `cache_salt`. Two sequences share a hash exactly where they share the whole prefix *and*
+that root.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def root_hash(fingerprint: str, *, cache_salt: str = "", lora_id: str = "") -> B
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of one block (or of the partial last block of a transfer) after `parent`."""
+    """The hash of the block after `parent`; it may be the partial last block of a transfer."""
     return hashlib.sha256(b"P" + parent + _head(len(token_ids)) + _encode(token_ids)).digest()[:HASH_BYTES]
 
 
@@ -47,9 +47,8 @@ def hash_blocks(
 ) -> list[BlockHash]:
     """Chained hashes of the full blocks of `token_ids`.
 
-    `parents` are hashes already known for the leading blocks; they are kept, and only what follows is
-    computed. With `include_partial` the last, not yet full block is hashed too: it never enters a
-    cache, but a transfer names every block that it moves.
+    `parents` are the known hashes of the leading blocks; only later ones are computed. With `include_partial` the last
+    block is hashed even if it is not full: it never enters a cache, but a transfer names every block that it moves.
     """
     hashes = list(parents)
     parent = hashes[-1] if hashes else root

@@ -1,7 +1,7 @@
-"""How our processes hang together: a child never outlives its parent, a service ends in order.
+"""Process lifecycle: a child never outlives its parent, and a service stops in order.
 
-Imports nothing but the standard library, because this file is also run by itself as the little launcher that
-ties a foreign program (Redis) to its parent: `python -I -S process.py PARENT_PID program arguments...`.
+Imports only the standard library, because this file also runs on its own as the launcher that ties another program
+(Redis) to its parent: `python -I -S process.py PARENT_PID program arguments...`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _CHILDREN_END_S = 1.0
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing happens).
+    """Let the kernel kill this process when its parent dies (Linux; elsewhere nothing happens).
 
-    `parent_pid` is who the parent must be: if it died before we got here, this process ends at once. Without
-    it, the environment's KVRELAY_SUPERVISOR_PID is taken; where that is not set, nothing happens. Must be
-    called in the main thread. The kernel tracks the parent's *thread* that started us, so supervisors start
-    children from a thread that lives as long as they do.
+    `parent_pid` is the expected parent, by default KVRELAY_SUPERVISOR_PID from the environment; without either, nothing
+    happens. If the parent has already died, this process ends at once. Must be called in the main thread. The kernel
+    tracks the *thread* that started this process, so supervisors start children from a thread that lives as long as
+    they do.
     """
     if parent_pid is None:
         marker = os.environ.get("KVRELAY_SUPERVISOR_PID", "")
@@ -46,23 +46,23 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def name_process(name: str) -> None:
-    """What `ps -o comm` and `top` show of the calling process (Linux, 15 characters); its command line stays."""
+    """Set the name that `ps -o comm` and `top` show (Linux, 15 characters); the command line stays."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def tied_command(argv: list[str]) -> list[str]:
-    """The command that runs `argv` as a child that dies with the calling process. Its pid is the program's own."""
+    """The command that runs `argv` as a child that dies with the calling process. The child's pid is that of the program."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]
 
 
 def prepare_compute(threads: int | None, nice: int) -> None:
-    """Settle how this process shares the machine. Must run before anything imports torch.
+    """Set how this process shares the machine. Must run before anything imports torch.
 
-    OpenMP threads wait passively: teams of two processes that spin on the same cores make each other's steps
-    slower by an order of magnitude. An explicit setting in the environment wins.
+    OpenMP threads wait passively: if the threads of two processes spin on the same cores, they slow each other's steps
+    down by an order of magnitude. An explicit setting in the environment takes precedence.
 
-    Raises: ConfigError where a negative `nice` is not permitted.
+    Raises: ConfigError if a negative `nice` is not permitted.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
@@ -72,7 +72,7 @@ def prepare_compute(threads: int | None, nice: int) -> None:
         try:
             os.nice(nice)
         except OSError as error:
-            # Not at the top: this file also runs by itself, without the package on its path.
+            # Not at the top: this file also runs on its own, without the package on its path.
             from common.base.errors import ConfigError
 
             raise ConfigError(f"cannot add {nice} to the niceness of this process: {error.strerror}") from error
@@ -80,9 +80,9 @@ def prepare_compute(threads: int | None, nice: int) -> None:
 
 @contextlib.contextmanager
 def lasting_imports() -> Iterator[None]:
-    """Import modules that stay: the garbage collector looks at them neither meanwhile nor ever after.
+    """Import modules and exclude their objects from garbage collection, now and later.
 
-    Going through a hundred thousand objects that stay takes tens of milliseconds, in which nothing moves.
+    Traversing a hundred thousand permanent objects would pause the process for tens of milliseconds.
     """
     gc.disable()
     try:
@@ -93,28 +93,28 @@ def lasting_imports() -> Iterator[None]:
 
 
 def flush_output() -> bool:
-    """Write out what standard output and standard error hold back. Returns whether it is where it should be."""
-    whole = True
+    """Flush standard output and standard error. Returns whether everything was written."""
+    complete = True
     for stream in (sys.stdout, sys.stderr):
-        if stream is None or stream.closed:  # None: closed when this process began
+        if stream is None or stream.closed:  # None: closed before this process started
             continue
         try:
             stream.flush()
         except OSError:
-            whole = False
-    return whole
+            complete = False
+    return complete
 
 
 def end_process(code: str | int | None) -> NoReturn:
-    """End as `sys.exit` does with this code, but without taking the interpreter down object by object: with torch in it
-    that takes a second, in which the node's successor waits. Whoever holds something must have closed it by now.
+    """End like `sys.exit` with this code, but without tearing down the interpreter.
 
-    Like the interpreter, ends with 120 instead of 0 where output was lost: a full disk must not pass for success.
+    With torch loaded, teardown takes a second in which the node's successor waits. All resources must be closed by now.
+    Like the interpreter, the exit code is 120 instead of 0 if output was lost: a full disk must not look like success.
     """
     status = 1
     try:
         if isinstance(code, str):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it
                 print(code, file=sys.stderr)
         else:
             status = code or 0
@@ -125,7 +125,7 @@ def end_process(code: str | int | None) -> NoReturn:
 
 
 def allow_files(count: int) -> int:
-    """Have this process open so many files and sockets, as far as the system lets it. Returns how many of these it may."""
+    """Raise the limit of open files and sockets to `count`, if permitted. Returns how many of `count` are allowed."""
     endless = resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == endless else min(count, hard)
@@ -135,30 +135,30 @@ def allow_files(count: int) -> int:
 
 
 def end_children(pid: int) -> None:
-    """SIGTERM to what process `pid` has started and is still there, such as the compilers of a node's kernels, which know
-    nothing of `die_with_parent` (Linux). Waits for them a moment: ninja needs one to end its own, which are in other
-    process groups than ours."""
-    told: set[int] = set()
+    """Send SIGTERM to the running children of process `pid` (Linux), such as compilers of kernels, which do not call
+    `die_with_parent`. Waits up to `_CHILDREN_END_S` for them: ninja needs time to end its own children, which are in
+    other process groups."""
+    signalled: set[int] = set()
     until_s = time.monotonic() + _CHILDREN_END_S
     while (children := _children(pid)) and time.monotonic() < until_s:
-        for child in children - told:
+        for child in children - signalled:
             with contextlib.suppress(OSError):
                 os.kill(child, signal.SIGTERM)
-        told |= children
+        signalled |= children
         time.sleep(0.01)
 
 
 def _children(pid: int) -> set[int]:
-    found: set[int] = set()
+    running: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
-                found |= {child for child in map(int, children.read().split()) if _runs(child)}
-    return found
+                running |= {child for child in map(int, children.read().split()) if _runs(child)}
+    return running
 
 
 def _runs(pid: int) -> bool:
-    """False also for what has ended and was not asked for its exit code."""
+    """Whether the process runs; False also for zombies."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         return not stat.read().rpartition(b")")[2].startswith(b" Z")
     return False
@@ -168,8 +168,8 @@ def run_service(
     serve: Callable[[], Coroutine[Any, Any, None]],
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
-    """Run a service's coroutine until it returns; SIGTERM or SIGINT cancels it, which is an orderly end. Whatever it has
-    started ends with it."""
+    """Run a service's coroutine until it returns. SIGTERM or SIGINT cancels it, which is a normal end. Child processes
+    end with it."""
 
     async def main() -> None:
         task = asyncio.ensure_future(serve())
@@ -197,8 +197,10 @@ def run_service(
 
 
 async def on_own_thread(work: Callable[[], None], name: str) -> None:
-    """Run `work` beside the loop. Unlike with `asyncio.to_thread`, who stops waiting, by a deadline or a cancellation,
-    leaves it behind: neither the loop's end nor the process's waits for it.
+    """Run `work` on a thread of its own.
+
+    Unlike with `asyncio.to_thread`, a caller that stops waiting, by a deadline or a cancellation, leaves the thread
+    behind: neither the end of the loop nor that of the process waits for it.
 
     Raises: what `work` raises.
     """
@@ -219,7 +221,7 @@ async def on_own_thread(work: Callable[[], None], name: str) -> None:
             work()
         except BaseException as error:
             outcome = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, name=name, daemon=True).start()

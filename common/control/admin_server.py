@@ -1,7 +1,7 @@
-"""The admin port of one service: JSON over HTTP, behind a token. Runs on the service's asyncio loop.
+"""The admin port of a service: JSON over HTTP, protected by a token. Runs on the service's asyncio loop.
 
-Default deny: without a configured token there is no admin port at all, with one every path wants it. It listens
-on an interface of its own (`--admin-host`, loopback unless given), never on the one of the clients' API.
+Access is denied by default: without a configured token there is no admin port, with one every path requires it. It
+listens on its own interface (`--admin-host`, by default loopback), not on that of the clients' API.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ _GRACE_S = 1
 
 @dataclass(frozen=True)
 class Call:
-    """One admin request, as a handler sees it."""
+    """One admin request, as passed to a handler."""
 
     path: Mapping[str, str]
-    """Values of the path's placeholders."""
+    """Values of the placeholders in the path."""
     query: Mapping[str, str]
     body: Mapping[str, Any]
-    """The JSON object that was sent; empty for GET."""
+    """The JSON object in the body; empty for GET."""
 
 
 Handler = Callable[[Call], "Any | Awaitable[Any]"]
-"""Returns what goes out as JSON. Raises: KvRelayError, which goes out with its HTTP status."""
+"""Returns the value to send as JSON. Raises: KvRelayError, sent with its HTTP status."""
 
 
 @dataclass(frozen=True)
 class AdminRoute:
-    """One thing that can be asked of a service, as in `GET /requests/{id}`."""
+    """One endpoint, such as `GET /requests/{id}`."""
 
     method: str
     path: str
@@ -71,7 +71,7 @@ class AdminRoute:
 
 
 class _TokenGuard:
-    """ASGI middleware: nothing is answered without the token, not even that a path does not exist."""
+    """ASGI middleware: without the token, every request gets 401, even for unknown paths."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -79,8 +79,8 @@ class _TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Headers were decoded as Latin-1: back to the bytes that came, of which 0x85 and 0xA0 are spaces only to `str`.
-        # Compared whatever the scheme is, so that time tells nothing.
+        # Back to the received bytes: decoded as Latin-1, 0x85 and 0xA0 would count as spaces.
+        # Compare the token whatever the scheme is, so that timing reveals nothing.
         right = hmac.compare_digest(given.encode("latin-1").strip(b" \t"), self._token)
         if right and scheme.lower() == "bearer":
             await self._app(scope, receive, send)
@@ -89,7 +89,7 @@ class _TokenGuard:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: the service ends it."""
+    """uvicorn without its own signal handlers: the service stops it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -97,9 +97,9 @@ class _Server(uvicorn.Server):
 
 
 class AdminServer:
-    """Listens from the start, answers between `start` and `close`.
+    """Listens from construction on, answers between `start` and `close`.
 
-    Raises: ConfigError when `host`:`port` cannot be had, or `token` is empty or none that a header can carry.
+    Raises: ConfigError if `host`:`port` cannot be bound, or `token` is empty or not valid in a header.
     """
 
     def __init__(self, host: str, port: int, token: str) -> None:
@@ -114,7 +114,7 @@ class AdminServer:
         self.url = f"http://[{bound}]:{self.port}" if ":" in bound else f"http://{bound}:{self.port}"
 
     def start(self, routes: list[AdminRoute]) -> None:
-        """Answer `routes` from now on."""
+        """Serve `routes` from now on."""
         config = uvicorn.Config(
             build(routes, self._token),
             loop="none",
@@ -134,10 +134,10 @@ class AdminServer:
         try:
             await server.serve(sockets=[self._socket])
         except Exception:  # a broken admin port must not end the service
-            log.exception("the admin port broke")
+            log.exception("the admin port failed")
 
     async def close(self) -> None:
-        """Stop answering and give the port back."""
+        """Stop answering and release the port."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
             await self._task
@@ -157,7 +157,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the second: what no host can be called
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         raise ConfigError(
             f"cannot listen on {host}:{port} for admin: {getattr(error, 'strerror', None) or error}"
         ) from error
@@ -221,7 +221,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvRelayError)
     response = _error(error)
     if isinstance(error, RequestTimeout | PayloadTooLarge):
-        response.headers["connection"] = "close"  # what is left of the body is nobody's next request
+        response.headers["connection"] = "close"  # the rest of the body must not be read as the next request
     return response
 
 

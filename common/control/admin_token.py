@@ -1,4 +1,4 @@
-"""What an admin token may look like. Pure."""
+"""Validation of admin tokens. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from common.base.errors import ConfigError
 
 
 def check_token(token: str) -> None:
-    """Refuse a token that no HTTP header can carry as it is; the usual one ends with the line end of a secret's file.
+    """Refuse a token that is not valid in an HTTP header, such as one read from a file with its line end.
 
-    Raises: ConfigError, which does not quote it.
+    Raises: ConfigError, which does not quote the token.
     """
     if not token.isprintable() or token != token.strip():
-        raise ConfigError("the admin token has a line end or another control character, or a space at an end of it")
+        raise ConfigError(
+            "the admin token contains a line end or another control character, or begins or ends with a space"
+        )

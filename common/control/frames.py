@@ -1,4 +1,7 @@
-"""Frames over one TCP connection: four bytes of length, and so many bytes. Both ends of a control link, on the loop of their process."""
+"""Frames over one TCP connection: a length of four bytes, then the payload.
+
+Used at both ends of a control link, on the asyncio loop of the process.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,27 @@ from common.control.messages import MAX_MESSAGE_BYTES
 
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 16
-"""A message and what makes it an array of messages."""
+"""One message and the header of an array of messages."""
 
 QUEUE_BYTES = 64 * 2**20
-"""So much may wait for a slow peer before sending to it fails."""
+"""Maximum number of unsent bytes for a slow peer; beyond it, sending fails."""
 
 SILENCE_S = 5.0
-"""So long the system waits for the other end's sign of life, for which it asks every second where nothing is sent."""
+"""The kernel closes a connection whose other end is silent this long; it probes an idle one every second."""
 
 _FRAMES_PER_TURN = 32
-"""So many frames are taken before everything else on the loop has its turn."""
+"""Maximum number of frames handled before other work on the loop gets its turn."""
 
 
-def on_the_wire(frame: bytes) -> bytes:
-    """The frame with its length before it."""
+def with_length(frame: bytes) -> bytes:
+    """The frame, preceded by its length."""
     return len(frame).to_bytes(_LENGTH_BYTES, "big") + frame
 
 
 class FrameConnection(asyncio.Protocol):
-    """Frames over TCP. Without a future or a task per message: a router's whole throughput passes here.
+    """One connection of frames. It needs no future or task per message: a router's whole traffic passes here.
 
-    `on_frame` may close it. `on_end(reason)` comes at most once, and not after `close`.
+    `on_frame` may close the connection. `on_end(reason)` is called at most once, and not after `close`.
     """
 
     def __init__(
@@ -44,13 +47,13 @@ class FrameConnection(asyncio.Protocol):
         self._on_frame, self._on_end, self._on_open = on_frame, on_end, on_open
         self._transport: asyncio.Transport | None = None
         self._rest: bytes | bytearray = b""
-        """Has arrived and was not taken yet."""
+        """Bytes received and not yet handled."""
         self._paused = False
         self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        _watch(transport.get_extra_info("socket"))
+        _detect_silence(transport.get_extra_info("socket"))
         self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
@@ -58,33 +61,33 @@ class FrameConnection(asyncio.Protocol):
             self._rest += data
         else:
             self._rest = data
-        if not self._paused and self._take():
+        if not self._paused and self._handle_frames():
             self._paused = True
             assert self._transport is not None
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._go_on)
+            asyncio.get_running_loop().call_soon(self._resume)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        while not self.closed and self._take():  # what came before the end counts
+        while not self.closed and self._handle_frames():  # handle what arrived before the end
             pass
         self._end("broke" if exc is None else f"broke: {exc}")
 
     def send(self, frame: bytes) -> None:
-        """Without waiting. Raises: Unavailable if it is over, or too much waits already."""
+        """Send without waiting. Raises: Unavailable if the connection is closed or its queue is full."""
         if self.closed or self._transport is None:
             raise Unavailable("cannot send: the connection is closed")
         if self._transport.get_write_buffer_size() >= QUEUE_BYTES:
             raise Unavailable("cannot send: its queue is full")
-        self._transport.write(on_the_wire(frame))
+        self._transport.write(with_length(frame))
 
     @property
     def reached_itself(self) -> bool:
-        """TCP does that on a machine where nobody listens on a port that a connecting socket may be given."""
+        """Whether the socket is connected to itself, which TCP may do if nobody listens on an ephemeral port."""
         assert self._transport is not None
         return self._transport.get_extra_info("sockname") == self._transport.get_extra_info("peername")
 
     def close(self) -> None:
-        """What was sent still goes out, if the other end takes it in time."""
+        """Close. What was sent before still goes out, if the other end reads it in time."""
         self.closed = True
         if self._transport is not None:
             self._transport.close()
@@ -94,18 +97,18 @@ class FrameConnection(asyncio.Protocol):
             self.close()
             self._on_end(reason)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self.closed:
             return
-        if self._take():
-            asyncio.get_running_loop().call_soon(self._go_on)
+        if self._handle_frames():
+            asyncio.get_running_loop().call_soon(self._resume)
         else:
             self._paused = False
             assert self._transport is not None
             self._transport.resume_reading()
 
-    def _take(self) -> bool:
-        """Take the frames that are there, but not too many in a row; whether there may be more."""
+    def _handle_frames(self) -> bool:
+        """Handle received frames, up to a maximum. Returns whether there may be more."""
         data, at = self._rest, 0
         self._rest = b""
         more = True
@@ -123,13 +126,13 @@ class FrameConnection(asyncio.Protocol):
             if self.closed:
                 return False
         if at < len(data):
-            # A large frame comes in many pieces, and what is there of it must not be copied with each.
+            # A large frame arrives in many pieces: do not copy the earlier ones with each new one.
             self._rest = bytearray(memoryview(data)[at:]) if at or isinstance(data, bytes) else data
         return more
 
 
-def _watch(sock: socket.socket) -> None:
-    """Let the system tell of an other end that is gone without a word, within `SILENCE_S`, as far as it can do that."""
+def _detect_silence(sock: socket.socket) -> None:
+    """Make the kernel detect, within `SILENCE_S`, an other end that has vanished, as far as it supports this."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": int(SILENCE_S)}
     options["TCP_USER_TIMEOUT"] = int(1000 * SILENCE_S)

@@ -1,13 +1,13 @@
-"""Control links: typed messages over TCP. A node's leader binds one `Server`; whoever wants something
-of that node (a router, a prefill leader) opens one `Link` to it. Both ends talk both ways.
+"""Control links: typed messages over TCP. A node's leader binds one `Server`; a router or a prefill leader that uses the
+node opens one `Link` to it. Both ends send and receive.
 
-A frame is its length in four bytes and an array of messages: all that one turn of the loop sends to a node goes out
-together. The server begins, with an empty array.
+A frame is its length in four bytes and an array of messages: everything that one turn of the loop sends to a node goes
+out together. The server sends first, an empty array.
 
-Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it: when
-the connection breaks it is over for good, `on_lost` says so once, and its owner opens a new one
-if membership still lists the node. A connection that stands but carries nothing any more (a cut cable, a machine
-without power) counts as broken after `frames.SILENCE_S`; leases, which also find processes that stand still, are `Ping`'s and `Pong`'s.
+Runs on the asyncio loop of the process. A link belongs to one incarnation of the node behind it: when the connection
+breaks, the link is lost for good, `on_lost` is called once, and the owner opens a new link if membership still lists the
+node. A connection that carries nothing any more (a cut cable, a machine without power) counts as broken after
+`frames.SILENCE_S`; leases (`Ping` and `Pong`) also find processes that hang.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from common.control.messages import Message, check, decode, encode, join, split
 log = logging.getLogger(__name__)
 
 Identity = bytes
-"""Names one connected `Link` at the `Server`; valid as long as that link lives."""
+"""Identifies one connected `Link` at the `Server`, as long as the link exists."""
 
 _JOINED_BYTES = 2**20
-"""Messages that are larger together have a frame each, so that no frame gets too large for the other end."""
+"""Messages larger than this in total get one frame each, so that no frame is too large for the other end."""
 
 _CONNECT_TIMEOUT_S, _RETRY_S = 2.0, 0.1
-"""After so long connecting begins anew. TCP's own attempts, of which this leaves room for two, come further and further
-apart: it would be late by as much again as the other end was away."""
+"""Time limit of one attempt to connect, and pause before the next. TCP's own retries come further and further apart, so
+waiting for them would double the outage; this limit leaves room for two of them."""
 _GREETING_S = 30.0
-"""A connection on which the server does not begin by then is none."""
+"""Time limit for the server's first frame."""
 
 _BACKLOG = 1024
 
@@ -44,10 +44,10 @@ _BACKLOG = 1024
 class Server:
     """The control socket of a node's leader.
 
-    `on_message(identity, message)` runs on the loop for every well-formed message; what is malformed is
-    logged and dropped, the node goes on.
+    `on_message(identity, message)` runs on the loop for every well-formed message; malformed ones are logged and
+    dropped.
 
-    Raises: ConfigError when `host`:`port` cannot be bound. Port 0 takes any free one.
+    Raises: ConfigError if `host`:`port` cannot be bound. Port 0 picks a free one.
     """
 
     def __init__(self, host: str, port: int, on_message: Callable[[Identity, Message], None]) -> None:
@@ -56,7 +56,7 @@ class Server:
         self._names = itertools.count(1)
         try:
             listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
-        except (OSError, TypeError) as error:  # the second: what no host can be called
+        except (OSError, TypeError) as error:  # TypeError: not a valid host name
             raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
         address, port = listener.getsockname()[:2]
         self.address: str = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
@@ -100,9 +100,9 @@ class Server:
             log.warning("dropped control messages: %s", error)
             return
         for envelope in envelopes:
-            self._take(identity, envelope)
+            self._handle(identity, envelope)
 
-    def _take(self, identity: Identity, envelope: object) -> None:
+    def _handle(self, identity: Identity, envelope: object) -> None:
         try:
             message = check(envelope)
         except ProtocolError as error:
@@ -110,18 +110,17 @@ class Server:
             return
         try:
             self._on_message(identity, message)
-        except Exception:  # the main loop of a link: one message's bug must not end it
-            log.exception("a control message was not taken")
+        except Exception:  # the main loop of a link: a bug in handling one message must not end it
+            log.exception("cannot handle a control message")
 
 
 class Link:
     """A connection to one incarnation's `Server`.
 
-    `on_message(message)` runs on the loop for every well-formed message; `on_lost(reason)` at most once.
-    Not called any more after `close`. A connection that does not stand after `connect_timeout_s` is lost, too;
-    with None it is tried for ever.
+    `on_message(message)` runs on the loop for every well-formed message, `on_lost(reason)` at most once, and neither
+    after `close`. The link is also lost if it is not connected after `connect_timeout_s`; None: it tries without limit.
 
-    Raises: Unavailable for an address that is none.
+    Raises: Unavailable for a malformed address.
     """
 
     def __init__(
@@ -139,19 +138,19 @@ class Link:
         self.closed = False
         self._loop = asyncio.get_running_loop()
         self._connection: FrameConnection | None = None
-        self._stands = False
+        self._connected = False
         self._deadline: asyncio.TimerHandle | None = None
         if connect_timeout_s is not None:
             self._wait(connect_timeout_s, f"{address} could not be reached within {connect_timeout_s:g} s")
         self._connecting = self._loop.create_task(self._connect(*place))
         self._unsent: list[bytes] = []
-        """What this turn of the loop has sent so far, and all before the connection stands."""
+        """Messages sent in this turn of the loop, or before the link is connected."""
         self._due = False
         self._refused: list[bytes] = []
 
     def send(self, message: Message) -> None:
-        """Send without waiting; before the connection stands, messages wait. All that one turn of the
-        loop sends goes out at its end, together. A full queue is a loss.
+        """Send without waiting; messages are queued until the link is connected. Everything that one turn of the loop
+        sends goes out together at its end. A full queue loses the link.
 
         Raises: Unavailable if the link is closed.
         """
@@ -164,7 +163,7 @@ class Link:
 
     @property
     def refused(self) -> list[Message]:
-        """Once it is closed over a full queue: what it did not get rid of. Its owner may owe that to the next link."""
+        """After the link was lost over a full queue: its unsent messages, which the owner may send on the next link."""
         return [decode(data) for data in self._refused]
 
     def close(self) -> None:
@@ -173,7 +172,7 @@ class Link:
         self.closed = True
         unsent, self._unsent = self._unsent, []
         try:
-            if unsent and self._stands:
+            if unsent and self._connected:
                 self._send(unsent)
         except Unavailable:
             self._refused = unsent
@@ -185,7 +184,9 @@ class Link:
 
     async def _connect(self, host: str, port: int) -> None:
         while self._connection is None:
-            with contextlib.suppress(OSError, UnicodeError):  # TimeoutError is an OSError; UnicodeError: no host's name
+            with contextlib.suppress(
+                OSError, UnicodeError
+            ):  # TimeoutError is an OSError; UnicodeError: not a valid host name
                 async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                     await self._loop.create_connection(self._new_connection, host, port, family=_family(host))
                     return
@@ -202,10 +203,10 @@ class Link:
             connection.close()
             return
         if connection.reached_itself:
-            self._lose(f"connection to {self.address} reached only itself")
+            self._lose(f"connection to {self.address} reached itself")
             return
         if self._deadline is None:
-            self._wait(_GREETING_S, f"{self.address} was reached and said nothing for {_GREETING_S:g} s")
+            self._wait(_GREETING_S, f"{self.address} accepted the connection and sent nothing for {_GREETING_S:g} s")
 
     def _wait(self, timeout_s: float, reason: str) -> None:
         self._deadline = self._loop.call_later(timeout_s, self._lose, reason)
@@ -216,8 +217,8 @@ class Link:
         except ProtocolError as error:
             self._lose(f"{self.address} does not speak our protocol: {error}")
             return
-        if not self._stands:
-            self._stands = True
+        if not self._connected:
+            self._connected = True
             if self._deadline is not None:
                 self._deadline.cancel()
             self._flush()
@@ -226,23 +227,23 @@ class Link:
                 return
             try:
                 self._on_message(message)
-            except Exception:  # as above
-                log.exception("a control message was not taken")
+            except Exception:  # as in `Server`
+                log.exception("cannot handle a control message")
 
     def _flush(self) -> None:
         self._due = False
-        if not self._unsent or not (self._stands or sum(map(len, self._unsent)) > QUEUE_BYTES):
+        if not self._unsent or not (self._connected or sum(map(len, self._unsent)) > QUEUE_BYTES):
             return
         unsent, self._unsent = self._unsent, []
         try:
             self._send(unsent)
         except Unavailable as error:
             self._refused = unsent
-            self._lose(f"connection to {self.address} takes no more: {error}")
+            self._lose(f"connection to {self.address} cannot send: {error}")
 
     def _send(self, messages: list[bytes]) -> None:
-        if self._connection is None or not self._stands:
-            raise Unavailable("too much waits for it")
+        if self._connection is None or not self._connected:
+            raise Unavailable("too many messages are queued for it")
         together = sum(map(len, messages)) <= _JOINED_BYTES
         for frame in [join(messages)] if together else [join([message]) for message in messages]:
             self._connection.send(frame)
@@ -254,7 +255,7 @@ class Link:
 
 
 def _family(host: str) -> socket.AddressFamily:
-    """Of an address; a name stands for its IPv4 address."""
+    """Address family of a host; names resolve to IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -266,4 +267,4 @@ def _place(address: str) -> tuple[str, int]:
             return parts.hostname, parts.port
     except ValueError:
         pass
-    raise Unavailable(f"{address} is no address of a control socket")
+    raise Unavailable(f"{address} is not the address of a control socket")

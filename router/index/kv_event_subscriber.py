@@ -100,7 +100,7 @@ class Follower:
                     await self._round()
                 except UNREACHABLE as error:
                     if not self.away:
-                        log.warning("Redis is away (%s); the prefix index stays as it is", short(error))
+                        log.warning("Redis is unavailable (%s); the prefix index stays as it is", short(error))
                     self.away = True
                     await forget_connections(self._client)
                     await asyncio.sleep(_RETRY_S)

@@ -149,7 +149,7 @@ def test_node_that_is_listed_during_the_snapshot_of_another(
                 finally:
                     following.cancel()
                     await asyncio.gather(following, return_exceptions=True)
-        assert "Redis is away" not in caplog.text
+        assert "Redis is unavailable" not in caplog.text
 
     play(scene())
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.control import frames
-from common.control.frames import FrameConnection, on_the_wire
+from common.control.frames import FrameConnection, with_length
 
 
 class Transport:
@@ -36,7 +36,7 @@ class Transport:
 
 
 def stream_of(sent: list[bytes]) -> bytes:
-    return b"".join(map(on_the_wire, sent))
+    return b"".join(map(with_length, sent))
 
 
 async def deliver(pieces: list[bytes], close_after: int) -> tuple[list[bytes], list[str], int]:

@@ -28,7 +28,7 @@ from support.network_hosts import Host, Network
 from support.system import ranks_of, wait_until
 
 from common.base.errors import ProtocolError
-from common.control.frames import on_the_wire
+from common.control.frames import with_length
 from common.control.messages import NodeLoad, NodeRecord, Ping, Pong, check, decode, encode, join, split
 
 START_S = 90.0
@@ -81,7 +81,7 @@ class FaultSystem:
         frame = join([encode(Ping("fault-test", lease_s=0.0))])
         try:
             with socket.create_connection((place.hostname, place.port), timeout_s) as connection:
-                connection.sendall(on_the_wire(frame))
+                connection.sendall(with_length(frame))
                 stream = connection.makefile("rb")
                 while True:
                     for message in map(check, split(stream.read(int.from_bytes(stream.read(4), "big")))):

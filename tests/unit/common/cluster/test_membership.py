@@ -230,7 +230,7 @@ def test_view_survives_a_crash_of_redis_and_the_nodes_register_again(caplog: pyt
 
     asyncio.run(main())
     lines = [record.getMessage() for record in caplog.records]
-    for beginning in ("Redis is away (", "Redis is back"):
+    for beginning in ("Redis is unavailable (", "Redis is available again"):
         assert len([line for line in lines if line.startswith(beginning)]) == 2, lines  # one of each end
 
 

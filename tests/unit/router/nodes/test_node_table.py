@@ -256,7 +256,7 @@ def test_abort_of_the_turn_that_filled_the_link_goes_out_over_the_next_one(monke
         monkeypatch.setattr(links.Link, "_send", send)
         view.table.send(node.incarnation, Abort(ask(1).key))
         await view.change()
-        assert "takes no more" in view.lost[0][1]
+        assert "cannot send" in view.lost[0][1]
         view.table.tick()
         await node.until(lambda: node.aborts() == [ask(1).key])
 
