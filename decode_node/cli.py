@@ -21,7 +21,8 @@ chunks beside the running streams.
 def _run(resolved: Resolved[DecodeConfig]) -> None:
     config = resolved.config
     from common.cluster.redis_client import check_redis
-    from common.model.config import load_model_config, resolve_model
+    from common.model.config import load_model_config
+    from common.model.hub import resolve_model
 
     asyncio.run(check_redis(config.redis_url))
     load_model_config(resolve_model(config.model))  # what is wrong is told before torch, which takes seconds

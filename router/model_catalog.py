@@ -13,8 +13,9 @@ from pathlib import Path
 from common.base.errors import ConfigError, NotFound, Unavailable
 from common.config.groups import GenerationConfig
 from common.control.messages import ModelInfo, NodeRecord
-from common.model.config import load_model_config, resolve_model
+from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest
+from common.model.hub import resolve_model
 from router.http.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.text.tokenizer import Tokenizer
 

@@ -14,14 +14,14 @@ from common.base.device import CPU
 from common.kernels.base import Kernels
 from common.kernels.torch_kernels import TORCH
 from common.model.config import ModelConfig
-from common.model.formats.float8 import Fp8Linear, Fp8Weight, can_multiply, join
-from common.model.formats.linear import Linear
+from common.model.description import AttentionDescription, MlpDescription, WeightNames
+from common.model.formats.base import Linear, StoredTensor
+from common.model.formats.floating import FloatLinear
 from common.model.precision import Precision
 from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
-from common.model.weights import Part, WeightSource
+from common.model.tensor_files import Part
+from common.model.weights import WeightSource
 from common.parallel.mesh import SOLO, Mesh
-
-AnyLinear = Linear | Fp8Linear
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Build:
-    """Shapes, where weights come from, in which dtypes and where to keep them, and which part of the model is this rank's.
+    """The model, the source, dtypes and device of its weights, and this rank's place in it.
 
     Every weight goes to `device` as soon as it is read: host memory holds one tensor at a time.
     """
@@ -52,71 +52,64 @@ class Build:
     """Layers per pipeline stage; empty means one stage."""
     device: torch.device = CPU
     kernels: Kernels = TORCH
-    keeps_fp8: bool = False
-    """Whether weights that are stored in e4m3 stay so and are multiplied so; else they are widened."""
 
     @property
-    def heads(self) -> HeadRange:
-        return head_range(self.config, self.mesh.place.tp_rank, self.mesh.place.tp_size)
+    def names(self) -> WeightNames:
+        return self.config.weight_names
 
     @property
-    def inner(self) -> Share:
-        """This rank's features of the MLP's inner layer."""
-        size = self.config.intermediate_size
-        return Share(size, *even_range(size, self.mesh.place.tp_size, self.mesh.place.tp_rank))
-
-    @property
-    def layers(self) -> range:
+    def layer_numbers(self) -> range:
         """The model's layers that are this rank's."""
         pp_layers = self.pp_layers or (self.config.num_layers,)
         first = sum(pp_layers[: self.mesh.place.pp_rank])
         return range(first, first + pp_layers[self.mesh.place.pp_rank])
 
+    def heads(self, attention: AttentionDescription) -> HeadRange:
+        """This rank's heads."""
+        return head_range(attention, self.mesh.place.tp_rank, self.mesh.place.tp_size)
+
+    def inner(self, mlp: MlpDescription) -> Share:
+        """This rank's features of the MLP's inner layer."""
+        place = self.mesh.place
+        return Share(mlp.inner_size, *even_range(mlp.inner_size, place.tp_size, place.tp_rank))
+
     def read(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         return self.weights.read(name, shape, self.precision.weight, part).to(self.device)
 
-    def column_linear(self, names: list[str], shares: list[Share], in_features: int, *, bias: bool) -> AnyLinear:
+    def column_linear(self, names: list[str], shares: list[Share], in_features: int, *, bias: bool) -> Linear:
         """This rank's output features of several named layers, one after the other, as one layer."""
         parts = [(name, share, Part(0, share.lo, share.hi)) for name, share in zip(names, shares, strict=True)]
         biases = [self.read(f"{name}.bias", share.size, part=part) for name, share, part in parts if bias]
-        whole_bias = torch.cat(biases) if bias else None
-        stored = [(f"{name}.weight", (share.size, in_features), part) for name, share, part in parts]
-        fp8 = self._read_fp8(stored)
-        if fp8 is not None:
-            return Fp8Linear(fp8, whole_bias)
-        rows = sum(share.count for share in shares)
-        weight = torch.empty(rows, in_features, dtype=self.precision.weight, device=self.device)
-        at = 0
-        for name, shape, part in stored:
-            weight[at : at + part.hi - part.lo] = self.read(name, *shape, part=part)
-            at += part.hi - part.lo
-        return Linear(weight, whole_bias, self.precision)
+        stacked = [StoredTensor(f"{name}.weight", (share.size, in_features), part) for name, share, part in parts]
+        return self._linear(stacked, sum(share.count for share in shares), torch.cat(biases) if bias else None)
 
-    def row_linear(self, name: str, share: Share, out_features: int, *, bias: bool) -> AnyLinear:
-        """A layer over this rank's input features; the sum of its outputs over the stage's ranks is the whole layer's."""
+    def row_linear(self, name: str, share: Share, out_features: int, *, bias: bool) -> Linear:
+        """A layer over this rank's input features; an all-reduce over the stage's ranks gives the whole layer's output."""
         part = Part(1, share.lo, share.hi)
         # On one rank only, because the outputs are summed.
         has_bias = bias and self.mesh.place.tp_rank == 0
         own_bias = self.read(f"{name}.bias", out_features) if has_bias else None
-        fp8 = self._read_fp8([(f"{name}.weight", (out_features, share.size), part)])
-        if fp8 is not None:
-            return Fp8Linear(fp8, own_bias)
-        return Linear(self.read(f"{name}.weight", out_features, share.size, part=part), own_bias, self.precision)
+        return self._linear([StoredTensor(f"{name}.weight", (out_features, share.size), part)], out_features, own_bias)
 
-    def _read_fp8(self, stored: list[tuple[str, tuple[int, int], Part]]) -> Fp8Weight | None:
-        """These parts of matrices one below the other, as they are stored; None if they shall be read and widened."""
-        if not self.keeps_fp8:
-            return None
-        found: list[Fp8Weight] = []
-        for name, shape, part in stored:
-            weight = self.weights.read_fp8(name, shape, part)
-            if weight is None or not can_multiply(self.device, blocked=weight.is_blocked):
-                return None
-            found.append(weight)
-        return join(found)
+    def _linear(self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None) -> Linear:
+        """The layer of these weights one below the other, `num_rows` together, in the checkpoint's format if it can."""
+        linear = self.weights.linear(stacked, bias)
+        if linear is not None:
+            return linear
+        if len(stacked) == 1:
+            (stored,) = stacked
+            return FloatLinear(self.read(stored.name, *stored.shape, part=stored.part), bias, self.precision)
+        weight = torch.empty(num_rows, stacked[0].shape[1], dtype=self.precision.weight, device=self.device)
+        at = 0
+        for stored in stacked:
+            assert stored.part is not None
+            count = stored.part.hi - stored.part.lo
+            weight[at : at + count] = self.read(stored.name, *stored.shape, part=stored.part)
+            at += count
+        return FloatLinear(weight, bias, self.precision)
 
     def kv_scales(self, attention: str) -> tuple[float, float]:
-        """Those of K and of V that the checkpoint gives one layer's attention for an FP8 cache; 1 where it gives none."""
+        """The scales of K and V that the checkpoint gives one layer's `attention` for an FP8 cache; 1 where it has none."""
         if self.config.quantization is None:
             return 1.0, 1.0
         k, v = (

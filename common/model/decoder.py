@@ -1,6 +1,6 @@
-"""The frame of a decoder-only model: embedding, layers, final norm, head; on one rank, the part that is its own.
+"""A decoder-only model: embedding, layers, final norm, LM head; on one rank, the part that is its own.
 
-A family says how one attention is built.
+Every family is this model: they differ in the descriptions of their layers.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionBackend
+from common.attention.base import AttentionBackend, AttentionShape
 from common.kernels.base import Rotation
 from common.model.build import Build
-from common.model.layers import Attention, Embedding, Head, Mlp, RMSNorm, inverse_frequencies
+from common.model.layers import (
+    MLPS,
+    Attention,
+    Embedding,
+    LMHead,
+    RMSNorm,
+    implementation,
+    inverse_frequencies,
+    make_norm,
+)
 
 OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
@@ -22,17 +31,18 @@ OnProgress = Callable[[int, int], None]
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, build: Build, prefix: str, index: int, attention: Attention) -> None:
-        """`index` counts from this rank's first layer."""
-        config = build.config
+    def __init__(self, build: Build, number: int, index: int) -> None:
+        """`number` counts from the model's first layer, `index` from this rank's."""
+        layer, names = build.config.layers[number], build.names
+        prefix = f"{names.layer.format(number=number)}."
         self._index = index
-        self._attention = attention
-        self._mlp = Mlp(build, f"{prefix}.mlp")
-        norms = [
-            build.read(f"{prefix}.{n}.weight", config.hidden_size)
-            for n in ("input_layernorm", "post_attention_layernorm")
-        ]
-        self._input_norm, self._mlp_norm = (RMSNorm(weight, config.rms_norm_eps, build.kernels) for weight in norms)
+        self._attention = Attention(build, prefix, layer.attention)
+        self._mlp = implementation("MLP", layer.mlp.kind, MLPS)(build, prefix, layer.mlp)
+        self._input_norm, self._mlp_norm = (
+            make_norm(build, prefix + name, layer.norm) for name in (names.input_norm, names.mlp_norm)
+        )
+        self.kv_scales = build.kv_scales(prefix + names.attention)
+        """(K, V), for an FP8 cache."""
 
     def forward(
         self,
@@ -51,45 +61,53 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """One rank's part of a model: a stage's layers, of these a share of the heads and of the inner features.
+    """One rank's part of a model: a pipeline stage's layers, and of these a share of the heads and inner features.
 
-    Only the first stage holds the embedding, only the last the final norm and the head; a head that is tied to
-    the embedding is read by both. Weights never change after construction.
+    Only the first stage holds the embedding, only the last the final norm and the LM head; where the LM head is tied to
+    the embedding, both stages read it. Weights never change after construction.
     """
 
     def __init__(self, build: Build, on_progress: OnProgress = lambda done, total: None) -> None:
-        config, place = build.config, build.mesh.place
-        parts = len(build.layers) + 2
+        config, place, names = build.config, build.mesh.place, build.names
+        parts = len(build.layer_numbers) + 2
         self.config = config
         self.precision = build.precision
         self.mesh = build.mesh
         self.device = build.device
+        self._heads = build.heads(config.attention)
         tied = config.tie_word_embeddings
         needed = place.is_first_stage or (place.is_last_stage and tied)
-        vocabulary = build.vocabulary("model.embed_tokens.weight") if needed else None
+        vocabulary = build.vocabulary(f"{names.embedding}.weight") if needed else None
         self._embedding = Embedding(build, vocabulary) if place.is_first_stage and vocabulary is not None else None
         on_progress(1, parts)
         self._layers: list[DecoderLayer] = []
-        for i, number in enumerate(build.layers):
-            prefix = f"model.layers.{number}"
-            self._layers.append(DecoderLayer(build, prefix, i, self.build_attention(build, f"{prefix}.self_attn")))
+        for i, number in enumerate(build.layer_numbers):
+            self._layers.append(DecoderLayer(build, number, i))
             on_progress(i + 2, parts)
-        self.kv_scales = tuple(build.kv_scales(f"model.layers.{number}.self_attn") for number in build.layers)
+        self.kv_scales = tuple(layer.kv_scales for layer in self._layers)
         """(K, V) of each layer of this rank, for an FP8 cache."""
         self._norm: RMSNorm | None = None
-        self._head: Head | None = None
+        self._lm_head: LMHead | None = None
         if place.is_last_stage:
-            weight = build.read("model.norm.weight", config.hidden_size)
-            self._norm = RMSNorm(weight, config.rms_norm_eps, build.kernels)
+            self._norm = make_norm(build, names.final_norm, config.final_norm)
             own = vocabulary if tied else None
-            self._head = Head(build, build.vocabulary("lm_head.weight") if own is None else own)
+            self._lm_head = LMHead(build, build.vocabulary(f"{names.lm_head}.weight") if own is None else own)
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(build.device)
         self._rope = build.kernels.rotary(frequencies, config.max_context)
         on_progress(parts, parts)
 
-    def build_attention(self, build: Build, prefix: str) -> Attention:
-        """The attention of one layer; a family overrides this where its own differs."""
-        return Attention(build, prefix)
+    def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
+        """What an attention backend must know of this rank's part of the model."""
+        attention = self.config.attention
+        return AttentionShape(
+            self._heads.num_q,
+            self._heads.num_kv,
+            attention.head_dim,
+            self.precision.wide,
+            block_size,
+            max_context,
+            attention.scale,
+        )
 
     @torch.inference_mode()
     def forward(
@@ -124,5 +142,5 @@ class DecoderModel:
 
         Returns [rows, vocab] float32 on that stage's `tp_rank` 0, None on the others.
         """
-        assert self._head is not None
-        return self._head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))
+        assert self._lm_head is not None
+        return self._lm_head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))

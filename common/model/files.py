@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.base.errors import ConfigError
-from common.model.config import read_json_object
+from common.model.config_file import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000

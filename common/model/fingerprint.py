@@ -15,7 +15,7 @@ from common.model.config import ModelConfig
 from common.model.files import read_header, weight_files
 
 _SAMPLE_BYTES = 64
-_NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_token_ids", "bos_token_id")
+_NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_token_ids", "bos_token_id", "weight_names")
 """Config fields that change neither weights nor KV."""
 
 

@@ -1,4 +1,4 @@
-"""The parts that all supported families share. Runs on a rank's engine thread, under inference mode.
+"""The parts of a decoder layer, built from their descriptions. Runs on a rank's engine thread, under inference mode.
 
 Parts are built complete, from a `WeightSource`; there is no uninitialised state. They are plain classes:
 at one token a step, an eager operation costs 5 us and more, and a module's call hooks would add to each.
@@ -8,15 +8,18 @@ Activations of one step have the dtype that `Precision.for_rows` gives; each par
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend
+from common.base.errors import ConfigError
 from common.kernels.base import Kernels, Rotation
 from common.model.build import Build, Share
-from common.model.config import RopeConfig
-from common.model.formats.linear import Linear
+from common.model.description import ACTIVATIONS, AttentionDescription, MlpDescription, NormDescription
+from common.model.formats.floating import FloatLinear
+from common.model.rope import RopeConfig
 from common.model.sharding import HeadRange, vocab_range
 
 
@@ -33,6 +36,16 @@ class RMSNorm:
         if delta is None:
             return self._kernels.rms_norm(x, self._weight, self._eps)
         return self._kernels.add_rms_norm_(delta, x, self._weight, self._eps)
+
+
+NORMS = {"rms": RMSNorm}
+"""Norms over hidden states, by `NormDescription.kind`."""
+
+
+def make_norm(build: Build, name: str, norm: NormDescription) -> RMSNorm:
+    """The norm over hidden states whose weight is `name`.weight."""
+    weight = build.read(f"{name}.weight", build.config.hidden_size)
+    return implementation("norm", norm.kind, NORMS)(weight, norm.eps, build.kernels)
 
 
 class HeadNorm:
@@ -70,16 +83,21 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 class Attention:
     """Merged q, k, v projection, optional head norm, rope, paged attention, output projection; this rank's heads."""
 
-    def __init__(self, build: Build, prefix: str, head_norm: HeadNorm | None = None) -> None:
-        config, heads = build.config, build.heads
-        dim = config.head_dim
+    def __init__(self, build: Build, prefix: str, attention: AttentionDescription) -> None:
+        """`prefix`: the layer's name and a dot. Raises: ConfigError for what has no implementation."""
+        _check_implemented(attention)
+        hidden, names, heads = build.config.hidden_size, build.names, build.heads(attention)
+        dim = attention.head_dim
         self._heads = (heads.num_q, heads.num_kv, dim)
-        q = Share(config.num_q_heads * dim, heads.q_lo * dim, heads.q_hi * dim)
-        kv = Share(config.num_kv_heads * dim, heads.kv_lo * dim, heads.kv_hi * dim)
-        names = [f"{prefix}.{part}_proj" for part in "qkv"]
-        self._qkv = build.column_linear(names, [q, kv, kv], config.hidden_size, bias=config.attention_bias)
-        self._out = build.row_linear(f"{prefix}.o_proj", q, config.hidden_size, bias=config.output_bias)
-        self._head_norm = head_norm
+        q = Share(attention.num_q_heads * dim, heads.q_lo * dim, heads.q_hi * dim)
+        kv = Share(attention.num_kv_heads * dim, heads.kv_lo * dim, heads.kv_hi * dim)
+        merged = [prefix + name for name in (names.q, names.k, names.v)]
+        self._qkv = build.column_linear(merged, [q, kv, kv], hidden, bias=attention.qkv_bias)
+        self._out = build.row_linear(prefix + names.output, q, hidden, bias=attention.output_bias)
+        self._head_norm: HeadNorm | None = None
+        if attention.head_norm is not None:
+            q_weight, k_weight = (build.read(f"{prefix}{name}.weight", dim) for name in (names.q_norm, names.k_norm))
+            self._head_norm = HeadNorm(q_weight, k_weight, heads, attention.head_norm.eps, build.kernels)
         self._mesh = build.mesh
 
     def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
@@ -96,28 +114,47 @@ class Attention:
         return backend.forward(layer, qk[:, :q_heads], qk[:, q_heads:], v).flatten(1)
 
     def project(self, attended: Tensor) -> Tensor:
-        """[T, hidden], the sum over all heads of the model."""
+        """[T, hidden], after an all-reduce: the sum over all heads of the model."""
         return self._mesh.all_reduce(self._out.forward(attended))
 
 
-class Mlp:
-    """down(silu(gate(x)) * up(x)), gate and up merged; this rank's inner features, summed over the ranks."""
+def _check_implemented(attention: AttentionDescription) -> None:
+    """Raises: ConfigError naming what attention has no implementation of."""
+    missing = {
+        f"heads of v of another width ({attention.v_head_dim}) than those of k ({attention.head_dim})": (
+            attention.v_head_dim != attention.head_dim
+        ),
+        f"a sliding window ({attention.window} tokens)": attention.window is not None,
+        f"a soft cap of scores ({attention.soft_cap})": attention.soft_cap is not None,
+        "attention sinks": attention.has_sinks,
+        f"a {attention.head_norm and attention.head_norm.kind!r} norm of heads": (
+            attention.head_norm is not None and attention.head_norm.kind != "rms"
+        ),
+    }
+    for what, is_asked_for in missing.items():
+        if is_asked_for:
+            raise ConfigError(f"the model needs {what}, which attention does not implement")
 
-    def __init__(self, build: Build, prefix: str) -> None:
-        hidden, bias = build.config.hidden_size, build.config.mlp_bias
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = build.column_linear(names, [build.inner, build.inner], hidden, bias=bias)
-        self._down = build.row_linear(f"{prefix}.down_proj", build.inner, hidden, bias=bias)
-        self._kernels = build.kernels
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)), gate and up merged; this rank's inner features, then an all-reduce."""
+
+    def __init__(self, build: Build, prefix: str, mlp: MlpDescription) -> None:
+        """`prefix`: the layer's name and a dot."""
+        hidden, names, inner = build.config.hidden_size, build.names, build.inner(mlp)
+        merged = [prefix + name for name in (names.gate, names.up)]
+        self._gate_up = build.column_linear(merged, [inner, inner], hidden, bias=mlp.bias)
+        self._down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
+        self._activate_and_mul = implementation("activation", mlp.activation, ACTIVATIONS)(build.kernels)
         self._mesh = build.mesh
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self._kernels.silu_and_mul(self._gate_up.forward(x))
-        return self._mesh.all_reduce(self._down.forward(inner))
+        """x: [T, hidden]. Returns [T, hidden]."""
+        return self._mesh.all_reduce(self._down.forward(self._activate_and_mul(self._gate_up.forward(x))))
 
 
 class Embedding:
-    """Token ids to hidden states. Each rank of the stage holds a range of the ids and adds nothing for the others."""
+    """Token ids to hidden states. Each rank of the stage holds a range of the ids; an all-reduce adds up the ranks' rows."""
 
     def __init__(self, build: Build, weight: Tensor) -> None:
         """weight: [vocab_rows, hidden], of `Build.vocabulary`."""
@@ -137,16 +174,31 @@ class Embedding:
         return self._mesh.all_reduce(x)
 
 
-class Head:
-    """Hidden states to logits, each rank of the stage those of its range of the vocabulary."""
+class LMHead:
+    """Hidden states to logits; each rank of the stage computes those of its range of the vocabulary."""
 
     def __init__(self, build: Build, weight: Tensor) -> None:
         """weight: [vocab_rows, hidden], of `Build.vocabulary`."""
         self._mesh = build.mesh
-        self._linear = Linear(weight, None, build.precision)
+        self._linear = FloatLinear(weight, None, build.precision)
         self._vocab_size = build.config.vocab_size
 
     def forward(self, x: Tensor) -> Tensor | None:
         """x: [rows, hidden]. Returns [rows, vocab] float32 on the stage's `tp_rank` 0, None on the others."""
         logits = self._mesh.gather_columns(self._linear.forward(x).float())
         return None if logits is None else logits[:, : self._vocab_size]
+
+
+MLPS = {"gated": GatedMlp}
+"""By `MlpDescription.kind`."""
+
+_T = TypeVar("_T")
+
+
+def implementation(what: str, kind: str, known: dict[str, _T]) -> _T:
+    """The entry of `known` that a description asks for by name. Raises: ConfigError if there is none."""
+    if kind not in known:
+        raise ConfigError(
+            f"the model needs the {what} {kind!r}, which is not implemented; implemented: {', '.join(known)}"
+        )
+    return known[kind]

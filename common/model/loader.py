@@ -19,7 +19,6 @@ from common.kernels.choose import choose_kernels
 from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
-from common.model.families.registry import MODELS
 from common.model.precision import Precision
 from common.model.sharding import check_parallel
 from common.model.weights import CheckpointWeights, DummyWeights
@@ -62,13 +61,11 @@ def load_model(
     weights = (
         DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(path, config.quantization, device)
     )
-    # A processor widens them: its FP8 products are slower than those of any other type.
-    keeps_fp8 = config.quantization is not None and device.type != "cpu"
     kernels = choose_kernels(device, precision.wide)
-    build = Build(config, weights, precision, mesh, pp_layers, device, kernels, keeps_fp8)
+    build = Build(config, weights, precision, mesh, pp_layers, device, kernels)
     started = time.monotonic()
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
-        model = MODELS[config.architecture](build, on_progress)
+        model = DecoderModel(build, on_progress)
     log.info("loaded %s from %s in %.1f s", config.architecture, path.name, time.monotonic() - started)
     return model
 

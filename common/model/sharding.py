@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from common.base.errors import ConfigError
 from common.model.config import ModelConfig
+from common.model.description import AttentionDescription, LayerDescription
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,16 @@ class HeadRange:
         return self.kv_hi - self.kv_lo
 
 
-def head_layers(config: ModelConfig) -> float:
-    """The head's weights over those of a layer: a decode step reads either once."""
-    attention = 2 * (config.num_q_heads + config.num_kv_heads) * config.head_dim
-    return config.vocab_size / (attention + 3 * config.intermediate_size)
+def lm_head_in_layers(config: ModelConfig) -> float:
+    """How many layers have as many weights as the LM head: a decode step reads all of them once."""
+    return config.num_layers * config.vocab_size / sum(_weights_per_hidden(layer) for layer in config.layers)
+
+
+def _weights_per_hidden(layer: LayerDescription) -> int:
+    """A layer's weights, divided by the model's hidden size."""
+    attention = layer.attention
+    heads = attention.num_q_heads + attention.num_kv_heads
+    return heads * (attention.head_dim + attention.v_head_dim) + 3 * layer.mlp.inner_size
 
 
 def split_layers(
@@ -73,25 +80,28 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_layers: tuple[int, ...]
     Raises: ConfigError that names what does not divide and the sizes that would.
     """
     _check_stages(pp_layers or (config.num_layers,), config.num_layers)
-    demands: list[tuple[str, Callable[[int], bool]]] = [
-        (f"{config.num_q_heads} query heads", lambda n: config.num_q_heads % n == 0),
-        (f"{config.num_kv_heads} KV heads", lambda n: config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0),
-        (f"an MLP of {config.intermediate_size}", lambda n: n <= config.intermediate_size),
-    ]
+    demands: list[tuple[str, Callable[[int], bool]]] = []
+    for layer in dict.fromkeys(config.layers):
+        q_heads, kv_heads, inner = layer.attention.num_q_heads, layer.attention.num_kv_heads, layer.mlp.inner_size
+        demands += [
+            (f"{q_heads} query heads", lambda n, q=q_heads: q % n == 0),
+            (f"{kv_heads} KV heads", lambda n, kv=kv_heads: kv % n == 0 or n % kv == 0),
+            (f"an MLP of {inner}", lambda n, inner=inner: n <= inner),
+        ]
     fitting = [n for n in range(1, config.num_q_heads + 1) if all(fits(n) for _, fits in demands)]
     for what, fits in demands:
         if tp_size < 1 or not fits(tp_size):
             raise ConfigError(f"tensor-parallel size {tp_size} does not fit {what}; sizes that would work: {fitting}")
 
 
-def head_range(config: ModelConfig, tp_rank: int, tp_size: int) -> HeadRange:
+def head_range(attention: AttentionDescription, tp_rank: int, tp_size: int) -> HeadRange:
     """The heads of rank `tp_rank`; KV heads are replicated on neighbouring ranks where there are more ranks than heads.
 
     Every query head's KV head is in the range. `check_parallel` has accepted `tp_size`.
     """
-    q_heads = config.num_q_heads // tp_size
-    kv_lo = tp_rank * config.num_kv_heads // tp_size
-    kv_heads = max(1, config.num_kv_heads // tp_size)
+    q_heads = attention.num_q_heads // tp_size
+    kv_lo = tp_rank * attention.num_kv_heads // tp_size
+    kv_heads = max(1, attention.num_kv_heads // tp_size)
     return HeadRange(tp_rank * q_heads, (tp_rank + 1) * q_heads, kv_lo, kv_lo + kv_heads)
 
 

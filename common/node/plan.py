@@ -19,9 +19,10 @@ from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
-from common.model.config import ModelConfig, load_model_config, resolve_model
+from common.model.config import ModelConfig, load_model_config
 from common.model.fingerprint import fingerprint, tokenizer_digest
-from common.model.sharding import check_parallel, head_layers, split_layers
+from common.model.hub import resolve_model
+from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
 from common.parallel.mesh import RankPlace
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     dtype = model_config.resolve_dtype(wanted)
     explicit = _parse_layers(pp_layers)
     stages = split_layers(
-        model_config.num_layers, len(explicit) or pp_size, explicit or None, head_layers(model_config)
+        model_config.num_layers, len(explicit) or pp_size, explicit or None, lm_head_in_layers(model_config)
     )
     check_parallel(model_config, config.tensor_parallel_size, stages)
     drawn_on = gpu_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"

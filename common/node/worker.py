@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from common.attention.base import AttentionBackend, AttentionShape
+from common.attention.base import AttentionBackend
 from common.attention.choose import choose_attention, worth_recording
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
@@ -133,15 +133,7 @@ class Worker:
             raise ConfigError(f"no memory for {num_blocks} KV blocks on {self.device}: {_sentence(error)}") from error
 
     def _runner(self, storage: KVStorage) -> tuple[ModelRunner, AttentionBackend]:
-        config = self.plan.model_config
-        shape = AttentionShape(
-            num_q_heads=config.num_q_heads // self.place.tp_size,
-            num_kv_heads=self.shard.head_hi - self.shard.head_lo,
-            head_dim=config.head_dim,
-            dtype=self._model.precision.wide,
-            block_size=self.plan.layout.block_size,
-            max_context=self.plan.model.max_model_len,
-        )
+        shape = self._model.attention_shape(self.plan.layout.block_size, self.plan.model.max_model_len)
         attention = choose_attention(storage, shape)
         return self._model_runner(storage, attention), attention
 

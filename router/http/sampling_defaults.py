@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError
-from common.model.config import read_json_object
+from common.model.config_file import read_json_object
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 from tokenizers import Tokenizer as RawTokenizer
 
 from common.base.errors import BadRequest, ConfigError
-from common.model.config import read_json_object
+from common.model.config_file import read_json_object
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
 

@@ -14,7 +14,7 @@ from support.runner_cases import Sequence, check, drive, prompt
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from common.model.config import DEMO_MODEL_PATH
+from common.model.hub import DEMO_MODEL_PATH
 from common.tools.demo.samples import SAMPLES, prompt_text
 
 BF16_TOLERANCE = 0.25

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from support.system import START_TIMEOUT_S, System, running_system, wait_until
 
-from common.model.config import DEMO_MODEL_PATH, load_model_config
+from common.model.config import load_model_config
+from common.model.hub import DEMO_MODEL_PATH
 
 SLOTS = 16
 

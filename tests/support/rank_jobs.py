@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import torch
 
-from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.base.errors import RankLost
 from common.engine.runner import ModelRunner
@@ -23,7 +22,6 @@ from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
 from common.model.loader import load_model
-from common.model.sharding import head_range
 from common.parallel.connect import RankMesh, connect_mesh
 from common.parallel.mesh import Mesh, RankPlace
 
@@ -213,12 +211,10 @@ def replay(
     shard = layout.shard(place.tp_rank, place.pp_rank)
     storage = KVStorage(layout, shard, recorded.kv.size(2))
     storage.data.fill_(1e4)
-    heads = head_range(config, place.tp_rank, place.tp_size)
-    shape = AttentionShape(heads.num_q, heads.num_kv, config.head_dim, torch.float32, BLOCK)
     share = load_model(
         Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp
     )
-    runner = ModelRunner(share, storage, CpuAttention(storage, shape))
+    runner = ModelRunner(share, storage, CpuAttention(storage, share.attention_shape(BLOCK)))
     announced: list[int] = []
     outputs = [runner.execute(step, announced.append) for step in recorded.steps]
     assert announced == list(range(shard.layer_hi - shard.layer_lo)) * len(recorded.steps)
@@ -242,10 +238,8 @@ def lose_a_rank_in_a_step(
     recorded: Recording = pickle.loads(Path(recording).read_bytes())
     layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32", tp_size=place.tp_size)
     storage = KVStorage(layout, layout.shard(place.tp_rank, 0), recorded.kv.size(2))
-    heads = head_range(config, place.tp_rank, place.tp_size)
-    shape = AttentionShape(heads.num_q, heads.num_kv, config.head_dim, torch.float32, BLOCK)
     share = load_model(Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh)
-    runner = ModelRunner(share, storage, CpuAttention(storage, shape))
+    runner = ModelRunner(share, storage, CpuAttention(storage, share.attention_shape(BLOCK)))
     try:
         for i, step in enumerate(recorded.steps):
             if i == 3 and place.rank == lost:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.oracle import agreed, first_difference, greedy
 
-from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.control.messages import SamplingParams
 from common.engine.runner import ModelRunner
@@ -40,8 +39,7 @@ def make_runner(path: Path, dtype: str = "float32", kv_dtype: str | None = None)
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, scales=model.kv_scales)
     # What a reused block may hold must never reach a result.
     storage.data.fill_(min(1e4, torch.finfo(storage.data.dtype).max))
-    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, BLOCK)
-    return ModelRunner(model, storage, CpuAttention(storage, shape))
+    return ModelRunner(model, storage, CpuAttention(storage, model.attention_shape(BLOCK)))
 
 
 @dataclass

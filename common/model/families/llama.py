@@ -1,9 +1,16 @@
-"""Llama 2 and 3, TinyLlama, Mistral: the plain decoder. Rope scaling and biases come from the config."""
+"""Llama 2 and 3, TinyLlama: the plain decoder, with biases where config.json says so."""
 
 from __future__ import annotations
 
-from common.model.decoder import DecoderModel
+from common.model.config_file import ConfigFile
+from common.model.description import LayerDescription
+from common.model.families.base import Family, read_attention, read_mlp, repeat_layer
 
 
-class LlamaModel(DecoderModel):
-    """LlamaForCausalLM, MistralForCausalLM."""
+def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
+    bias = config.flag("attention_bias", False)
+    attention = read_attention(config, qkv_bias=bias, output_bias=bias)
+    return repeat_layer(config, attention, read_mlp(config, bias=config.flag("mlp_bias", False)))
+
+
+LLAMA = Family(("LlamaForCausalLM",), _describe, default_max_position=2048)

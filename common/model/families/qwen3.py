@@ -1,17 +1,18 @@
-"""Qwen3, dense: q and k are normalised per head before rope."""
+"""Qwen3, dense: as Llama, with an RMS norm over each head of q and k before rope."""
 
 from __future__ import annotations
 
-from common.model.build import Build
-from common.model.decoder import DecoderModel
-from common.model.layers import Attention, HeadNorm
+from common.model.config_file import ConfigFile
+from common.model.description import LayerDescription
+from common.model.families.base import Family, read_attention, read_mlp, repeat_layer, window_if_switched_on
 
 
-class Qwen3Model(DecoderModel):
-    """Qwen3ForCausalLM."""
+def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
+    bias = config.flag("attention_bias", False)
+    attention = read_attention(
+        config, default_kv_heads=32, default_head_dim=128, qkv_bias=bias, output_bias=bias, has_head_norm=True
+    )
+    return repeat_layer(config, attention, read_mlp(config))
 
-    def build_attention(self, build: Build, prefix: str) -> Attention:
-        head_dim = build.config.head_dim
-        q_weight, k_weight = (build.read(f"{prefix}.{part}_norm.weight", head_dim) for part in "qk")
-        norm = HeadNorm(q_weight, k_weight, build.heads, build.config.rms_norm_eps, build.kernels)
-        return Attention(build, prefix, norm)
+
+QWEN3 = Family(("Qwen3ForCausalLM",), _describe, default_max_position=32768, read_window=window_if_switched_on)

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.base.errors import ConfigError
 from common.kernels.float8 import E4M3, E4M3_MAX, widen
+from common.model.formats.base import StoredTensor
+from common.model.formats.quantization import Fp8Quantization
+from common.model.tensor_files import TensorFiles
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,84 @@ class Fp8Weight:
         """[out, in] float32."""
         block = (_BLOCK, _BLOCK) if self.is_blocked else (1, self.values.size(1))
         return dequantise(self.values, self.scale, block, (0, 0))
+
+
+class Fp8Format:
+    """`LinearFormat` of matrices in e4m3."""
+
+    def __init__(self, tensors: TensorFiles, device: torch.device, quantization: Fp8Quantization) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._block = quantization.block
+
+    def holds(self, name: str) -> bool:
+        return self._tensors.dtype(name) == "F8_E4M3"
+
+    def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+        """Widened on the device, times their scales."""
+        values = self._tensors.read(stored.name, stored.shape, stored.part)
+        scale, block = self._scale(stored)
+        lo, dim = (0, 0) if stored.part is None else (stored.part.lo, stored.part.dim)
+        start = (0, lo) if dim else (lo, 0)
+        return dequantise(values.to(self._device), scale, block, start).to(dtype)
+
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> Fp8Linear | None:
+        """None also on a CPU: its FP8 products are slower than those of any other type."""
+        found: list[Fp8Weight] = []
+        for stored in stacked:
+            _, block = self._scale(stored)
+            if not can_multiply(self._device, blocked=not _is_row_wise(block, stored)):
+                return None
+            weight = self.read_packed(stored)
+            if weight is None:
+                return None
+            found.append(weight)
+        joined = join(found)
+        return None if joined is None else Fp8Linear(joined, bias)
+
+    def read_packed(self, stored: StoredTensor) -> Fp8Weight | None:
+        """The matrix as it is stored; None if its blocks are not those of matrix units, or are cut by the part."""
+        scale, block = self._scale(stored)
+        part = stored.part
+        if _is_row_wise(block, stored):
+            each_row = scale.expand(stored.shape[0], 1)
+            own = each_row[part.lo : part.hi] if part is not None and part.dim == 0 else each_row
+            return Fp8Weight(self._values(stored), own.contiguous(), is_blocked=False)
+        if block != (_BLOCK, _BLOCK) or (part is not None and (part.lo % _BLOCK or part.hi % _BLOCK)):
+            return None
+        if part is not None:
+            scale = scale.narrow(part.dim, part.lo // _BLOCK, (part.hi - part.lo) // _BLOCK)
+        return Fp8Weight(self._values(stored), scale.contiguous(), is_blocked=True)
+
+    def _values(self, stored: StoredTensor) -> Tensor:
+        return self._tensors.read(stored.name, stored.shape, stored.part).to(self._device, copy=True)
+
+    def _scale(self, stored: StoredTensor) -> tuple[Tensor, tuple[int, int]]:
+        """The scales of the whole matrix, [rows, columns] of blocks, float32 on the device, and a block's size."""
+        name, shape = stored.name, stored.shape
+        file = self._tensors.file_of(name)
+        names = [f"{name}_scale", f"{name}_scale_inv"]
+        found = next((scale for scale in names if scale in self._tensors), None)
+        if found is None or len(shape) != 2:
+            raise ConfigError(f"{file}: tensor {name} is FP8, and no safetensors file holds its scale {names[0]}")
+        scale = self._tensors.read(found).to(self._device, torch.float32)
+        rows, columns = shape
+        if scale.numel() == 1:
+            return scale.reshape(1, 1), (rows, columns)
+        if scale.numel() == rows and scale.size(0) == rows:
+            return scale.reshape(rows, 1), (1, columns)
+        block = self._block
+        if block is None or tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
+            raise ConfigError(
+                f"{file}: tensor {found} has shape {list(scale.shape)}, which fits neither the matrix {list(shape)}, "
+                f"its rows nor its blocks of {block}"
+            )
+        return scale, block
+
+
+def _is_row_wise(block: tuple[int, int], stored: StoredTensor) -> bool:
+    """Whether each row has one scale, or the whole matrix has."""
+    return block in ((1, stored.shape[1]), stored.shape)
 
 
 def dequantise(values: Tensor, scale: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:

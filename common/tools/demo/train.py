@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from common.model.config import DEMO_MODEL_PATH
+from common.model.hub import DEMO_MODEL_PATH
 from common.tools.demo.corpus import SPECIAL_TOKENS, make_corpus
 from common.tools.demo.samples import SAMPLES, UNPROMISED, answer, scores
 from common.tools.demo.tokenizer import save_tokenizer, train_tokenizer

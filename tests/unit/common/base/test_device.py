@@ -21,7 +21,8 @@ from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint
 from common.model.loader import load_model
-from common.model.weights import CheckpointWeights, Part
+from common.model.tensor_files import Part
+from common.model.weights import CheckpointWeights
 from common.node.plan import batched_tokens, plan_node
 from common.parallel.nccl import interface_name, make_nccl_group
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from support.oracle import TINY, make_tiny
 
-from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams, TokenLogprobs
@@ -51,9 +49,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     config = load_model_config(path)
     layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
-    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, 16)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
-    return ModelRunner(model, storage, CpuAttention(storage, shape))
+    return ModelRunner(model, storage, CpuAttention(storage, model.attention_shape(16)))
 
 
 def run(runner: ModelRunner, sampling: SamplingParams, known: list[int]) -> tuple[list[int], list[TokenLogprobs], str]:

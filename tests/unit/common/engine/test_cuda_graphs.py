@@ -12,7 +12,6 @@ from support.decode_steps import random_decode
 from support.oracle import TINY, make_tiny
 from support.replaying import ReplayingRecorder
 
-from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.gathered import GatheredAttention, GatheredDecode
 from common.base.errors import EngineError
@@ -62,12 +61,10 @@ def make_rig(path: Path, recorder: Recorder, *, place: RankPlace | None = None) 
         mesh.place, pp_layers = place, (1, config.num_layers - 1)
     storage = KVStorage(layout, layout.shard(0, 0), POOL + 1)
     storage.data.normal_(generator=torch.Generator().manual_seed(3))
-    heads = (config.num_q_heads, config.num_kv_heads, config.head_dim)
-    shape = AttentionShape(*heads, torch.float32, BLOCK, max_context=MAX_PAGES * BLOCK)
     model = load_model(
         path, config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp_layers
     )
-    attention = PlainOrStatic(storage, shape)
+    attention = PlainOrStatic(storage, model.attention_shape(BLOCK, MAX_PAGES * BLOCK))
     graphs = DecodeGraphs(model, attention, max_num_seqs=MAX_SEQS, pad_block=PAD, block_size=BLOCK)
     graphs.record(recorder)
     return Rig(

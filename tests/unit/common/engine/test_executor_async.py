@@ -14,7 +14,6 @@ import pytest
 import torch
 from support.oracle import make_tiny
 
-from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.base.errors import EngineError, RankLost
 from common.base.hashing import root_hash
@@ -89,9 +88,10 @@ def make_runner(path: Path, *, carries: bool, sampler: Sampler | None = None) ->
     config = load_model_config(path)
     layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
-    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, 16)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
-    return ModelRunner(model, storage, CpuAttention(storage, shape), sampler=sampler, carries=carries)
+    return ModelRunner(
+        model, storage, CpuAttention(storage, model.attention_shape(16)), sampler=sampler, carries=carries
+    )
 
 
 def sequences() -> list[Sequence]:

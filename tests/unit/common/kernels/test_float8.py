@@ -15,7 +15,7 @@ from common.base.errors import ConfigError, HandshakeRefused
 from common.kernels.float8 import E4M3, E4M3_MAX, narrow, widen, words_of
 from common.kv.layout import KVLayout, blocks_for, check_compatible
 from common.kv.storage import KVStorage
-from common.model.config import DEMO_MODEL_PATH
+from common.model.hub import DEMO_MODEL_PATH
 from common.tools.demo.samples import SAMPLES, prompt_text
 
 

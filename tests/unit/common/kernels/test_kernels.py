@@ -11,7 +11,7 @@ from support import fake_flashinfer
 from support.oracle import make_tiny
 from torch import Tensor
 
-from common.attention.base import AttentionMetadata, AttentionShape
+from common.attention.base import AttentionMetadata
 from common.attention.cpu import CpuAttention
 from common.attention.gathered import GatheredAttention
 from common.kernels.base import Kernels
@@ -23,7 +23,7 @@ from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.build import Build
 from common.model.config import load_model_config
-from common.model.families.registry import MODELS
+from common.model.decoder import DecoderModel
 from common.model.precision import Precision
 from common.model.weights import CheckpointWeights
 
@@ -87,12 +87,10 @@ def logits(path: Path, kernels: Kernels) -> Tensor:
     precision = Precision.choose("float32", small_batches=True)
     layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
     storage = KVStorage(layout, layout.shard(0, 0), 8)
-    shape = AttentionShape(config.num_q_heads, config.num_kv_heads, config.head_dim, torch.float32, layout.block_size)
-    attention = CpuAttention(storage, shape) if kernels is TORCH else GatheredAttention(storage, shape)
     with torch.inference_mode():
-        model = MODELS[config.architecture](
-            Build(config, CheckpointWeights(path), precision, kernels=kernels), lambda done, total: None
-        )
+        model = DecoderModel(Build(config, CheckpointWeights(path), precision, kernels=kernels))
+    shape = model.attention_shape(layout.block_size)
+    attention = CpuAttention(storage, shape) if kernels is TORCH else GatheredAttention(storage, shape)
     results = []
     for lens, contexts in (([9], [9]), ([3], [12]), ([1, 2], [13, 2])):
         slots = [16 * (1 + i) + p for i, (n, c) in enumerate(zip(lens, contexts, strict=True)) for p in range(c - n, c)]
@@ -105,7 +103,7 @@ def logits(path: Path, kernels: Kernels) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
-def test_a_model_computes_the_same_with_a_cards_parts(tmp_path: Path, name: str) -> None:
+def test_a_model_computes_the_same_with_a_gpus_kernels(tmp_path: Path, name: str) -> None:
     path = make_tiny(name, tmp_path / name)
     torch.testing.assert_close(logits(path, FLASHINFER), logits(path, TORCH), atol=1e-4, rtol=1e-4)
 

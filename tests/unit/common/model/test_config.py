@@ -14,8 +14,10 @@ from support.oracle import TINY
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.base.errors import ConfigError
-from common.model.config import RopeConfig, load_model_config, resolve_model
+from common.model.config import load_model_config
+from common.model.hub import resolve_model
 from common.model.layers import inverse_frequencies
+from common.model.rope import RopeConfig
 
 # As Qwen2.5-0.5B-Instruct has it: the keys of transformers 4.
 QWEN25: dict[str, Any] = {
@@ -58,7 +60,10 @@ def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
 def test_reads_a_transformers_4_config(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path, QWEN25, {"eos_token_id": [151645, 151643]}))
     assert (config.head_dim, config.num_kv_heads, config.vocab_size) == (64, 2, 151936)
-    assert (config.attention_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
+    layer = config.layers[0]
+    assert (layer.attention.qkv_bias, layer.attention.output_bias, layer.mlp.bias) == (True, False, False)
+    assert layer.attention.head_norm is None
+    assert config.layers == (layer,) * 24
     assert config.rope == RopeConfig(theta=1e6)
     assert config.eos_token_ids == (151645, 151643)
     assert config.bos_token_id == 151643

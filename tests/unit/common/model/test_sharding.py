@@ -8,12 +8,14 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.kv.layout import KVLayout
-from common.model.config import ModelConfig, RopeConfig
+from common.model.config import ModelConfig
+from common.model.description import AttentionDescription, LayerDescription, MlpDescription, NormDescription
+from common.model.rope import RopeConfig
 from common.model.sharding import (
     check_parallel,
     even_range,
-    head_layers,
     head_range,
+    lm_head_in_layers,
     split_layers,
     vocab_range,
     vocab_rows,
@@ -21,23 +23,17 @@ from common.model.sharding import (
 from common.parallel.mesh import RankPlace
 
 
-def config(q_heads: int, kv_heads: int, layers: int = 24) -> ModelConfig:
+def config(q_heads: int, kv_heads: int, *, head_dim: int = 16, inner: int = 64) -> ModelConfig:
+    attention = AttentionDescription(q_heads, kv_heads, head_dim, head_dim, scale=0.25)
+    norm = NormDescription(1e-6)
     return ModelConfig(
         architecture="LlamaForCausalLM",
         hidden_size=64,
-        num_layers=layers,
-        num_q_heads=q_heads,
-        num_kv_heads=kv_heads,
-        head_dim=16,
-        intermediate_size=64,
+        layers=(LayerDescription(attention, MlpDescription(inner, "silu"), norm),) * 24,
+        final_norm=norm,
         vocab_size=250,
         rope=RopeConfig(),
-        rms_norm_eps=1e-6,
         tie_word_embeddings=False,
-        attention_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         max_position_embeddings=128,
         sliding_window=None,
         dtype="float32",
@@ -61,8 +57,8 @@ def test_layers_are_split_evenly_and_the_last_stage_gets_the_smaller_share() -> 
 
 def test_the_last_stage_has_fewer_layers_for_computing_the_head() -> None:
     """As Qwen2.5-0.5B: 24 layers, and a head with the weights of nine."""
-    model = replace(config(14, 2), hidden_size=896, intermediate_size=4864, vocab_size=151_936, head_dim=64)
-    head = head_layers(model)
+    model = replace(config(14, 2, head_dim=64, inner=4864), hidden_size=896, vocab_size=151_936)
+    head = lm_head_in_layers(model)
     assert head == pytest.approx(151_936 * 896 / (896 * 64 * (14 + 2) * 2 + 3 * 896 * 4864))
     assert split_layers(24, 2, head=head) == (17, 7)
     assert split_layers(24, 3, head=head) == (11, 11, 2)
@@ -108,7 +104,7 @@ def test_an_impossible_tensor_split_is_refused_with_the_possible_ones(
 
 def test_an_mlp_narrower_than_its_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"an MLP of 10; sizes that would work: \[1, 2, 4, 8\]"):
-        check_parallel(replace(config(16, 1), intermediate_size=10), 16)
+        check_parallel(config(16, 1, inner=10), 16)
 
 
 def test_a_pipeline_that_misses_a_layer_is_refused() -> None:
@@ -127,7 +123,7 @@ def test_heads_are_those_of_the_kv_layout_and_serve_their_queries(q_heads: int) 
             except ConfigError:
                 continue
             layout = KVLayout("f", model.num_layers, kv_heads, model.head_dim, "float32", tp_size=tp)
-            ranges = [head_range(model, rank, tp) for rank in range(tp)]
+            ranges = [head_range(model.attention, rank, tp) for rank in range(tp)]
             assert [q for r in ranges for q in range(r.q_lo, r.q_hi)] == list(range(q_heads))
             for rank, heads in enumerate(ranges):
                 shard = layout.shard(rank, 0)

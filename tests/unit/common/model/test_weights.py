@@ -17,9 +17,11 @@ from common.base.errors import ConfigError
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint
+from common.model.formats.floating import FloatLinear
 from common.model.loader import load_model
 from common.model.precision import Precision, can_pack
-from common.model.weights import CheckpointWeights, DummyWeights, Part
+from common.model.tensor_files import Part
+from common.model.weights import CheckpointWeights, DummyWeights
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +175,6 @@ def test_fingerprint_sees_every_tensor_the_config_the_dtype_and_the_tokenizer(fo
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_bf16_products_are_the_bf16_weights_products(rows: int, small_batches: bool) -> None:
     """Whichever copy of the weights a batch uses on this machine, packed or not, plain or biased."""
-    from common.model.layers import Linear
-
     precision = Precision.choose("bfloat16", small_batches=small_batches)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
@@ -182,7 +182,7 @@ def test_bf16_products_are_the_bf16_weights_products(rows: int, small_batches: b
             weight = torch.randn(shape, generator=generator).bfloat16()
             bias = torch.randn(shape[0], generator=generator).bfloat16()
             x = torch.randn(rows, shape[1], generator=generator).bfloat16()
-            out = Linear(weight, bias, precision).forward(x.to(precision.for_rows(rows)))
+            out = FloatLinear(weight, bias, precision).forward(x.to(precision.for_rows(rows)))
             expected = x.double() @ weight.double().T + bias.double()
             torch.testing.assert_close(out.double(), expected, atol=0.2, rtol=0.01)
 

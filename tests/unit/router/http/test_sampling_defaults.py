@@ -13,7 +13,7 @@ from support.stub_node import make_model_folder
 from common.base.errors import BadRequest, ConfigError
 from common.config.groups import GenerationConfig
 from common.control.messages import SamplingParams
-from common.model.config import DEMO_MODEL_PATH
+from common.model.hub import DEMO_MODEL_PATH
 from router.http.api import _generation_request, _Origin
 from router.http.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase
 from router.http.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults

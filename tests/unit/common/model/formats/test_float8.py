@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,20 @@ from support.oracle import TINY, make_tiny
 from support.runner_cases import check, drive, make_runner, prompt
 from tokenizers import Tokenizer
 
+from common.base.device import CPU
 from common.base.errors import ConfigError
 from common.config.options import DecodeConfig
-from common.model.build import Build, Share
-from common.model.config import DEMO_MODEL_PATH, load_model_config
-from common.model.decoder import DecoderModel
-from common.model.families.llama import LlamaModel
-from common.model.families.registry import MODELS
+from common.model.build import Build
+from common.model.config import load_model_config
 from common.model.fingerprint import fingerprint
-from common.model.formats.float8 import Fp8Linear, Fp8Weight, dequantise, join
-from common.model.formats.quantization import Quantization
+from common.model.formats.base import StoredTensor
+from common.model.formats.float8 import Fp8Format, Fp8Linear, Fp8Weight, dequantise, join
+from common.model.formats.quantization import Fp8Quantization
+from common.model.hub import DEMO_MODEL_PATH
 from common.model.loader import load_model
 from common.model.precision import Precision
-from common.model.weights import CheckpointWeights, Part
+from common.model.tensor_files import Part, TensorFiles
+from common.model.weights import CheckpointWeights
 from common.node.plan import plan_node
 from common.tools.demo.samples import SAMPLES, prompt_text
 
@@ -109,18 +109,18 @@ def test_blocks_of_128_are_read_as_they_are_stored_unless_a_rank_cuts_them(tmp_p
     generator = torch.Generator().manual_seed(4)
     stored = _weight(generator, 256, 384, blocked=True)
     save_file({"a.weight": stored.values, "a.weight_scale_inv": stored.scale}, tmp_path / "model.safetensors")
-    weights = CheckpointWeights(tmp_path, Quantization((128, 128)))
+    fp8 = Fp8Format(TensorFiles(tmp_path), CPU, Fp8Quantization((128, 128)))
     for part, scale in (
         (None, stored.scale),
         (Part(0, 128, 256), stored.scale[1:]),
         (Part(1, 128, 384), stored.scale[:, 1:]),
     ):
-        found = weights.read_fp8("a.weight", (256, 384), part)
+        found = fp8.read_packed(StoredTensor("a.weight", (256, 384), part))
         assert found is not None
         assert found.is_blocked
         assert torch.equal(found.scale, scale)
-        assert torch.equal(found.widened(), weights.read("a.weight", (256, 384), torch.float32, part))
-    assert weights.read_fp8("a.weight", (256, 384), Part(0, 64, 192)) is None
+        assert torch.equal(found.widened(), fp8.read(StoredTensor("a.weight", (256, 384), part), torch.float32))
+    assert fp8.read_packed(StoredTensor("a.weight", (256, 384), Part(0, 64, 192))) is None
 
 
 @pytest.mark.parametrize("style", ["fp8 tensor", "compressed channel"])
@@ -129,32 +129,26 @@ def test_kept_weights_give_each_rank_the_rows_and_columns_that_are_its_own(
 ) -> None:
     fp8, plain = quantise(originals["llama-biases"], STYLES[style], tmp_path)
     whole = weights_of(plain).read(NAME, (64, 112), torch.float32)
+    packed = Fp8Format(TensorFiles(fp8), CPU, Fp8Quantization())
     for part in (None, Part(0, 16, 48), Part(1, 32, 96)):
-        found = weights_of(fp8).read_fp8(NAME, (64, 112), part)
+        found = packed.read_packed(StoredTensor(NAME, (64, 112), part))
         assert found is not None
         expected = whole if part is None else whole.narrow(part.dim, part.lo, part.hi - part.lo)
         assert torch.equal(found.widened(), expected)
-    assert weights_of(plain).read_fp8(NAME, (64, 112)) is None
+    assert packed.holds(NAME)
+    assert not Fp8Format(TensorFiles(plain), CPU, Fp8Quantization()).holds(NAME)
 
 
 def test_a_model_on_kept_weights_answers_like_the_widened_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a card, by PyTorch's CPU product of e4m3 rows: activations in e4m3 too."""
+    """As on a GPU, by PyTorch's CPU product of e4m3 rows: activations in e4m3 too."""
     fp8, _ = quantise(DEMO_MODEL_PATH, STYLES["compressed channel"], tmp_path)
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt_text(sample), add_special_tokens=False).ids for sample in SAMPLES]
     widened = drive(make_runner(fp8, "bfloat16"), prompts, 64, 1)
-    built: list[Build] = []
-
-    def keeping(build: Build, on_progress: Any) -> DecoderModel:
-        built.append(replace(build, keeps_fp8=True))
-        return LlamaModel(built[-1], on_progress)
-
-    monkeypatch.setitem(MODELS, "LlamaForCausalLM", keeping)
-    monkeypatch.setattr("common.model.build.can_multiply", lambda device, blocked: not blocked)
+    monkeypatch.setattr("common.model.formats.float8.can_multiply", lambda device, blocked: not blocked)
     kept = drive(make_runner(fp8, "bfloat16"), prompts, 64, 1)
-    assert isinstance(
-        built[0].row_linear("model.layers.0.self_attn.o_proj", Share(256, 0, 256), 256, bias=False), Fp8Linear
-    )
+    output = StoredTensor("model.layers.0.self_attn.o_proj.weight", (256, 256))
+    assert isinstance(weights_of(fp8).linear([output], None), Fp8Linear)
     assert [s.generated for s in kept] == [s.generated for s in widened]
     errors = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(kept, widened, strict=True)]
     print(f"largest change of a log-probability {max(errors):.3f}")

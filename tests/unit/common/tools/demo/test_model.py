@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.model.config import DEMO_MODEL_PATH
+from common.model.hub import DEMO_MODEL_PATH
 from common.tools.demo.corpus import BOS, EOS
 from common.tools.demo.samples import SAMPLES, answer
 

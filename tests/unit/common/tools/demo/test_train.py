@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from common.model.config import DEMO_MODEL_PATH
+from common.model.hub import DEMO_MODEL_PATH
 from common.tools import demo
 from common.tools.demo.train import answer_labels, document_mask, windows
 

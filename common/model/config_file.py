@@ -1,0 +1,67 @@
+"""Typed access to a model directory's JSON files, with errors that name file and key. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, cast
+
+from common.base.errors import ConfigError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in file `path`.
+
+    Raises: ConfigError if it is missing, unreadable, not JSON or not an object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+class ConfigFile:
+    """A `config.json`. A key that is null counts as missing. Raises: ConfigError for a value that cannot be meant."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.raw = read_json_object(path)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"{key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(f"{key} must be a positive integer, not {value!r}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(f"{key} must be true or false, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None, within: dict[str, Any] | None = None) -> float:
+        """A positive, finite number; `within` is an object of this file that holds the key instead."""
+        value = (self.raw if within is None else within).get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"{key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(f"{key} must be a positive number, not {value!r}")
+        return float(value)
+
+    def error(self, message: str) -> ConfigError:
+        return ConfigError(f"{self._path}: {message}")

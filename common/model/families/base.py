@@ -1,0 +1,94 @@
+"""What a family of architectures says, and how most of them read config.json. No torch: the router reads models, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.model.config_file import ConfigFile
+from common.model.description import (
+    ACTIVATIONS,
+    USUAL_NAMES,
+    AttentionDescription,
+    LayerDescription,
+    MlpDescription,
+    NormDescription,
+    WeightNames,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Architectures whose config.json and weights mean the same."""
+
+    architectures: tuple[str, ...]
+    """As `architectures` in config.json names them."""
+    describe: Callable[[ConfigFile], tuple[LayerDescription, ...]]
+    """The model's layers, first to last. Raises: ConfigError."""
+    default_max_position: int
+    """`max_position_embeddings` where config.json is silent."""
+    read_window: Callable[[ConfigFile], int | None] = lambda config: None
+    """The sliding window, to which contexts are limited because attention implements none."""
+    weight_names: WeightNames = USUAL_NAMES
+
+
+def read_attention(
+    config: ConfigFile,
+    *,
+    default_kv_heads: int | None = None,
+    default_head_dim: int | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    has_head_norm: bool = False,
+) -> AttentionDescription:
+    """Full attention with scale 1/sqrt(head_dim). The defaults are the architecture's own, where config.json is silent."""
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", default_kv_heads or heads)
+    head_dim = config.integer("head_dim", default_head_dim or config.integer("hidden_size") // heads)
+    if heads % kv_heads:
+        raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise config.error(f"head_dim {head_dim} is odd, which rotary embeddings cannot be")
+    return AttentionDescription(
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        scale=1.0 / math.sqrt(head_dim),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        head_norm=read_norm(config) if has_head_norm else None,
+    )
+
+
+def read_mlp(config: ConfigFile, *, bias: bool = False) -> MlpDescription:
+    """A gated MLP."""
+    activation = config.raw.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise config.error(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return MlpDescription(config.integer("intermediate_size"), activation, bias)
+
+
+def read_norm(config: ConfigFile) -> NormDescription:
+    """An RMS norm."""
+    return NormDescription(config.number("rms_norm_eps", 1e-6))
+
+
+def repeat_layer(
+    config: ConfigFile, attention: AttentionDescription, mlp: MlpDescription
+) -> tuple[LayerDescription, ...]:
+    """All layers alike, with the norm of `read_norm`."""
+    return (LayerDescription(attention, mlp, read_norm(config)),) * config.integer("num_hidden_layers")
+
+
+def window_if_switched_on(config: ConfigFile) -> int | None:
+    """`sliding_window` where `use_sliding_window` is true."""
+    return read_window(config) if config.flag("use_sliding_window", False) else None
+
+
+def read_window(config: ConfigFile) -> int | None:
+    """`sliding_window`; null means none, a missing key the default of transformers."""
+    if config.raw.get("sliding_window", 0) is None:
+        return None
+    return config.integer("sliding_window", 4096)

@@ -1,0 +1,56 @@
+"""What a weight format of linear layers is: reading a rank's part, and a layer that multiplies by it.
+
+The contract's test: tests/unit/common/model/formats/test_registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.model.tensor_files import Part
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint, or this rank's part of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor; a linear layer's weight is [out, in]."""
+    part: Part | None = None
+
+
+class Linear(Protocol):
+    """y = x W^T + b on one rank's part of W. Runs on a rank's engine thread, under inference mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, in], of the dtype that `Precision.for_rows` gives for T. Returns a fresh [T, out] of the same dtype."""
+        ...
+
+
+class LinearFormat(Protocol):
+    """One way of storing weights, in one checkpoint, for layers on one device. Used while a rank loads."""
+
+    def holds(self, name: str) -> bool:
+        """Whether the tensor `name` is stored in this format; formats are chosen tensor by tensor."""
+        ...
+
+    def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+        """The tensor, or the part of it, as floating-point numbers; contiguous and owned by the caller.
+
+        Raises: ConfigError naming file and tensor.
+        """
+        ...
+
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> Linear | None:
+        """One layer that multiplies by these weights as they are stored, one below the other.
+
+        None where that is impossible or not worth it: then they are read, and multiplied as floating-point numbers.
+        bias: [out], of the dtype of activations.
+        """
+        ...

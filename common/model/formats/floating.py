@@ -1,0 +1,65 @@
+"""Weights that are stored as floating-point numbers; and the layer that multiplies by them, packed once on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.base.errors import ConfigError
+from common.kernels.float8 import E4M3
+from common.model.formats.base import StoredTensor
+from common.model.precision import Precision, can_pack
+from common.model.tensor_files import TensorFiles
+
+_PACK_ROWS_HINT = 16
+"""oneDNN's packed format for so many rows measured well from 1 to 512."""
+_PACK_MIN_WEIGHTS = 2**17
+"""Below, a oneDNN call's own overhead (30-50 us) outweighs what packing gains."""
+
+
+class FloatFormat:
+    """`LinearFormat` of all tensors that are in no other."""
+
+    def __init__(self, tensors: TensorFiles) -> None:
+        self._tensors = tensors
+
+    def holds(self, name: str) -> bool:
+        return True
+
+    def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+        tensor = self._tensors.read(stored.name, stored.shape, stored.part)
+        if tensor.dtype == E4M3:
+            file = self._tensors.file_of(stored.name)
+            raise ConfigError(f"{file}: tensor {stored.name} is FP8, but config.json has no quantization_config")
+        if not tensor.is_floating_point():
+            file = self._tensors.file_of(stored.name)
+            raise ConfigError(
+                f"{file}: tensor {stored.name} is {tensor.dtype}, which no supported weight format stores"
+            )
+        # A clone, because a tensor from safetensors may be a view of the mapped file.
+        return tensor.to(dtype) if tensor.dtype != dtype else tensor.clone()
+
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> None:
+        return None
+
+
+class FloatLinear:
+    """y = x W^T + b. Keeps one copy of W per dtype of `precision.packs`, on a CPU prepacked by oneDNN where it can."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, precision: Precision) -> None:
+        self._weights: dict[torch.dtype, tuple[Tensor, Tensor | None, bool]] = {}
+        for dtype in precision.packs:
+            pack = weight.device.type == "cpu" and weight.numel() >= _PACK_MIN_WEIGHTS and can_pack(dtype)
+            own = weight.to(dtype)
+            kept = torch.ops.mkldnn._reorder_linear_weight(own, _PACK_ROWS_HINT) if pack else own
+            self._weights[dtype] = (kept, None if bias is None else bias.to(dtype), pack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, in], of a dtype in `precision.packs`. Returns a fresh [T, out] of the same dtype."""
+        weight, bias, packed = self._weights[x.dtype]
+        if packed:
+            return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        return F.linear(x, weight, bias)

@@ -1,0 +1,21 @@
+"""Which class reads and multiplies the weights of which quantization; `quantization.METHODS` is the half without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from common.model.formats.base import LinearFormat
+from common.model.formats.float8 import Fp8Format
+from common.model.formats.quantization import Fp8Quantization, Quantization
+from common.model.tensor_files import TensorFiles
+
+FORMATS: dict[type, Callable[[TensorFiles, torch.device, Any], LinearFormat]] = {Fp8Quantization: Fp8Format}
+"""By the type of a checkpoint's `Quantization`, which is the last argument."""
+
+
+def open_format(tensors: TensorFiles, device: torch.device, quantization: Quantization) -> LinearFormat:
+    """The format of the quantized weights in `tensors`, for layers on `device`."""
+    return FORMATS[type(quantization)](tensors, device, quantization)

@@ -1,0 +1,43 @@
+"""Where a model's files are: a directory, the Hugging Face hub, or the model that comes with kvrelay. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.base.errors import ConfigError
+
+DEMO_MODEL_PATH = Path(__file__).resolve().parent / "demo_model"
+"""The model that comes with kvrelay (`--model demo`), in Hugging Face format; trained by `common.tools.demo`."""
+
+
+def resolve_model(name_or_path: str) -> Path:
+    """The model's directory: `name_or_path` itself if it exists, else a hub snapshot of its small and safetensors files.
+
+    "demo" is the small model that comes with kvrelay.
+
+    Raises: ConfigError if there is neither a directory nor a snapshot.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if name_or_path == "demo":
+        return DEMO_MODEL_PATH
+    if path.exists():
+        raise ConfigError(f"model path {name_or_path} is not a directory")
+    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
+        raise ConfigError(f"model directory {name_or_path} does not exist")
+    # Imported here because it costs half a second, which a start from a local directory need not pay.
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise ConfigError(f"{name_or_path} is neither a directory nor a valid hub model name") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model {name_or_path} is not a directory, and downloading it from the hub failed: {reason}"
+        ) from error

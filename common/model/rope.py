@@ -1,0 +1,45 @@
+"""What config.json says about rotary embeddings. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from common.model.config_file import ConfigFile
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: `inv_freq` derives from these alone. `kind` is "default", "linear" or "llama3"."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+def read_rope(config: ConfigFile) -> RopeConfig:
+    """The rope parameters, under the keys of transformers 5 or 4."""
+    raw = config.raw.get("rope_parameters") or config.raw.get("rope_scaling") or {}
+    if not isinstance(raw, dict):
+        raise config.error("its rope parameters are not an object")
+    scaling = cast("dict[str, Any]", raw)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = config.number("rope_theta", config.number("rope_theta", 10000.0), within=scaling)
+    if kind == "default":
+        return RopeConfig(theta)
+    factor = config.number("factor", within=scaling)
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor)
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            kind,
+            factor,
+            config.number("low_freq_factor", within=scaling),
+            config.number("high_freq_factor", within=scaling),
+            int(config.number("original_max_position_embeddings", within=scaling)),
+        )
+    raise config.error(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3")
