@@ -1,4 +1,4 @@
-"""What the I/O thread of every transport end has in common: its life, its commands, its reports."""
+"""The I/O thread of a sender or receiver: its life cycle, its commands and its event reports."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvtransfer.mailbox import Command, Mailbox
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
-"""The longest pause after a failure: a thread that fails at every turn must not fill the log nor take a core."""
+"""Longest pause after a failure: a thread whose every turn fails must neither fill the log nor occupy a core."""
 
 Event = TypeVar("Event", SenderEvent, ReceiverEvent)
 
 
 class IOThread(Generic[Event]):
-    """A thread that calls `turn` over and over until `stop`, then `finish` once.
+    """A thread that calls `turn` repeatedly until `stop`, then `finish` once.
 
-    `turn` waits for something to do, the mailbox included, and calls `run_commands`. An exception
-    in it is logged and handed to `recover`; the thread goes on, after a pause that grows while every turn fails. Keys are registered by `begin`, and given up
-    when their `...Released` is reported.
+    `turn` waits for work, which includes the mailbox, and calls `run_commands`. An exception in it is logged and passed to
+    `recover`; the thread continues after a pause, which grows while every turn fails. Keys are registered by `begin`, and
+    removed when their `...Released` event is reported.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class IOThread(Generic[Event]):
 
     @property
     def closing(self) -> bool:
-        """`stop` has been called; the thread may not know yet. For any thread."""
+        """Whether `stop` has been called; the thread may not know yet. For any thread."""
         return self._closed
 
     def start(self) -> None:
         self._thread.start()
 
     def begin(self, key: AttemptKey, command: Command) -> None:
-        """Register `key` and have `command` open it.
+        """Register `key` and run `command`, which opens it.
 
-        Raises: TransferError if that key is open already or this end is closed.
+        Raises: TransferError if that key is open already or the thread is stopped.
         """
         with self._lock:
             if self._closed:
-                raise TransferError(f"cannot open {key}: this end is closed")
+                raise TransferError(f"cannot open {key}: the relay is closed on this rank")
             if key in self._keys:
                 raise TransferError(f"cannot open {key}: it is open already")
             self._keys.add(key)
-            # Under the lock, so that a concurrent stop comes after it and releases it.
+            # Under the lock, so that a concurrent `stop` comes after it and releases the key.
             self.mailbox.put(command)
 
     def stop(self) -> None:
-        """Finish and join; later calls, and calls by the thread itself, do not wait."""
+        """Finish and join. Calls by the thread itself do not wait."""
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
@@ -79,12 +79,12 @@ class IOThread(Generic[Event]):
             self._thread.join()
 
     def run_commands(self) -> None:
-        """Run what waits in the mailbox. One failing command costs no later one."""
+        """Run all commands in the mailbox. A failing command does not prevent later ones."""
         for command in self.mailbox.take():
             self._guard(command)
 
     def report(self, events: Iterable[Event]) -> None:
-        """Tell the owner. One failing callback costs no other event."""
+        """Pass events to the owner. A failing callback does not prevent later ones."""
         for event in events:
             if isinstance(event, (SourceReleased, DestinationReleased)):
                 with self._lock:
@@ -92,7 +92,7 @@ class IOThread(Generic[Event]):
             try:
                 self._on_event(event)
             except Exception:
-                log.exception("the owner's callback failed on %s", event)
+                log.exception("the callback failed on %s", event)
 
     def _request_stop(self) -> None:
         self._stopping = True
@@ -103,7 +103,7 @@ class IOThread(Generic[Event]):
             if self._guard(self._turn):
                 pause_s = 0.0
                 continue
-            # It may have failed before it came to them, and one of them may be to stop.
+            # The turn may have failed before it ran them, and one of them may stop the thread.
             self.run_commands()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s + 0.001, _PAUSE_S)
@@ -111,14 +111,14 @@ class IOThread(Generic[Event]):
         self.mailbox.close()
 
     def _guard(self, action: Command) -> bool:
-        """Whether it went well."""
+        """Run `action` and recover from an exception; whether there was none."""
         try:
             action()
         except Exception as error:
-            log.exception("%s drops its transfers", self._thread.name)
+            log.exception("%s failed and drops its transfers", self._thread.name)
             try:
                 self._recover(error)
             except Exception:
-                log.exception("%s could not clear up", self._thread.name)
+                log.exception("%s could not recover", self._thread.name)
             return False
         return True

@@ -1,4 +1,4 @@
-"""Commands from any thread to one I/O thread that sleeps in a poller."""
+"""Passes commands from any thread to one I/O thread that waits in a poller."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Command = Callable[[], None]
 
 
 class Mailbox:
-    """Commands in order, and a file descriptor that is readable while some wait.
+    """Commands in order, and a file descriptor that is readable while commands wait.
 
-    `put` may be called by any thread and takes microseconds: it appends, and writes one byte only if the reader
-    has not been woken yet. Bounded by its users: a transfer has one open, grant and abort, and one progress
-    report per layer and chunk.
+    `put` may be called by any thread and takes microseconds: it appends, and writes one byte only if the reader has not
+    been woken yet. Its users bound its length: a transfer has one open, grant and abort, and one progress report per layer
+    and chunk.
     """
 
     def __init__(self) -> None:
@@ -27,25 +27,25 @@ class Mailbox:
         self._closed = False
 
     def fileno(self) -> int:
-        """What to poll for reading."""
+        """The file descriptor to poll for reading."""
         return self._reader.fileno()
 
     def put(self, command: Command) -> None:
-        """Have the I/O thread run `command`; never blocks."""
+        """Let the I/O thread run `command`; never blocks."""
         if self._closed:
             return
         self._commands.append(command)
         if not self._woken:
             self._woken = True
-            # Full: unread bytes wake the reader as well. Closed: nobody reads any more.
+            # If it is full, unread bytes wake the reader anyway; if it is closed, nobody reads it any more.
             with suppress(BlockingIOError, OSError):
                 self._writer.send(b"\0")
 
     def take(self) -> list[Command]:
-        """Everything put so far. Only for the I/O thread."""
+        """All commands put so far. Only for the I/O thread."""
         with suppress(BlockingIOError):
             self._reader.recv(4096)
-        # Cleared before the commands are read: whoever puts one after that wakes us again.
+        # Cleared before the commands are read, so that a later `put` wakes the reader again.
         self._woken = False
         commands: list[Command] = []
         while self._commands:
@@ -53,7 +53,7 @@ class Mailbox:
         return commands
 
     def close(self) -> None:
-        """Free the file descriptors; later commands are never run."""
+        """Close the file descriptors; later commands are never run."""
         self._closed = True
         self._reader.close()
         self._writer.close()

@@ -1,8 +1,8 @@
-"""All attempts of one rank, at each end of a relay: fences, deadlines, and each release exactly once. Pure.
+"""All transfers of one rank, sending and receiving: fences, deadlines, and exactly one release for each. Pure.
 
-The shells (one per transport) turn calls and frames into method calls here, and report what `take_events`
-gives. A transfer lives from `open` to its `...Released`; whatever names no live transfer is ignored or
-refused, so late messages of an older attempt or incarnation can do nothing. Driven by one I/O thread.
+`Sender` and `Receiver` turn calls and messages into method calls here, and report the events that `take_events` returns.
+A transfer lives from `open` to its `...Released` event. Calls and messages that name no live transfer are ignored or
+refused, so late messages of an older attempt or incarnation have no effect. Used by one I/O thread.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from kvtransfer.transfer_state import Batch, Claim, Incoming, Outgoing
 from kvtransfer.wire import SliceHeader
 
 
-class SendingEnd:
+class SendingTransfers:
     """The attempts that one prefill rank is sending.
 
-    Invariant: one `SourceReleased` per `open`, after it no `take` and no batch in hand.
+    Invariant: one `SourceReleased` per `open`; after it, no `take` and no batch in hand.
     """
 
     def __init__(self, layout: KVLayout, rank: int, num_blocks: int) -> None:
@@ -43,11 +43,11 @@ class SendingEnd:
         self._num_blocks = num_blocks
         self._live: dict[AttemptKey, Outgoing] = {}
         self._ending: dict[AttemptKey, Exception] = {}
-        """Failed while a batch was in hand; released when that is handed back."""
+        """Attempts that failed while a batch was in hand, and why; released when that batch is no longer read."""
         self._events: list[SenderEvent] = []
 
     def open(self, transfer: OutgoingTransfer) -> None:
-        """Begin; a transfer that contradicts itself is released at once. The key is not live yet."""
+        """Start a transfer, whose key must not be live; one that contradicts itself is released at once."""
         assert transfer.key not in self._live
         try:
             self._live[transfer.key] = Outgoing(transfer, self._layout, self._rank, self._num_blocks)
@@ -55,7 +55,7 @@ class SendingEnd:
             self._events.append(SourceReleased(transfer.key, 0, error))
 
     def grant(self, grant: Grant, now: float) -> list[int]:
-        """The destination ranks to serve from now on; none if the grant is late, refused, or wants nothing of us."""
+        """The destination ranks to send to from now on; none if the grant is late, refused, or needs nothing from this rank."""
         state = self._open_state(grant.key)
         if state is None or state.granted:
             return []
@@ -68,7 +68,7 @@ class SendingEnd:
         return [] if state.complete else state.destinations
 
     def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int, now: float) -> list[int]:
-        """The destination ranks that may now have something to take."""
+        """The destination ranks for which something may be ready now."""
         state = self._open_state(key)
         if state is None:
             return []
@@ -81,50 +81,50 @@ class SendingEnd:
 
     @property
     def ending(self) -> list[AttemptKey]:
-        """Attempts that have failed, but have a batch in hand."""
+        """Attempts that have failed but still have a batch in hand."""
         return list(self._ending)
 
     def take(self, key: AttemptKey, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
-        """As `Outgoing.take`; None for what is not live."""
+        """As `Outgoing.take`; None for a transfer that is not live."""
         state = self._open_state(key)
         return None if state is None else state.take(dst_rank, max_bytes=max_bytes, min_bytes=min_bytes, now=now)
 
     def overdue(self, now: float) -> list[AttemptKey]:
-        """Attempts of which something has waited for company for too long."""
+        """Attempts with slices that were held back too long to fill a larger message."""
         return [key for key, state in self._live.items() if state.overdue(now)]
 
     def state_of(self, batch: Batch) -> Outgoing:
-        """The attempt of a batch in hand."""
+        """The state of the attempt of a batch in hand."""
         return self._live[batch.key]
 
     def handed(self, batch: Batch, now: float) -> None:
-        """The source of `batch` is not read any more; it was given to the wire, or its transfer has failed. Precedes
-        its `acknowledged`."""
+        """The source of `batch` is not read any more: it was sent, or its transfer has failed. Called before its
+        `acknowledged`."""
         state = self._live[batch.key]
         state.handed(batch, now)
         self._release_if_done(state)
 
     def given_up(self, batch: Batch) -> None:
-        """The source of `batch` is not read any more, but its destination has not got it; its attempt has failed."""
+        """The source of `batch` is not read any more, but its destination did not get it; its attempt has failed."""
         state = self._live[batch.key]
         state.give_up(batch.size_bytes)
         self._release_if_done(state)
 
     def acknowledged(self, batch: Batch, now: float) -> None:
-        """The other end has taken `batch`, which was handed. Ignored if its transfer is not live any more."""
+        """The receiver has taken `batch`, after `handed`. Ignored if its transfer is not live any more."""
         state = self._open_state(batch.key)
         if state is not None and state.transfer is batch.transfer:
             state.acknowledged(now)
             self._release_if_done(state)
 
     def refused(self, batch: Batch, error: Exception) -> None:
-        """The other end will not have `batch`. Ignored if its transfer is not live any more."""
+        """The receiver refused `batch`. Ignored if its transfer is not live any more."""
         state = self._open_state(batch.key)
         if state is not None and state.transfer is batch.transfer:
             self.fail(batch.key, error)
 
     def fail(self, key: AttemptKey, error: Exception) -> None:
-        """Stop this attempt: aborted, refused by the receiver, or its peer is lost. Ignored if not live."""
+        """Stop an attempt that was aborted or refused, or whose peer is lost. Ignored if not live."""
         state = self._open_state(key)
         if state is not None:
             self._ending[key] = error
@@ -136,7 +136,7 @@ class SendingEnd:
             self.fail(key, error)
 
     def give_up_batches(self) -> None:
-        """No batch is in hand any more, whatever became of it; for a shell that failed between two steps."""
+        """Treat every batch in hand as given up; for a sender whose I/O thread failed between two steps."""
         for state in list(self._live.values()):
             state.give_up(state.in_hand)
             if state.transfer.key in self._ending:
@@ -146,15 +146,15 @@ class SendingEnd:
         """Stop every attempt that has made no progress for too long."""
         for key, state in list(self._live.items()):
             if state.deadline is not None and state.deadline <= now:
-                self.fail(key, TransferTimedOut(f"{key}: nothing moved for {state.transfer.timeout_s} s"))
+                self.fail(key, TransferTimedOut(f"{key}: no progress for {state.transfer.timeout_s} s"))
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do next; what has failed has no deadline any more."""
+        """When `expire` must be called next. Failed attempts have no deadline any more."""
         open_ones = (state for key, state in self._live.items() if key not in self._ending)
         return min((state.deadline for state in open_ones if state.deadline is not None), default=None)
 
     def take_events(self) -> list[SenderEvent]:
-        """What happened since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -170,11 +170,11 @@ class SendingEnd:
             self._events.append(SourceReleased(key, state.bytes_sent, None if state.complete else error))
 
 
-class ReceivingEnd:
+class ReceivingTransfers:
     """The attempts that one decode rank expects.
 
-    Invariant: one `DestinationReleased` per `open`, after it no claim and no claim in hand; at most one of
-    `Received` and `ReceiveFailed` before it.
+    Invariant: one `DestinationReleased` per `open`; after it, no new claim and none in hand; before it, at most one of
+    `Received` and `ReceiveFailed`.
     """
 
     def __init__(self, layout: KVLayout, rank: int, num_blocks: int, incarnation: str | None = None) -> None:
@@ -184,15 +184,15 @@ class ReceivingEnd:
         self._incarnation = incarnation
         self._live: dict[AttemptKey, Incoming] = {}
         self._failed: dict[AttemptKey, Incoming | None] = {}
-        """Reported as failed, to be aborted by the caller; None where it could not even begin."""
+        """Reported as failed, to be aborted by the caller; None if the transfer could not even start."""
         self._aborted: dict[AttemptKey, Incoming] = {}
-        """Aborted while a claim was in hand; released when that is placed."""
+        """Aborted while a claim was in hand; released when the claim is placed."""
         self._events: list[ReceiverEvent] = []
         self.discarded_messages = 0
-        """Messages that no live transfer wanted."""
+        """Number of messages that no live transfer expected."""
 
     def open(self, transfer: IncomingTransfer, now: float) -> None:
-        """Expect an attempt; one that contradicts itself fails at once. The key is not live yet."""
+        """Expect a transfer, whose key must not be live; one that contradicts itself fails at once."""
         key = transfer.key
         assert not any(key in attempts for attempts in (self._live, self._failed, self._aborted))
         try:
@@ -205,10 +205,10 @@ class ReceivingEnd:
         self._finish_if_complete(state)
 
     def accept(self, header: SliceHeader, payload_bytes: int) -> Claim:
-        """What to write of a message.
+        """The claim to write for a message.
 
-        Raises: TransferAborted or PeerLost if no live transfer wants it (nothing changed); CorruptSlice if it
-        contradicts its transfer, which has failed thereby.
+        Raises: TransferAborted or PeerLost if no live transfer expects it (nothing changed); CorruptSlice if it
+        contradicts its transfer, which has then failed.
         """
         state = self._live.get(header.key)
         refusal = self._refusal(header, state)
@@ -222,11 +222,11 @@ class ReceivingEnd:
             raise
 
     def state_of(self, claim: Claim) -> Incoming:
-        """The attempt of a claim in hand."""
+        """The state of the attempt of a claim in hand."""
         return self._find(claim.key)
 
     def placed(self, claim: Claim, now: float) -> None:
-        """`claim` is written, or its writing was given up."""
+        """`claim` was written, or writing it was given up."""
         state = self._find(claim.key)
         state.placed(claim, now)
         if claim.key in self._aborted and not state.in_hand:
@@ -265,7 +265,7 @@ class ReceivingEnd:
             self._fail(state, error)
 
     def give_up_claims(self) -> None:
-        """No claim is in hand any more, whatever became of it; for a shell that failed between two steps."""
+        """Treat every claim in hand as given up; for a receiver whose I/O thread failed between two steps."""
         for state in [*self._live.values(), *self._failed.values()]:
             if state is not None:
                 state.in_hand = 0
@@ -279,23 +279,23 @@ class ReceivingEnd:
             if state.deadline <= now:
                 timeout_s = state.transfer.timeout_s
                 self._fail(
-                    state, TransferTimedOut(f"{key}: {state.missing} slices missing, none came for {timeout_s} s")
+                    state, TransferTimedOut(f"{key}: {state.missing} slices missing, none arrived for {timeout_s} s")
                 )
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do next."""
+        """When `expire` must be called next."""
         return min((state.deadline for state in self._live.values()), default=None)
 
     def take_events(self) -> list[ReceiverEvent]:
-        """What happened since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def _refusal(self, header: SliceHeader, state: Incoming | None) -> TransferError | None:
         if self._incarnation is not None and header.dst_incarnation != self._incarnation:
-            return PeerLost(f"{header.key} is meant for incarnation {header.dst_incarnation}, not {self._incarnation}")
+            return PeerLost(f"{header.key} is for incarnation {header.dst_incarnation}, not {self._incarnation}")
         if header.dst_rank != self._rank:
-            return TransferAborted(f"{header.key} is meant for rank {header.dst_rank}, not {self._rank}")
+            return TransferAborted(f"{header.key} is for rank {header.dst_rank}, not {self._rank}")
         if state is not None and header.src_incarnation != state.transfer.src.incarnation:
             return TransferAborted(f"{header.key} is expected from another incarnation than {header.src_incarnation}")
         return None

@@ -1,13 +1,12 @@
-"""The receiving end of every transport: one I/O thread per decode rank owns all that is here but the public calls.
+"""The receiver of one decode rank, over any transports. All but its public methods runs on its one I/O thread.
 
-All transports feed the same state machines (`kvtransfer.rank_transfers`): the slices of one attempt may come from several
-ranks over different ones, and still count as one.
+All transports feed the same state machines (`kvtransfer.rank_transfers`): the slices of one attempt may arrive from several
+ranks over different transports.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,26 +20,26 @@ from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OnR
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.copy.device import CLOSING_S, Mark, Pending, RelayDevice
+from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice
 from kvtransfer.copy.host import make_copier
 from kvtransfer.iothread import IOThread
-from kvtransfer.rank_transfers import ReceivingEnd
-from kvtransfer.traffic import Tally
+from kvtransfer.rank_transfers import ReceivingTransfers
+from kvtransfer.traffic import TrafficCounter
 from kvtransfer.transfer_state import Claim
-from kvtransfer.transports.base import Arrival, EndContext, Listener, poll
+from kvtransfer.transports.base import Arrival, Listener, TransportContext, poll, poll_timeout_ms
 from kvtransfer.transports.choose import format_offers
 
 log = logging.getLogger(__name__)
 
 _MESSAGES_PER_TURN = 8
-"""So many messages of one transport are taken before commands are looked at again: bounds how late an abort can be."""
+"""Messages taken from one transport before commands are looked at again, which bounds the delay of an abort."""
 
 
 class Receiver:
     """`KVReceiver` over the given transports, all of them at once.
 
-    With `incarnation`, messages meant for another incarnation of this node are refused. Takes the listeners over:
-    it closes them, also when it raises.
+    With `incarnation`, messages for another incarnation of this node are refused. Takes over the listeners: it closes
+    them, also when it raises.
     """
 
     def __init__(
@@ -57,19 +56,19 @@ class Receiver:
     ) -> None:
         self._listeners = listeners
         self._device = device
-        self._copying = Pending()
-        """Messages that the device is writing."""
+        self._copying = DeferredCommands()
+        """Messages that the device is copying into the destination blocks."""
         self._unanswered: dict[int, tuple[Listener, Arrival, wire.SliceHeader]] = {}
-        """Messages that were taken and not acknowledged yet, by the identity of their arrival."""
+        """Messages taken and not acknowledged yet, by the identity of their arrival."""
         self._blocks_free: dict[AttemptKey, Mark] = {}
-        """When the device has done with what it computed in these blocks before."""
+        """Marks after which the device no longer uses the destination blocks for earlier work."""
         self._address = format_offers(listener.offer for listener in listeners)
         self._bytes: dict[str, int] = {listener.offer.transport: 0 for listener in listeners}
         self._clock = clock
         self._more = False
-        """Some listener had more to give than a turn takes."""
-        self._end = ReceivingEnd(layout, rank, storage.num_blocks, incarnation)
-        self._tally = Tally(rank)
+        """Some listener has more messages than one turn takes."""
+        self._transfers = ReceivingTransfers(layout, rank, storage.num_blocks, incarnation)
+        self._traffic = TrafficCounter(rank)
         self._poller = zmq.Poller()
         self._thread: IOThread[ReceiverEvent] = IOThread(
             f"kv-receiver-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
@@ -79,7 +78,7 @@ class Receiver:
         try:
             self._copier = make_copier(storage, device)
             for listener in listeners:
-                listener.attach(EndContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device))
+                listener.attach(TransportContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device))
         except BaseException:
             self._thread.mailbox.close()
             for listener in listeners:
@@ -100,8 +99,8 @@ class Receiver:
 
     @property
     def discarded_messages(self) -> int:
-        """Messages so far that named no live transfer or could not be read."""
-        return self._end.discarded_messages + sum(listener.malformed_messages for listener in self._listeners)
+        """Number of messages so far that named no live transfer or could not be read."""
+        return self._transfers.discarded_messages + sum(listener.malformed_messages for listener in self._listeners)
 
     def open(self, transfer: IncomingTransfer) -> None:
         """As `KVReceiver.open`.
@@ -113,7 +112,7 @@ class Receiver:
 
     def abort(self, key: AttemptKey) -> None:
         """As `KVReceiver.abort`."""
-        self._thread.mailbox.put(partial(self._end.abort, key))
+        self._thread.mailbox.put(partial(self._transfers.abort, key))
 
     def close(self) -> None:
         """As `KVReceiver.close`; returns when the thread has ended."""
@@ -129,21 +128,21 @@ class Receiver:
         self._more = False
         now = self._clock()
         for listener in self._listeners:
-            listener.note(ready, now)
+            listener.on_poll(ready, now)
             for _ in range(_MESSAGES_PER_TURN):
                 arrival = listener.receive()
                 if arrival is None:
                     break
-                # `open` was called before the grant that this message answers; it may still be in the mailbox.
+                # `open` was called before the grant that led to this message, but may still be in the mailbox.
                 self._thread.run_commands()
                 self._on_message(listener, arrival)
             else:
                 self._more = True
-        self._end.expire(self._clock())
+        self._transfers.expire(self._clock())
         self._report()
 
     def _open(self, transfer: IncomingTransfer, mark: Mark | None) -> None:
-        self._end.open(transfer, self._clock())
+        self._transfers.open(transfer, self._clock())
         if mark is not None:
             self._blocks_free[transfer.key] = mark
 
@@ -156,7 +155,7 @@ class Receiver:
             return
         self._unanswered[id(arrival)] = listener, arrival, header
         try:
-            claim = self._end.accept(header, len(arrival.payload))
+            claim = self._transfers.accept(header, len(arrival.payload))
         except TransferError as error:
             self._refuse(arrival, error)
             return
@@ -164,8 +163,8 @@ class Receiver:
         try:
             mark = self._write(claim, arrival)
         except CorruptSlice as error:
-            self._end.fail(claim.key, error)
-            self._end.placed(claim, self._clock())
+            self._transfers.fail(claim.key, error)
+            self._transfers.placed(claim, self._clock())
             self._refuse(arrival, error)
             return
         if mark is None:
@@ -178,61 +177,60 @@ class Receiver:
         self._answer(arrival, error)
 
     def _answer(self, arrival: Arrival, error: KvRelayError | None = None) -> None:
-        """Acknowledge a message, once; nothing reads it any more."""
+        """Acknowledge a message, once; nothing may read it any more."""
         listener, _, header = self._unanswered.pop(id(arrival))
         code, message = ("", "") if error is None else (error.code, error.message[:1024])
         listener.acknowledge(arrival, wire.SliceAck(header.key, header.sequence, code, message))
 
     def _write(self, claim: Claim, arrival: Arrival) -> Mark | None:
-        """Begin to place a message; None if that is done. Raises: CorruptSlice."""
+        """Start to place a message; None if it is placed already. Raises: CorruptSlice."""
         before = self._blocks_free.get(claim.key)
         if self._device is not None and before is not None and not before.done():
             self._device.follow(before)
-        return self._copier.scatter_all(claim.slices, self._end.state_of(claim).blocks, arrival.payload)
+        return self._copier.scatter_all(claim.slices, self._transfers.state_of(claim).blocks, arrival.payload)
 
     def _placed(self, listener: Listener, arrival: Arrival, header: wire.SliceHeader, claim: Claim) -> None:
         if arrival.revoked():
-            self._end.fail(claim.key, TransferAborted(f"{claim.key}: its sender took the blocks back"))
-        self._end.placed(claim, self._clock())
+            self._transfers.fail(claim.key, TransferAborted(f"{claim.key}: its sender took the blocks back"))
+        self._transfers.placed(claim, self._clock())
         transport = listener.offer.transport
         self._bytes[transport] += claim.size_bytes
-        self._tally.add(header.key, header.src_rank, transport, "", claim.size_bytes)
+        self._traffic.add(header.key, header.src_rank, transport, "", claim.size_bytes)
         self._answer(arrival)
 
     def _poll_timeout_ms(self) -> int:
-        """0 while messages wait that no socket tells of, else until the next deadline, at most a second."""
+        """0 while messages wait that no socket reports, else the time to the next deadline, at most a second."""
         if self._more:
             return 0
-        deadline = self._end.next_deadline()
-        return 1000 if deadline is None else math.ceil(1000 * min(max(deadline - self._clock(), 0.0), 1.0))
+        return poll_timeout_ms(self._transfers.next_deadline(), self._clock())
 
     def _report(self) -> None:
-        self._thread.report(self._told(self._end.take_events()))
+        self._thread.report(self._with_traffic(self._transfers.take_events()))
 
-    def _told(self, events: list[ReceiverEvent]) -> Iterator[ReceiverEvent]:
+    def _with_traffic(self, events: list[ReceiverEvent]) -> Iterator[ReceiverEvent]:
         for event in events:
             if isinstance(event, Received):
-                yield replace(event, traffic=self._tally.take(event.key))
+                yield replace(event, traffic=self._traffic.take(event.key))
                 continue
             if isinstance(event, DestinationReleased):
-                self._tally.take(event.key)
+                self._traffic.take(event.key)
                 self._blocks_free.pop(event.key, None)
             yield event
 
     def _recover(self, error: Exception) -> None:
         failure = TransferError(f"the receiver's I/O thread failed: {error}")
-        self._end.fail_all(failure)
+        self._transfers.fail_all(failure)
         self._report()
         while not self._stop_copying(CLOSING_S) and not self._thread.closing:
             pass
-        self._end.give_up_claims()
+        self._transfers.give_up_claims()
         self._report()
         if not self._copying:
             for _, arrival, _ in list(self._unanswered.values()):
                 self._answer(arrival, failure)
 
     def _stop_copying(self, at_most_s: float) -> bool:
-        """Whether no copy is under way any more; else the memory that is copied must stay."""
+        """Wait for copies in progress; False if some have not ended, so that their memory must not be freed."""
         ended = self._copier.wait(at_most_s)
         if ended:
             self._copying.clear()
@@ -240,8 +238,8 @@ class Receiver:
 
     def _finish(self) -> None:
         self._stop_copying(CLOSING_S)
-        self._end.give_up_claims()
-        self._end.abort_all()
+        self._transfers.give_up_claims()
+        self._transfers.abort_all()
         self._report()
         for listener in self._listeners:
             listener.close()

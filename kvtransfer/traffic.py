@@ -1,6 +1,6 @@
-"""What a node's transfers moved, between which ranks, over what and why: for its log, metrics and admin port.
+"""Bytes that a node's transfers moved, by pair of ranks and transport: for its log, metrics and admin port.
 
-The ends of each rank report it with their events; the leader's `TrafficLog` adds it up.
+Each rank reports its traffic with its transfer events; the leader's `TrafficLog` adds it up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_PAIRS = 4096
 
 @dataclass(frozen=True)
 class PairTraffic:
-    """One pair of ranks, since this node began. `direction` is "to" or "from" the peer."""
+    """Traffic of one pair of ranks since this node started. `direction` is "to" or "from" the peer."""
 
     direction: str
     peer: str
@@ -32,7 +32,7 @@ class PairTraffic:
 
 
 class TrafficLog:
-    """The pairs of one node, the latest `MAX_PAIRS`. For any thread."""
+    """The traffic of one node: its latest `MAX_PAIRS` pairs of ranks. For any thread."""
 
     def __init__(self, direction: str) -> None:
         self._direction = direction
@@ -40,12 +40,12 @@ class TrafficLog:
         self._pairs: dict[tuple[str, str, int, int, str], PairTraffic] = {}
 
     def add(self, peer: str, incarnation: str, traffic: Iterable[Traffic]) -> None:
-        """One attempt with node `peer` is over."""
+        """Add the traffic of one attempt with node `peer`, which has ended."""
         with self._lock:
             for moved in traffic:
-                place = (peer, incarnation, moved.rank, moved.peer_rank, moved.transport)
-                pair = self._pairs.pop(place, None) or PairTraffic(self._direction, *place, moved.why)
-                self._pairs[place] = replace(
+                route = (peer, incarnation, moved.rank, moved.peer_rank, moved.transport)
+                pair = self._pairs.pop(route, None) or PairTraffic(self._direction, *route, moved.why)
+                self._pairs[route] = replace(
                     pair,
                     why=moved.why,
                     size_bytes=pair.size_bytes + moved.size_bytes,
@@ -56,7 +56,7 @@ class TrafficLog:
 
     @property
     def pairs(self) -> list[PairTraffic]:
-        """The pair that moved something last comes last."""
+        """The pairs, the most recently used last."""
         with self._lock:
             return list(self._pairs.values())
 
@@ -77,24 +77,24 @@ class TrafficLog:
 
 
 def count_bytes(into: dict[str, int], traffic: Iterable[Traffic]) -> None:
-    """Add to counters by transport."""
+    """Add bytes to counters by transport."""
     for moved in traffic:
         into[moved.transport] = into.get(moved.transport, 0) + moved.size_bytes
 
 
-class Tally:
-    """Bytes of the attempts under way at one end of one rank; owned by its I/O thread."""
+class TrafficCounter:
+    """Counts the bytes of live attempts at one rank's sender or receiver; owned by its I/O thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._open: dict[AttemptKey, dict[tuple[int, str, str], int]] = {}
 
     def add(self, key: AttemptKey, peer_rank: int, transport: str, why: str, size_bytes: int) -> None:
-        """One message of attempt `key`."""
-        moved, way = self._open.setdefault(key, {}), (peer_rank, transport, why)
-        moved[way] = moved.get(way, 0) + size_bytes
+        """Count one message of attempt `key`."""
+        counted, route = self._open.setdefault(key, {}), (peer_rank, transport, why)
+        counted[route] = counted.get(route, 0) + size_bytes
 
     def take(self, key: AttemptKey) -> tuple[Traffic, ...]:
-        """What attempt `key` moved; it is over."""
-        moved = self._open.pop(key, {})
-        return tuple(Traffic(self._rank, *way, size) for way, size in moved.items())
+        """The traffic of attempt `key`, which has ended; its counters are dropped."""
+        counted = self._open.pop(key, {})
+        return tuple(Traffic(self._rank, *route, size) for route, size in counted.items())

@@ -185,8 +185,8 @@ class LentBlocks:
         return self.pages.runs(piece, self.ids[max(lo, 0) : hi])
 
 
-class Pending:
-    """Commands that wait for a device. Their marks are of one stream, so they come about in order."""
+class DeferredCommands:
+    """Commands that each wait for a mark. The marks belong to one stream, so they complete in order."""
 
     def __init__(self) -> None:
         self._commands: deque[tuple[Mark, Command]] = deque()

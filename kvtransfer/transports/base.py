@@ -1,16 +1,18 @@
-"""What a transport is to the two ends that all transports share (`kvtransfer.sender`, `kvtransfer.receiver`).
+"""The interface of a transport, as `kvtransfer.sender` and `kvtransfer.receiver` use it.
 
-    Connector    at a sender: makes a `Peer` for each receiving rank that it has something for
-    Peer         one connection of a sender: buffers to fill, messages to send, acks to take
-    Listener     at a receiver: gives the messages that have come, as `Arrival`s, and acknowledges them
+    Connector    at a sender: makes a `Peer` for each receiving rank that there is something to send to
+    Peer         one connection of a sender: provides buffers to fill, sends messages, returns acks
+    Listener     at a receiver: returns the messages that have arrived, as `Arrival`s, and acknowledges them
 
-All of it belongs to the I/O thread of its end and never blocks it. A message's buffer belongs to the peer from
-`send` until its ack, which proves that nobody reads it any more; buffers of a broken connection are never reused.
+All three are called by the I/O thread of their sender or receiver and never block it. From `send` until its ack, a
+message's buffer belongs to the peer; the ack proves that nobody reads it any more. Buffers of a broken connection are
+never reused.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -37,26 +39,26 @@ Ready = set[Any]
 
 
 @dataclass(frozen=True)
-class EndContext:
-    """What a connector or a listener gets from its end."""
+class TransportContext:
+    """What a connector or a listener gets from its sender or receiver."""
 
     rank: int
     unit_bytes: int
-    """The least that one message must be able to carry: one block of one layer."""
+    """One block of one layer: every message must have room for it."""
     poller: zmq.Poller
     post: Callable[[Command], None]
-    """Run a command on the end's I/O thread; from any thread."""
+    """Runs a command on the I/O thread; callable from any thread."""
     device: RelayDevice | None = None
-    """Where this rank's KV is, if not in CPU memory."""
+    """The device that holds this rank's KV; None if it is in CPU memory."""
 
     @property
     def make_host_buffer(self) -> Callable[[int], Buffer]:
-        """Makes buffers, [bytes] of uint8, from which and into which KV is copied best."""
+        """Makes host buffers, [bytes] of uint8, that are efficient to copy KV from and to."""
         return _host_buffer if self.device is None else self.device.host_buffer
 
 
 def poll(poller: zmq.Poller, timeout_ms: int, device_busy: object) -> Ready:
-    """What is readable within that time; while a device is at work, at the latest when it is worth a look again."""
+    """What is readable within that time; while a device is busy, returns early to look at its marks."""
     if not device_busy or not timeout_ms:
         return {socket for socket, _ in poller.poll(timeout_ms)}
     ready = {socket for socket, _ in poller.poll(0)}
@@ -65,33 +67,38 @@ def poll(poller: zmq.Poller, timeout_ms: int, device_busy: object) -> Ready:
     return ready
 
 
+def poll_timeout_ms(deadline: float | None, now: float) -> int:
+    """Milliseconds until `deadline`, at most a second."""
+    return 1000 if deadline is None else math.ceil(1000 * min(max(deadline - now, 0.0), 1.0))
+
+
 class Peer(ABC):
     """One connection of a sender, to one incarnation of one receiving rank.
 
-    Invariant: at most `window` messages are unacknowledged, each in a buffer of its own; so a peer that stops
-    reading holds that much memory and nothing of any other peer.
+    Invariant: at most `window` messages are unacknowledged, each in its own buffer. A peer that stops reading therefore
+    holds that much memory and delays no other peer.
     """
 
     def __init__(self, transport: str, incarnation: str, *, message_bytes: int, window: int, now: float) -> None:
         self.transport = transport
         self.why = ""
         """Why this transport was chosen."""
-        self.second_best = False
-        """A transport that would have been chosen before this one did not come about."""
+        self.is_fallback = False
+        """A preferred transport could not be used."""
         self.incarnation = incarnation
         self.message_bytes = message_bytes
-        """The most that one message carries."""
+        """Maximum size of one message."""
         self.transfers: dict[AttemptKey, int] = {}
-        """Live transfers with a piece for this peer, and its rank there."""
+        """Live transfers that send to this peer, and its rank there."""
         self.waiting: dict[AttemptKey, None] = {}
-        """Those that may have something ready, in the order in which it became so."""
+        """Transfers that may have something ready, in the order in which they became ready."""
         self.last_progress = now
         self.proven = False
-        """An ack has come: both ends can really use this transport."""
+        """An ack has arrived: both ends can really use this transport."""
         self.reserved = 0
         """Messages whose buffers are being filled."""
         self.lent: dict[int, Batch] = {}
-        """What the other end reads from our blocks themselves, by message; until its ack, or `take_back`."""
+        """Batches that the receiver reads from our blocks itself, by message; until their ack or `take_back`."""
         self.closed = False
         self._window = window
         self._sequence = 0
@@ -99,7 +106,7 @@ class Peer(ABC):
 
     @property
     def has_room(self) -> bool:
-        """One more message may be sent."""
+        """Whether one more message may be sent."""
         return len(self._in_flight) + self.reserved < self._window
 
     @property
@@ -109,7 +116,7 @@ class Peer(ABC):
 
     @property
     def unused(self) -> bool:
-        """No transfer needs it, and nothing is under way on it."""
+        """Whether no transfer needs it and no message is in flight."""
         return not (self.transfers or self.reserved or self._in_flight)
 
     def next_sequence(self) -> int:
@@ -118,14 +125,14 @@ class Peer(ABC):
         return self._sequence
 
     def send(self, header: wire.SliceHeader, buffer: Buffer, batch: Batch, now: float) -> None:
-        """Send `batch`, which lies in `buffer`, which came from `stage`."""
+        """Send `batch`, which is in `buffer`, which came from `stage`."""
         if not self._in_flight:
             self.last_progress = now
         self._in_flight[header.sequence] = buffer, batch
         self._put(wire.encode(header), buffer, batch.size_bytes)
 
     def acks(self, ready: Ready, now: float) -> Iterator[tuple[wire.SliceAck, Batch]]:
-        """The acks that have come, each once and with what was sent; their buffers are free again.
+        """The acks that have arrived, each once and with the batch it acknowledges; their buffers are free again.
 
         Raises: PeerLost, after the last of them, if the connection ended.
         """
@@ -133,7 +140,7 @@ class Peer(ABC):
             try:
                 ack = wire.decode_ack(data)
             except ProtocolError as error:
-                log.warning("dropped an ack: %s", error)
+                log.warning("dropped a malformed ack: %s", error)
                 continue
             sent = self._in_flight.pop(ack.sequence, None)
             if sent is not None:
@@ -144,15 +151,15 @@ class Peer(ABC):
                 yield ack, batch
 
     def take_back(self, sequence: int) -> Batch:
-        """End a loan: whatever the other end still reads of it, it will discard, even if it stands still now."""
+        """End a loan: the receiver will discard whatever it still reads of it, even if it hangs now."""
         return self.lent.pop(sequence)
 
     def returned(self, sequence: int) -> Batch | None:
-        """The ack of message `sequence` has come: what it lent, if anything."""
+        """The ack of message `sequence` has arrived: the batch that it lent, if any."""
         return self.lent.pop(sequence, None)
 
     def close(self) -> None:
-        """Drop the connection and whatever is in flight on it. Loans are to be taken back before."""
+        """Drop the connection and everything in flight on it. All loans must have been taken back before."""
         assert not self.lent
         self.closed = True
         self._in_flight.clear()
@@ -160,22 +167,22 @@ class Peer(ABC):
 
     @abstractmethod
     def stage(self) -> Buffer:
-        """A buffer of at least `message_bytes`, contents undefined, to fill and give to `send` at once."""
+        """A buffer of at least `message_bytes`, contents undefined, to fill and pass to `send`."""
 
     def lend(self, buffer: Buffer, header: wire.SliceHeader, batch: Batch, blocks: np.ndarray) -> bool:
-        """Have the other end read `batch` from the sequence's `blocks` themselves; `buffer` then tells it where.
+        """Let the receiver read `batch` from the sequence's `blocks` itself; `buffer` then tells it where they are.
 
-        False where this transport moves copies.
+        False if this transport sends copies.
         """
         return False
 
     @abstractmethod
     def _put(self, header: bytes, buffer: Buffer, size_bytes: int) -> None:
-        """Hand a message to the wire; never waits. A broken connection shows in `_replies`."""
+        """Send a message without waiting. `_replies` reports a broken connection."""
 
     @abstractmethod
     def _replies(self, ready: Ready, now: float) -> Iterable[bytes]:
-        """Encoded acks that have come. Raises: PeerLost if the connection ended."""
+        """Encoded acks that have arrived. Raises: PeerLost if the connection ended."""
 
     @abstractmethod
     def _free(self, buffer: Buffer) -> None:
@@ -190,25 +197,25 @@ class Connector(Protocol):
 
     @property
     def offer(self) -> TransportOffer:
-        """What this sender can do; without an endpoint."""
+        """What this sender can use; without an endpoint."""
         ...
 
-    def attach(self, context: EndContext) -> None:
-        """Called once, before all else.
+    def attach(self, context: TransportContext) -> None:
+        """Called once, before all other methods.
 
-        Raises: ConfigError if its messages cannot carry one block of one layer.
+        Raises: ConfigError if its messages have no room for one block of one layer.
         """
         ...
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> Peer:
-        """A connection to a receiver's `offer`.
+        """A connection to the receiver that made `offer`.
 
         Raises: PeerLost if that is impossible.
         """
         ...
 
     def close(self) -> None:
-        """Called last; all peers are closed."""
+        """Called last, when all peers are closed."""
         ...
 
 
@@ -218,14 +225,14 @@ def _never() -> bool:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One message that has come. `payload`, whose length is its bytes, may be read until `acknowledge`."""
+    """One message that has arrived. `payload`, whose length is its size in bytes, may be read until `acknowledge`."""
 
     header: bytes | memoryview
     payload: np.ndarray | Any
     origin: Any
-    """Where its ack goes; the listener's own business."""
+    """Where the listener sends the ack; opaque to others."""
     revoked: Callable[[], bool] = _never
-    """Whether the payload was lent and has been taken back: what was read of it until now may be anything."""
+    """Whether the payload was lent and has been taken back: what was read of it may then be anything."""
 
 
 class Listener(Protocol):
@@ -238,23 +245,23 @@ class Listener(Protocol):
 
     @property
     def malformed_messages(self) -> int:
-        """Messages so far that could not be read; their senders may be anybody."""
+        """Number of messages so far that could not be read; their senders are not authenticated."""
         ...
 
-    def attach(self, context: EndContext) -> None:
-        """Called once, before all else."""
+    def attach(self, context: TransportContext) -> None:
+        """Called once, before all other methods."""
         ...
 
-    def note(self, ready: Ready, now: float) -> None:
-        """What the poller found; called once before a run of `receive`."""
+    def on_poll(self, ready: Ready, now: float) -> None:
+        """Take over what the poller found; called once before a series of `receive` calls."""
         ...
 
     def receive(self) -> Arrival | None:
-        """The next message, None if none waits."""
+        """The next message; None if none waits."""
         ...
 
     def acknowledge(self, arrival: Arrival, ack: wire.SliceAck | None) -> None:
-        """The payload is not read any more; tell its sender. None: the message could not be read."""
+        """The payload is not read any more: tell its sender. None if the message could not be read."""
         ...
 
     def close(self) -> None:
@@ -263,9 +270,9 @@ class Listener(Protocol):
 
 
 class StagingPool:
-    """Equal buffers, made when first needed; up to `keep` idle ones are kept.
+    """Buffers of equal size, made when first needed; up to `keep` idle ones are kept.
 
-    Bounded by its users: a peer has at most `window` of them.
+    Its users bound its size: each peer has at most `window` buffers.
     """
 
     def __init__(self, buffer_bytes: int, keep: int, make: Callable[[int], Buffer] | None = None) -> None:
@@ -289,11 +296,11 @@ def _host_buffer(size_bytes: int) -> Buffer:
 
 
 def fit_message(wanted_bytes: int, unit_bytes: int) -> int:
-    """The size of a transport's messages: as wanted, but room for one block of one layer.
+    """The size of a transport's messages: `wanted_bytes`, raised to `unit_bytes` (one block of one layer) if that is more.
 
-    Raises: ConfigError if that is more than a receiver takes.
+    Raises: ConfigError if the unit is larger than any message a receiver takes.
     """
     size = min(max(wanted_bytes, unit_bytes), wire.MAX_PAYLOAD_BYTES)
     if unit_bytes > size:
-        raise ConfigError(f"one block of one layer has {unit_bytes} bytes; at most {size} can be sent")
+        raise ConfigError(f"one block of one layer has {unit_bytes} bytes; a message has at most {size}")
     return size

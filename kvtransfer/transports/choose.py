@@ -1,10 +1,10 @@
-"""Which transport a pair of ranks uses, from what both ends offer. Pure.
+"""Chooses the transport of a pair of ranks from what both ranks offer. Pure.
 
 A receiving rank's data address lists its offers, `<transport>+<endpoint>` each, separated by spaces:
 
     zmq+tcp://10.0.0.2:7001 shm+unix://3f2a9c.../kvrelay-71be... nccl+tcp://10.0.0.2:7002#GPU-5e1c...
 
-A sender knows what it can do itself (the same offers without endpoints), and picks at the grant.
+The sender knows its own offers, which have no endpoint, and chooses when the grant arrives.
 """
 
 from __future__ import annotations
@@ -20,59 +20,60 @@ _ONE_HOST = (CUDA_IPC, SHM)
 _MAX_ADDRESS = 4096
 _MAX_FAILED = 1024
 FORGET_AFTER_S = 600.0
-"""What kept a transport from coming about (no memory left, a firewall) may be mended; a try costs one attempt."""
+"""A transport that failed is tried again after this time, since the cause (memory, a firewall) may be gone. Each try may
+cost one attempt."""
 _NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
 class TransportOffer:
-    """One transport that an end has. A sender's has no endpoint."""
+    """One transport that a rank can use. A sender's offer has no endpoint."""
 
     transport: str
     endpoint: str = ""
     host_id: str = ""
-    """Of shared memory and CUDA IPC: the ends must have the same one."""
-    card: str = ""
-    """Of NCCL and CUDA IPC: where this end's KV is."""
+    """Shared memory and CUDA IPC need equal ids at both ranks."""
+    gpu_id: str = ""
+    """For NCCL and CUDA IPC: the GPU that holds this rank's KV."""
 
     def __str__(self) -> str:
-        return f"{self.transport}+{self.endpoint}" + (f"#{self.card}" if self.card else "")
+        return f"{self.transport}+{self.endpoint}" + (f"#{self.gpu_id}" if self.gpu_id else "")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a pair uses, and why in a few words for the log."""
+class ChosenTransport:
+    """The transport that a pair of ranks uses, and why in a few words for the log."""
 
     offer: TransportOffer
-    """The receiver's."""
+    """The receiver's offer."""
     why: str
 
     @property
     def transport(self) -> str:
-        """Its name."""
+        """The transport's name."""
         return self.offer.transport
 
 
-class Failures:
-    """Which transports did not come about to which address, for `FORGET_AFTER_S` each. Bounded."""
+class TransportFailures:
+    """Which transports failed to connect to which address, remembered for `FORGET_AFTER_S`. Bounded."""
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], tuple[str, float]] = {}
-        """By address and transport: why, and until when it counts. The oldest first."""
+        """By address and transport: the reason, and until when it is remembered. The oldest first."""
 
-    def note(self, address: str, transport: str, reason: str, now: float) -> None:
-        """It failed, once more perhaps."""
+    def record(self, address: str, transport: str, reason: str, now: float) -> None:
+        """Remember a failure, and forget an earlier one of the same address and transport."""
         self._reasons.pop((address, transport), None)
         if len(self._reasons) >= _MAX_FAILED:
             del self._reasons[next(iter(self._reasons))]
         self._reasons[address, transport] = reason, now + FORGET_AFTER_S
 
     def of(self, address: str, now: float) -> Mapping[str, str]:
-        """The reasons that still count for `address`, by transport."""
+        """The reasons still remembered for `address`, by transport."""
         return {
             transport: reason
-            for (place, transport), (reason, until) in self._reasons.items()
-            if place == address and now < until
+            for (failed_address, transport), (reason, until) in self._reasons.items()
+            if failed_address == address and now < until
         }
 
 
@@ -82,19 +83,19 @@ def format_offers(offers: Iterable[TransportOffer]) -> str:
 
 
 def parse_offers(address: str) -> list[TransportOffer]:
-    """The offers in a rank's data address. Transports of a later version are kept, nobody chooses them.
+    """The offers in a rank's data address. Unknown transports, of a later version, are kept but never chosen.
 
-    Raises: HandshakeRefused if it is no such list.
+    Raises: HandshakeRefused if it is not a list of offers.
     """
     offers: list[TransportOffer] = []
     for text in address[:_MAX_ADDRESS].split():
         transport, plus, endpoint = text.partition("+")
         scheme, separator, rest = endpoint.partition("://")
         if not (transport and plus and scheme and separator and rest):
-            raise HandshakeRefused(f"{text[:80]!r} in a data address is not <transport>+<scheme>://<place>")
+            raise HandshakeRefused(f"{text[:80]!r} in a data address is not <transport>+<scheme>://<endpoint>")
         host_id = rest.partition("/")[0] if transport in _ONE_HOST else ""
-        endpoint, _, card = endpoint.partition("#")
-        offers.append(TransportOffer(transport, endpoint, host_id, card))
+        endpoint, _, gpu_id = endpoint.partition("#")
+        offers.append(TransportOffer(transport, endpoint, host_id, gpu_id))
     return offers
 
 
@@ -103,14 +104,13 @@ def choose(
     dst: Iterable[TransportOffer],
     wanted: str = "auto",
     failed: Mapping[str, str] = _NONE,
-) -> Choice:
-    """What `src` and `dst` use, the first that both can: CUDA IPC or shared memory on one host, NCCL between two
-    cards, ZMQ. `wanted` may narrow it down.
+) -> ChosenTransport:
+    """The transport from `src` to `dst`, the first that both can use: CUDA IPC on one host, NCCL between two GPUs, shared
+    memory on one host, ZMQ, gloo. `wanted` restricts the choice.
 
-    `failed`: transports that did not come about between these two ends, with the reason; passed over while there is
-    another.
+    `failed`: transports that failed between these two ranks, with the reason; avoided while another one is left.
 
-    Raises: HandshakeRefused naming both ends' offers if they share nothing that is wanted.
+    Raises: HandshakeRefused naming the offers of both ranks if they have no wanted transport in common.
     """
     ours, theirs = {o.transport: o for o in src}, {o.transport: o for o in dst}
     allowed = {"auto": (CUDA_IPC, NCCL, SHM, ZMQ, GLOO), "collective": COLLECTIVE}.get(wanted, (wanted,))
@@ -125,25 +125,25 @@ def choose(
         )
     name = next((name for name in common if name not in failed), common[0])
     reasons += [f"{other} failed: {failed[other]}" for other in common[: common.index(name)]]
-    why = _WHY.get(name, "; ".join(reasons) or "both ends offer it and nothing faster")
+    why = _WHY.get(name, "; ".join(reasons) or "both ranks offer it and nothing faster")
     if name in _WHY and reasons:
         why += f" ({'; '.join(reasons)})"
-    return Choice(theirs[name], why if wanted == "auto" else f"asked for {wanted}; {why}")
+    return ChosenTransport(theirs[name], why if wanted == "auto" else f"asked for {wanted}; {why}")
 
 
 _WHY = {
-    CUDA_IPC: "both ends are on one host and hold their KV on CUDA devices",
-    SHM: "both ends are on one host",
-    NCCL: "both ends hold their KV on CUDA devices",
+    CUDA_IPC: "both ranks are on one host and hold their KV on CUDA devices",
+    SHM: "both ranks are on one host",
+    NCCL: "both ranks hold their KV on CUDA devices",
 }
 
 
 def _unfit(ours: TransportOffer, theirs: TransportOffer) -> str:
-    """Why these two cannot use a transport that both have; empty if they can."""
+    """Why these two ranks cannot use a transport that both have; empty if they can."""
     if ours.transport in _ONE_HOST and ours.host_id != theirs.host_id:
         return "not on one host"
-    if ours.transport == NCCL and ours.card and ours.card == theirs.card:
-        return "NCCL refuses two ranks on one card"
+    if ours.transport == NCCL and ours.gpu_id and ours.gpu_id == theirs.gpu_id:
+        return "NCCL refuses two ranks on one GPU"
     return ""
 
 

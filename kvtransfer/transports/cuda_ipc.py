@@ -17,25 +17,22 @@ import os
 import socket
 import struct
 from functools import partial
-from typing import Any
 
 import numpy as np
 import zmq
 
 from common.base.errors import PeerLost, ProtocolError
 from common.base.hashing import HASH_BYTES
-from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
-from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
 from kvtransfer.copy.device import LentBlocks, Pages, RelayDevice, pages_of
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
 from kvtransfer.transfer_state import Batch
-from kvtransfer.transports import ring
-from kvtransfer.transports.base import Arrival, Buffer, EndContext
+from kvtransfer.transports.base import Arrival, Buffer, TransportContext
 from kvtransfer.transports.choose import CUDA_IPC, TransportOffer
-from kvtransfer.transports.shm import Connection, ShmListener, ShmPeer, required_host_id
+from kvtransfer.transports.same_host import require_host_id
+from kvtransfer.transports.shm import ring
+from kvtransfer.transports.shm.connector import ShmPeer
+from kvtransfer.transports.shm.listener import RingSender, ShmListener
 
 MESSAGE_BYTES, WINDOW = 2**30, 16
 """No memory stands behind a message: it is large, because a card copies 1 GiB in the time in which two processes agree
@@ -125,9 +122,9 @@ class CudaIpcConnector:
         self._pages = pages_of(storage, device)
         self._message_bytes = message_bytes
         self._window = window
-        self.offer = TransportOffer(CUDA_IPC, host_id=required_host_id(), card=device.card)
+        self.offer = TransportOffer(CUDA_IPC, host_id=require_host_id(), gpu_id=device.card)
 
-    def attach(self, context: EndContext) -> None:
+    def attach(self, context: TransportContext) -> None:
         """As `Connector.attach`."""
         self._poller = context.poller
         self._message_bytes = max(self._message_bytes, context.unit_bytes)
@@ -149,7 +146,7 @@ class CudaIpcConnector:
         """As `Connector.close`."""
 
 
-class _Lender(Connection):
+class _LendingSender(RingSender):
     """One sender at a receiver. Its pages are mapped once the greeting has come, until the last copy from them."""
 
     greeting_bytes, num_fds = ring.GREETING_BYTES + _PAGES.size, 2
@@ -161,12 +158,12 @@ class _Lender(Connection):
         self._pages: Pages | None = None
 
     def forget(self) -> None:
-        """As `Connection.forget`. Copies under way hold the pages for as long as they need them."""
+        """As `RingSender.forget`. Copies under way hold the pages for as long as they need them."""
         super().forget()
         self._pages = None
 
     def accept(self, greeting: bytes, fds: list[int]) -> ring.Ring:
-        """As `Connection.accept`."""
+        """As `RingSender.accept`."""
         shared = ring.accept(greeting[: ring.GREETING_BYTES], fds[0])
         of_pages = greeting[ring.GREETING_BYTES :]
         if len(of_pages) != _PAGES.size or shared.page_bytes != _LOAN_BYTES:
@@ -179,7 +176,7 @@ class _Lender(Connection):
         return shared
 
     def arrival(self, shared: ring.Ring, page: int, header: bytes, payload_bytes: int) -> Arrival:
-        """As `Connection.arrival`."""
+        """As `RingSender.arrival`."""
         assert self._pages is not None
         loan = shared.payload(page, _LOAN_BYTES).view(np.int64)
         first, count = int(loan[1]), int(loan[2])
@@ -196,38 +193,4 @@ class CudaIpcListener(ShmListener):
 
     def __init__(self, device: RelayDevice, storage: KVStorage) -> None:
         head_bytes = storage.layout.slice_bytes_per_block // 2
-        super().__init__(CUDA_IPC, device.card, partial(_Lender, device=device, head_bytes=head_bytes))
-
-
-class CudaIpcSender(Sender):
-    """`KVSender` over CUDA IPC alone; options as of `CudaIpcConnector` and `Sender`. Raises: ConfigError."""
-
-    def __init__(
-        self,
-        storage: KVStorage,
-        layout: KVLayout,
-        rank: int,
-        on_event: OnSenderEvent,
-        device: RelayDevice,
-        *,
-        message_bytes: int = MESSAGE_BYTES,
-        window: int = WINDOW,
-        **options: Any,
-    ) -> None:
-        connector = CudaIpcConnector(device, storage, message_bytes=message_bytes, window=window)
-        super().__init__(storage, layout, rank, on_event, [connector], device=device, **options)
-
-
-class CudaIpcReceiver(Receiver):
-    """`KVReceiver` over CUDA IPC alone. Raises: ConfigError."""
-
-    def __init__(
-        self,
-        storage: KVStorage,
-        layout: KVLayout,
-        rank: int,
-        on_event: OnReceiverEvent,
-        device: RelayDevice,
-        **options: Any,
-    ) -> None:
-        super().__init__(storage, layout, rank, on_event, [CudaIpcListener(device, storage)], device=device, **options)
+        super().__init__(CUDA_IPC, device.card, partial(_LendingSender, device=device, head_bytes=head_bytes))

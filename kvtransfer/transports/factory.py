@@ -1,4 +1,4 @@
-"""The data plane's ends of one rank, with every transport that its node may use. Called once, as a node starts."""
+"""Makes the sender or receiver of one rank with all transports that its node may use. Called once, when a node starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports.base import Connector, Listener
 from kvtransfer.transports.choose import CUDA_IPC, GLOO, NCCL, SHM, ZMQ
-from kvtransfer.transports.collective import CollectiveConnector, CollectiveListener
+from kvtransfer.transports.collective.connector import CollectiveConnector
+from kvtransfer.transports.collective.listener import CollectiveListener
 from kvtransfer.transports.cuda_ipc import CudaIpcConnector, CudaIpcListener
 from kvtransfer.transports.same_host import host_id
-from kvtransfer.transports.shm import ShmConnector, ShmListener
+from kvtransfer.transports.shm.connector import ShmConnector
+from kvtransfer.transports.shm.listener import ShmListener
 from kvtransfer.transports.zmq import ZmqConnector, ZmqListener
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 def make_sender(config: NodeConfig, storage: KVStorage, layout: KVLayout, rank: int, on_event: OnSenderEvent) -> Sender:
     """A rank's `KVSender`, with the transports that `config.kv_transport` allows.
 
-    Raises: ConfigError if there is none on this host, or one cannot work with these sizes.
+    Raises: ConfigError if this host has none of them, or one does not support these sizes.
     """
     device = _device(storage)
     connectors = [_connector(name, config, storage, device) for name in _allowed(config.kv_transport, storage)]
@@ -45,10 +47,10 @@ def make_receiver(
     port: int,
     incarnation: str,
 ) -> Receiver:
-    """A rank's `KVReceiver`, with the transports that `config.kv_transport` allows. The first of them that needs a
-    port takes `port`, 0 being any free one.
+    """A rank's `KVReceiver`, with the transports that `config.kv_transport` allows. The first that needs a
+    port listens on `port`; 0 means any free one.
 
-    Raises: ConfigError if there is none on this host, or it cannot listen.
+    Raises: ConfigError if this host has none of them, or one cannot listen.
     """
     device = _device(storage)
     listeners: list[Listener] = []
@@ -68,19 +70,19 @@ def _device(storage: KVStorage) -> RelayDevice | None:
 
 
 def _allowed(wanted: str, storage: KVStorage) -> list[str]:
-    """The transports of this end, by name. Raises: ConfigError if there is none."""
+    """The names of the transports that this rank may use. Raises: ConfigError if there are none."""
     on_device, one_host = storage.words is None, host_id() is not None
     collective = NCCL if on_device else GLOO
     if wanted == "collective":
         return [collective]
     if wanted == "auto":
-        # gloo does nothing that ZMQ does not, so nobody listens for it unasked.
+        # gloo has no advantage over ZMQ, so it is offered only when asked for.
         local = [SHM, *([CUDA_IPC] if on_device else [])]
         return [ZMQ, *(local if one_host else []), *([NCCL] if on_device else [])]
     if wanted == SHM and not one_host:
-        raise ConfigError("kv_transport is shm, but memory cannot be shared here: it needs Linux")
+        raise ConfigError("kv_transport is shm, which needs Linux: memory cannot be shared here")
     if wanted == CUDA_IPC and not (on_device and one_host):
-        raise ConfigError("kv_transport is cuda_ipc, which needs Linux, and KV on a CUDA device")
+        raise ConfigError("kv_transport is cuda_ipc, which needs Linux and KV on a CUDA device")
     return [wanted]
 
 
@@ -93,7 +95,7 @@ def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayD
         case "cuda_ipc" if device is not None:
             return CudaIpcConnector(device, storage)
         case _:
-            return CollectiveConnector(one_interface(config), backend=name, card=device.card if device else "")
+            return CollectiveConnector(one_interface(config), backend=name, gpu_id=device.card if device else "")
 
 
 def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
@@ -105,4 +107,4 @@ def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDe
         case "cuda_ipc" if device is not None:
             return CudaIpcListener(device, storage)
         case _:
-            return CollectiveListener(one_interface(config), port, backend=name, card=device.card if device else "")
+            return CollectiveListener(one_interface(config), port, backend=name, gpu_id=device.card if device else "")

@@ -1,19 +1,24 @@
-"""Which host this is, for two processes that may share memory. Reads /proc; called once per end."""
+"""Which host and which user a process belongs to: two processes share memory only if both agree. Linux only."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import socket
+import struct
 from pathlib import Path
 
+from common.base.errors import ConfigError
+
 _NAMESPACES = ("net", "user")
-"""A Unix socket's abstract name is seen within one network namespace; user ids mean the same within one user's."""
+"""The abstract name of a Unix socket is visible in one network namespace; user ids are unique in one user namespace."""
+_CREDENTIALS = struct.Struct("iii")
 
 
 def host_id() -> str | None:
-    """Equal for two processes of one user that share a kernel and its sockets, however their hosts are named.
+    """An id that is equal for two processes of one user that share a kernel and its sockets. Host names play no role.
 
-    None where that cannot be told, or where memory cannot be shared without a name (other systems than Linux).
+    None where that cannot be determined, or where there is no anonymous shared memory (systems other than Linux).
     """
     if not hasattr(os, "memfd_create"):
         return None
@@ -26,3 +31,19 @@ def host_id() -> str | None:
         return None
     parts.append(f"uid:{os.geteuid()}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def require_host_id() -> str:
+    """`host_id()`. Raises: ConfigError where memory cannot be shared."""
+    host = host_id()
+    if host is None:
+        raise ConfigError("shared memory needs Linux with memfd and /proc")
+    return host
+
+
+def user_of_peer(connected: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket: any user of this host may bind a free abstract name.
+
+    Raises: OSError.
+    """
+    return _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]

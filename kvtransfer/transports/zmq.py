@@ -1,7 +1,7 @@
-"""KV over ZMQ: DEALER to ROUTER over tcp, one connection per pair of ranks that have something to say to each other.
+"""The ZMQ transport: DEALER to ROUTER over TCP, one connection per pair of ranks that exchange KV.
 
-A data message is `[header, payload]` (`kvtransfer.wire`), sent without a copy. Used by the I/O threads of both ends.
-`ZmqSender` and `ZmqReceiver` are the ends with this transport alone.
+A data message is `[header, payload]` (`kvtransfer.wire`), sent without copying it. Used by the I/O threads of senders and
+receivers.
 """
 
 from __future__ import annotations
@@ -13,36 +13,30 @@ from typing import Any
 import numpy as np
 import zmq
 
-from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError, PeerLost
-from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
-from common.kv.layout import KVLayout
-from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
-from kvtransfer.transports.base import Arrival, Buffer, EndContext, Peer, Ready, StagingPool, fit_message
+from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
 from kvtransfer.transports.choose import ZMQ, TransportOffer
 
 log = logging.getLogger(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 CONNECT_TIMEOUT_MS = 2000
-"""After so long ZMQ begins to connect anew: TCP's own attempts come further and further apart."""
+"""ZMQ makes a new connection attempt after this time, because TCP retries at growing intervals."""
 HEARTBEAT_S, SILENCE_S = 2.0, 10.0
-"""A link on which nothing comes back for so long, not even ZMQ's own answers, has broken without a word. Long enough
-for a full window on a slow network."""
+"""A link on which nothing arrives for `SILENCE_S`, not even heartbeat replies, counts as broken. Long enough to send a full
+window over a slow network."""
 
 GONE_S = 60.0
-"""A receiver forgets a sender of which it has heard nothing for so long: nothing waits for that, so it is no hurry."""
+"""A receiver forgets a sender after this silence. It is long because nothing waits for it."""
 
 
 class DealerLink:
-    """A DEALER connected to one ROUTER, which tells when the connection ends.
+    """A DEALER connected to one ROUTER, which reports when the connection ends.
 
-    ZMQ would reconnect and resend some of what was lost; we start anew instead.
+    ZMQ would reconnect and resend some of the lost messages; a new link is made instead.
 
-    Raises: PeerLost if there can be no connection to such an endpoint, or no socket is to be had.
+    Raises: PeerLost if the endpoint is invalid or no socket can be opened.
     """
 
     def __init__(self, context: Context, poller: zmq.Poller, endpoint: str) -> None:
@@ -55,7 +49,7 @@ class DealerLink:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        # The window bounds what is queued; a send must never wait or fail for a full queue.
+        # The window limits what is queued; a send must never wait or fail because of a full queue.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
@@ -69,32 +63,32 @@ class DealerLink:
         poller.register(self._monitor, zmq.POLLIN)
 
     def send(self, *frames: Any) -> None:
-        """One message; the frames' memory belongs to ZMQ until the peer has shown that it has them."""
+        """Send one message; the frames' memory belongs to ZMQ until the peer has acknowledged the message."""
         self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def replies(self, ready: Ready) -> Iterator[bytes]:
-        """The messages that have come, frames joined. Raises: PeerLost after the last if the connection ended."""
+        """The messages that have arrived, frames joined. Raises: PeerLost after the last if the connection ended."""
         while self._socket in ready:
             try:
                 yield b"".join(self._socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 break
         if self._monitor in ready:
-            raise PeerLost("the connection broke")
+            raise PeerLost("the connection was lost")
 
     @property
     def closed(self) -> bool:
-        """`close` was called."""
+        """Whether `close` was called."""
         return self._socket.closed
 
     def quiet(self) -> None:
-        """Do not look at it any more; what is queued is still sent until `close`."""
+        """Stop polling it; what is queued is still sent until `close`."""
         if self._socket in self._poller:
             self._poller.unregister(self._socket)
             self._poller.unregister(self._monitor)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Drop it, and after `linger_ms` what is queued on it. Once more changes nothing."""
+        """Close it, and after `linger_ms` drop what is queued on it. Further calls do nothing."""
         if not self.closed:
             self.quiet()
             self._close_sockets(linger_ms)
@@ -132,8 +126,8 @@ class ZmqPeer(Peer):
 
 
 class ZmqConnector:
-    """ZMQ at a sender. `staging_bytes` is the most one message carries (raised to the size of one block of one layer
-    where that is more), `window` how many messages a peer may have unacknowledged."""
+    """ZMQ at a sender. `staging_bytes` is the maximum size of a message (raised to the size of one block of one layer
+    where that is more), `window` the maximum number of unacknowledged messages per peer."""
 
     offer = TransportOffer(ZMQ)
 
@@ -142,7 +136,7 @@ class ZmqConnector:
         self._window = window
         self._context: Context = zmq.Context()
 
-    def attach(self, context: EndContext) -> None:
+    def attach(self, context: TransportContext) -> None:
         """As `Connector.attach`. Raises: ConfigError."""
         self._poller = context.poller
         self._pool = StagingPool(
@@ -160,7 +154,7 @@ class ZmqConnector:
 
 
 class RouterSocket:
-    """A ROUTER on tcp `host`:`port` (0 takes any free one) that takes no message above `max_bytes`.
+    """A ROUTER on tcp `host`:`port` (0: any free port) that refuses messages above `max_bytes`.
 
     Raises: ConfigError when it cannot listen there.
     """
@@ -170,7 +164,7 @@ class RouterSocket:
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        # Else it kept the connections of hosts that have vanished for ever.
+        # Without it, connections of hosts that have vanished would stay for ever.
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * GONE_S))
         try:
@@ -194,11 +188,11 @@ class RouterSocket:
                 return frames
 
     def send(self, identity: bytes, data: bytes) -> None:
-        """Never waits; who does not read its answers loses them."""
+        """Never waits; a sender that does not read its replies loses them."""
         try:
             self.socket.send_multipart([identity, data], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            log.warning("could not answer a message: %s", error)
+            log.warning("could not reply to a message: %s", error)
 
     def close(self) -> None:
         """Close the socket."""
@@ -216,12 +210,12 @@ class ZmqListener:
         self.offer = TransportOffer(ZMQ, self._router.endpoint)
         self.malformed_messages = 0
 
-    def attach(self, context: EndContext) -> None:
+    def attach(self, context: TransportContext) -> None:
         """As `Listener.attach`."""
         context.poller.register(self._router.socket, zmq.POLLIN)
 
-    def note(self, ready: Ready, now: float) -> None:
-        """As `Listener.note`."""
+    def on_poll(self, ready: Ready, now: float) -> None:
+        """As `Listener.on_poll`."""
 
     def receive(self) -> Arrival | None:
         """As `Listener.receive`."""
@@ -242,40 +236,3 @@ class ZmqListener:
     def close(self) -> None:
         """As `Listener.close`."""
         self._router.close()
-
-
-class ZmqSender(Sender):
-    """`KVSender` over ZMQ alone; options as of `ZmqConnector` and `Sender`. Raises: ConfigError."""
-
-    def __init__(
-        self,
-        storage: KVStorage,
-        layout: KVLayout,
-        rank: int,
-        on_event: OnSenderEvent,
-        *,
-        staging_bytes: int = 2 * 2**20,
-        window: int = 8,
-        **options: Any,
-    ) -> None:
-        connector = ZmqConnector(staging_bytes=staging_bytes, window=window)
-        super().__init__(storage, layout, rank, on_event, [connector], **options)
-
-
-class ZmqReceiver(Receiver):
-    """`KVReceiver` over ZMQ alone, on tcp `host`:`port`. Raises: ConfigError when it cannot listen there."""
-
-    def __init__(
-        self,
-        storage: KVStorage,
-        layout: KVLayout,
-        rank: int,
-        host: str,
-        port: int,
-        on_event: OnReceiverEvent,
-        clock: Clock = monotonic,
-        *,
-        incarnation: str | None = None,
-    ) -> None:
-        listener = ZmqListener(host, port)
-        super().__init__(storage, layout, rank, on_event, [listener], clock=clock, incarnation=incarnation)

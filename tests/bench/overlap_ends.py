@@ -11,6 +11,8 @@ import threading
 import time
 from typing import Any
 
+from support.single_transport import zmq_receiver, zmq_sender
+
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.base.torch_setup import configure_torch
 from common.config.options import DecodeConfig, NodeConfig, PrefillConfig
@@ -30,7 +32,6 @@ from common.kv.layout import blocks_for
 from common.node.plan import plan_node
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO
-from kvtransfer.transports.zmq import ZmqReceiver, ZmqSender
 
 _TIMEOUT_S = 60.0
 _GREEDY = SamplingParams(seed=0, max_tokens=1 << 30, temperature=0.0)
@@ -104,7 +105,7 @@ class OverlapSource(_Engine):
     def __init__(self, chunk: int, **config: Any) -> None:
         super().__init__(PrefillConfig(**config))
         self._chunk = chunk
-        self._sender = ZmqSender(self.worker.storage, self.layout, 0, self._on_event)
+        self._sender = zmq_sender(self.worker.storage, self.layout, 0, self._on_event)
         self._layer_wise = LocalExecutor(self.worker.runner, self._sender.blocks_final)
 
     def _on_event(self, event: SenderEvent) -> None:
@@ -150,7 +151,7 @@ class OverlapDestination(_Engine):
 
     def __init__(self, bind: str, **config: Any) -> None:
         super().__init__(DecodeConfig(**config))
-        self._receiver = ZmqReceiver(self.worker.storage, self.layout, 0, bind, 0, self._on_event)
+        self._receiver = zmq_receiver(self.worker.storage, self.layout, 0, self._on_event, host=bind)
 
     def _on_event(self, event: ReceiverEvent) -> None:
         if isinstance(event, ReceiveFailed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import threading
 import time
@@ -11,6 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.single_transport import (
+    cuda_ipc_receiver,
+    cuda_ipc_sender,
+    gloo_receiver,
+    gloo_sender,
+    shm_receiver,
+    shm_sender,
+    zmq_receiver,
+    zmq_sender,
+)
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.control.messages import AttemptKey, Grant, PeerRef
@@ -29,19 +38,9 @@ from common.kv.storage import KVStorage
 _TIMEOUT_S = 60.0
 _COPIES = 4
 
-SENDERS = {
-    "zmq": ("kvtransfer.transports.zmq:ZmqSender", ()),
-    "collective": ("kvtransfer.transports.collective:CollectiveSender", ("127.0.0.1",)),
-    "shm": ("kvtransfer.transports.shm:ShmSender", ()),
-    "cuda_ipc": ("kvtransfer.transports.cuda_ipc:CudaIpcSender", ()),
-}
-RECEIVERS = {
-    "zmq": ("kvtransfer.transports.zmq:ZmqReceiver", ("127.0.0.1", 0)),
-    "collective": ("kvtransfer.transports.collective:CollectiveReceiver", ("127.0.0.1", 0)),
-    "shm": ("kvtransfer.transports.shm:ShmReceiver", ()),
-    "cuda_ipc": ("kvtransfer.transports.cuda_ipc:CudaIpcReceiver", ()),
-}
-"""Class, and what it takes between the rank and the callback; after it, on a GPU, the device that copies."""
+SENDERS = {"zmq": zmq_sender, "collective": gloo_sender, "shm": shm_sender, "cuda_ipc": cuda_ipc_sender}
+RECEIVERS = {"zmq": zmq_receiver, "collective": gloo_receiver, "shm": shm_receiver, "cuda_ipc": cuda_ipc_receiver}
+"""Functions of (storage, layout, rank, on_event) and, on a GPU, of the device that copies."""
 
 
 class _End:
@@ -157,8 +156,8 @@ class RelaySource(_End):
     def use(self, transport: str) -> None:
         """Send over `transport` from now on."""
         self.close()
-        make, between = _named(SENDERS[transport])
-        self.sender = make(self.storage, self.layout, self.rank, *between, self._on_event, **self.more())
+        make: Any = SENDERS[transport]
+        self.sender = make(self.storage, self.layout, self.rank, self._on_event, **self.more())
 
     def _on_event(self, event: SenderEvent) -> None:
         if isinstance(event, SourceReleased):
@@ -201,8 +200,8 @@ class RelayDestination(_End):
     def use(self, transport: str) -> None:
         """Receive over `transport` from now on."""
         self.close()
-        make, between = _named(RECEIVERS[transport])
-        self.receiver = make(self.storage, self.layout, self.rank, *between, self._on_event, **self.more())
+        make: Any = RECEIVERS[transport]
+        self.receiver = make(self.storage, self.layout, self.rank, self._on_event, **self.more())
 
     def _on_event(self, event: ReceiverEvent) -> None:
         if isinstance(event, ReceiveFailed):
@@ -239,8 +238,3 @@ class RelayDestination(_End):
         """Stop the transport."""
         if self.receiver is not None:
             self.receiver.close()
-
-
-def _named(place: tuple[str, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
-    module, _, name = place[0].partition(":")
-    return getattr(importlib.import_module(module), name), place[1]

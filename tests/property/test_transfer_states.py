@@ -25,7 +25,7 @@ from common.engine.kv_transfer import (
     SourceReleased,
 )
 from common.kv.layout import KVLayout
-from kvtransfer.rank_transfers import ReceivingEnd, SendingEnd
+from kvtransfer.rank_transfers import ReceivingTransfers, SendingTransfers
 from kvtransfer.transfer_state import Batch, Claim
 from kvtransfer.wire import SliceHeader
 
@@ -59,8 +59,8 @@ class Relay(RuleBasedStateMachine):
     @initialize(src=st.sampled_from(LAYOUTS), dst=st.sampled_from(LAYOUTS))
     def nodes(self, src: KVLayout, dst: KVLayout) -> None:
         self.src, self.dst = src, dst
-        self.senders = [SendingEnd(src, r, NUM_BLOCKS) for r in range(src.world_size)]
-        self.receivers = [ReceivingEnd(dst, r, NUM_BLOCKS, "d1") for r in range(dst.world_size)]
+        self.senders = [SendingTransfers(src, r, NUM_BLOCKS) for r in range(src.world_size)]
+        self.receivers = [ReceivingTransfers(dst, r, NUM_BLOCKS, "d1") for r in range(dst.world_size)]
 
     # ---------------------------------------------------------------- what the nodes do
 
@@ -340,7 +340,7 @@ TestRelay.settings = settings(max_examples=100, stateful_step_count=50, deadline
 def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() -> None:
     """Its shell would poll without a pause until the batch comes back: from a card that stands still, never."""
     kv = KVLayout("m", 1, 1, 8, "float32", block_size=4)
-    end, key = SendingEnd(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
+    end, key = SendingTransfers(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
     end.open(OutgoingTransfer(key, "s1", [0], [bytes(HASH_BYTES)], 4, timeout_s=5.0, final_blocks=1))
     assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, 0, [0]), now=0.0) == [0]
     batch = end.take(key, 0, max_bytes=2**20, now=0.0)

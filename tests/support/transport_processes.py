@@ -1,9 +1,10 @@
-"""Two ends of a transport in two processes: what both sides build, equal by construction."""
+"""What a sender and a receiver in two processes build alike: transfers, layouts, transports."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from support import single_transport
 from support.host_device import HostDevice
 from support.transfer_harness import layout
 
@@ -15,10 +16,6 @@ from common.engine.kv_transfer import (
 )
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from kvtransfer.transports.collective import CollectiveReceiver, CollectiveSender
-from kvtransfer.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from kvtransfer.transports.shm import ShmReceiver, ShmSender
-from kvtransfer.transports.zmq import ZmqReceiver, ZmqSender
 
 KEY = AttemptKey("r", 1)
 BLOCKS = 8
@@ -26,32 +23,34 @@ HASHES = [bytes([i]) * 16 for i in range(BLOCKS)]
 IDS = list(range(BLOCKS))
 KV = layout()
 BIG = KVLayout("model", 4, 2, 512, "float32", block_size=64)
-"""1 MiB for each block of one layer: several messages, which no socket buffer swallows whole."""
+"""1 MiB for each block of one layer: several messages, which do not fit into any socket buffer."""
 TRANSPORTS = ("zmq", "shm", "cuda_ipc", "collective")
 
 
 def make_sender(transport: str, storage: KVStorage, on_event: Any) -> Any:
+    where = storage, storage.layout, 0, on_event
     match transport:
         case "zmq":
-            return ZmqSender(storage, storage.layout, 0, on_event, min_message_bytes=1)
+            return single_transport.zmq_sender(*where, min_message_bytes=1)
         case "shm":
-            return ShmSender(storage, storage.layout, 0, on_event, min_message_bytes=1)
+            return single_transport.shm_sender(*where, min_message_bytes=1)
         case "cuda_ipc":
-            return CudaIpcSender(storage, storage.layout, 0, on_event, HostDevice(storage), min_message_bytes=1)
+            return single_transport.cuda_ipc_sender(*where, device=HostDevice(storage), min_message_bytes=1)
         case _:
-            return CollectiveSender(storage, storage.layout, 0, "127.0.0.1", on_event, min_message_bytes=1, timeout_s=1)
+            return single_transport.gloo_sender(*where, min_message_bytes=1, timeout_s=1)
 
 
 def make_receiver(transport: str, storage: KVStorage, on_event: Any, clock: Clock = monotonic) -> Any:
+    where = storage, storage.layout, 0, on_event
     match transport:
         case "zmq":
-            return ZmqReceiver(storage, storage.layout, 0, "127.0.0.1", 0, on_event, clock)
+            return single_transport.zmq_receiver(*where, clock=clock)
         case "shm":
-            return ShmReceiver(storage, storage.layout, 0, on_event, clock=clock)
+            return single_transport.shm_receiver(*where, clock=clock)
         case "cuda_ipc":
-            return CudaIpcReceiver(storage, storage.layout, 0, on_event, HostDevice(storage), clock=clock)
+            return single_transport.cuda_ipc_receiver(*where, device=HostDevice(storage), clock=clock)
         case _:
-            return CollectiveReceiver(storage, storage.layout, 0, "127.0.0.1", 0, on_event, clock, timeout_s=1)
+            return single_transport.gloo_receiver(*where, clock=clock, timeout_s=1)
 
 
 def storage_of(kv: KVLayout) -> KVStorage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support import transport_ends
+from support import transports
 from support.transfer_harness import Cluster, layout
 
 from common.engine.kv_transfer import Received, SourceReleased, Traffic
@@ -10,7 +10,7 @@ from kvtransfer.traffic import MAX_PAIRS, TrafficLog
 
 
 def test_both_ends_report_the_bytes_of_every_pair() -> None:
-    cluster = Cluster(transport_ends.loopback(), layout(tp=2), layout(tp=1, pp=(3, 1)))
+    cluster = Cluster(transports.loopback(), layout(tp=2), layout(tp=1, pp=(3, 1)))
     try:
         transfer = cluster.transfer(tokens=16)
         transfer.run()

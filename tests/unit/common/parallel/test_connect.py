@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from support import transport_ends
+from support import transports
 from support.transfer_harness import DEADLINE_S
 
 from common.engine.kv_transfer import SourceReleased
@@ -47,8 +47,8 @@ def test_the_looking_glass_sees_a_socket_on_every_interface() -> None:
 
 def test_relays_over_zmq_and_gloo_listen_on_their_interface_only() -> None:
     before = listening()
-    for transport in (transport_ends.zmq, transport_ends.collective):
-        with transport_ends.clusters(transport) as make:
+    for transport in (transports.zmq, transports.collective):
+        with transports.clusters(transport) as make:
             cluster = make()
             transfer = cluster.transfer()
             transfer.run()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import transport_ends
+from support import transports
 from support.transfer_harness import Recorder, layout, wait_until
 
 from common.base.clock import MockClock
@@ -21,11 +21,20 @@ from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from kvtransfer.transports import factory, shm
-from kvtransfer.transports.choose import FORGET_AFTER_S, Failures, TransportOffer, choose, format_offers, parse_offers
-from kvtransfer.transports.collective import CollectiveListener
+from kvtransfer.transports import factory, same_host
+from kvtransfer.transports.choose import (
+    FORGET_AFTER_S,
+    TransportFailures,
+    TransportOffer,
+    choose,
+    format_offers,
+    parse_offers,
+)
+from kvtransfer.transports.collective.listener import CollectiveListener
 from kvtransfer.transports.same_host import host_id
-from kvtransfer.transports.shm import ShmConnector, ShmListener
+from kvtransfer.transports.shm import ring
+from kvtransfer.transports.shm.connector import ShmConnector
+from kvtransfer.transports.shm.listener import ShmListener
 from kvtransfer.transports.zmq import ZmqConnector, ZmqListener
 
 ZMQ = TransportOffer("zmq", "tcp://10.0.0.1:1")
@@ -34,13 +43,13 @@ GLOO = TransportOffer("gloo", "tcp://10.0.0.1:2")
 NCCL = TransportOffer("nccl", "tcp://10.0.0.1:3")
 
 
-def on_card(card: str, host: str = "host-a") -> list[TransportOffer]:
-    """What a rank with its KV on a card offers."""
+def on_gpu(gpu_id: str, host: str = "host-a") -> list[TransportOffer]:
+    """What a rank with its KV on a GPU offers."""
     return [
         ZMQ,
         TransportOffer("shm", f"unix://{host}/name", host),
-        TransportOffer("cuda_ipc", f"unix://{host}/other", host, card),
-        TransportOffer("nccl", "tcp://10.0.0.1:3", card=card),
+        TransportOffer("cuda_ipc", f"unix://{host}/other", host, gpu_id),
+        TransportOffer("nccl", "tcp://10.0.0.1:3", gpu_id=gpu_id),
     ]
 
 
@@ -55,12 +64,12 @@ def on_card(card: str, host: str = "host-a") -> list[TransportOffer]:
         ([ZMQ, SHM], [ZMQ, SHM], "zmq", "zmq", "asked for zmq"),
         ([ZMQ, GLOO], [ZMQ, GLOO], "collective", "gloo", "asked for collective"),
         ([NCCL, GLOO], [ZMQ, NCCL, GLOO], "collective", "nccl", "CUDA"),
-        (on_card("A"), on_card("A"), "auto", "cuda_ipc", "CUDA"),
-        (on_card("A"), on_card("B"), "auto", "cuda_ipc", "CUDA"),
-        (on_card("A"), on_card("B", "host-b"), "auto", "nccl", "not on one host"),
-        (on_card("A"), [ZMQ, SHM], "auto", "shm", "one host"),
-        ([ZMQ, SHM], on_card("A", "host-b"), "auto", "zmq", "not on one host"),
-        (on_card("A"), on_card("A"), "shm", "shm", "asked for shm"),
+        (on_gpu("A"), on_gpu("A"), "auto", "cuda_ipc", "CUDA"),
+        (on_gpu("A"), on_gpu("B"), "auto", "cuda_ipc", "CUDA"),
+        (on_gpu("A"), on_gpu("B", "host-b"), "auto", "nccl", "not on one host"),
+        (on_gpu("A"), [ZMQ, SHM], "auto", "shm", "one host"),
+        ([ZMQ, SHM], on_gpu("A", "host-b"), "auto", "zmq", "not on one host"),
+        (on_gpu("A"), on_gpu("A"), "shm", "shm", "asked for shm"),
     ],
 )
 def test_choice(src: list[TransportOffer], dst: list[TransportOffer], wanted: str, taken: str, why: str) -> None:
@@ -87,11 +96,11 @@ def test_what_failed_is_passed_over_while_there_is_another(
 
 
 @pytest.mark.parametrize(
-    ("other_card", "taken", "why"),
-    [("A", "shm", "NCCL refuses two ranks on one card"), ("B", "nccl", "no peer access")],
+    ("other_gpu", "taken", "why"),
+    [("A", "shm", "NCCL refuses two ranks on one GPU"), ("B", "nccl", "no peer access")],
 )
-def test_cards_that_cannot_share_memory_take_nccl_or_else_pinned_memory(other_card: str, taken: str, why: str) -> None:
-    choice = choose(on_card("A"), on_card(other_card), "auto", {"cuda_ipc": "no peer access"})
+def test_gpus_that_cannot_share_memory_use_nccl_or_else_pinned_memory(other_gpu: str, taken: str, why: str) -> None:
+    choice = choose(on_gpu("A"), on_gpu(other_gpu), "auto", {"cuda_ipc": "no peer access"})
     assert choice.transport == taken
     assert why in choice.why
 
@@ -99,8 +108,8 @@ def test_cards_that_cannot_share_memory_take_nccl_or_else_pinned_memory(other_ca
 @pytest.mark.parametrize(
     ("src", "dst", "wanted"),
     [
-        (on_card("A"), on_card("A", "host-b"), "cuda_ipc"),
-        (on_card("A"), on_card("A"), "collective"),
+        (on_gpu("A"), on_gpu("A", "host-b"), "cuda_ipc"),
+        (on_gpu("A"), on_gpu("A"), "collective"),
         ([ZMQ], [GLOO], "auto"),
         ([], [ZMQ], "auto"),
         ([ZMQ, SHM], [ZMQ], "shm"),
@@ -117,7 +126,7 @@ def test_nothing_in_common_is_refused_by_naming_both_ends(
         assert offer.transport in refused.value.message
 
 
-@given(st.lists(st.sampled_from([ZMQ, SHM, GLOO, NCCL, *on_card("GPU-5e1c-77")]), unique=True))
+@given(st.lists(st.sampled_from([ZMQ, SHM, GLOO, NCCL, *on_gpu("GPU-5e1c-77")]), unique=True))
 def test_offers_survive_their_address(offers: list[TransportOffer]) -> None:
     assert parse_offers(format_offers(offers)) == offers
 
@@ -138,21 +147,21 @@ def test_host_id_is_stable_and_says_nothing_of_the_host() -> None:
     assert " " not in (host_id() or "")
 
 
-def even_ranks_share_memory() -> transport_ends.Transport:
+def even_ranks_share_memory() -> transports.Transport:
     """Ranks of the source take turns: even ones may share memory with the destination, odd ones may not."""
 
     def sender(storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, **kw: Any) -> Sender:
         connectors: list[Any] = [ZmqConnector(), *([] if rank % 2 else [ShmConnector()])]
         return Sender(storage, kv, rank, on_event, connectors, min_message_bytes=1, **kw)
 
-    return transport_ends.Transport(
+    return transports.Transport(
         sender, lambda *where, **kw: Receiver(*where, [ZmqListener("127.0.0.1", 0), ShmListener()], **kw)
     )
 
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    with transport_ends.clusters(even_ranks_share_memory) as make:
+    with transports.clusters(even_ranks_share_memory) as make:
         yield make
 
 
@@ -165,7 +174,7 @@ def test_slices_of_one_attempt_arrive_over_two_transports(make: Any, caplog: pyt
     assert cluster.receivers[0].end.bytes_by_transport == {"zmq": half, "shm": half}
     assert cluster.senders[0].end.bytes_by_transport == {"zmq": 0, "shm": half}
     assert cluster.senders[1].end.bytes_by_transport == {"zmq": half}
-    assert [pair.choice.transport for rank in cluster.senders for pair in rank.end.pairs] == ["shm", "zmq"]
+    assert [pair.chosen.transport for rank in cluster.senders for pair in rank.end.pairs] == ["shm", "zmq"]
     said = [r.getMessage() for r in caplog.records if " over " in r.getMessage()]
     assert len(said) == 2, "once for each pair"
 
@@ -178,7 +187,7 @@ def test_one_host_by_name_only_takes_zmq_at_once(make: Any) -> None:
     cluster.transfer("r", tokens=27).run()
     assert receiver.bytes_by_transport["shm"] == 0
     [pair] = cluster.senders[0].end.pairs
-    assert (pair.choice.transport, "shm failed" in pair.choice.why) == ("zmq", True)
+    assert (pair.chosen.transport, "shm failed" in pair.chosen.why) == ("zmq", True)
 
 
 def test_transport_that_breaks_before_its_first_ack_is_not_taken_again(
@@ -190,13 +199,13 @@ def test_transport_that_breaks_before_its_first_ack_is_not_taken_again(
         raise OSError("no memory left")
 
     cluster = make(layout(), layout())
-    monkeypatch.setattr(shm.ring, "accept", cannot)
+    monkeypatch.setattr(ring, "accept", cannot)
     transfer = cluster.transfer("r", tokens=27)
     transfer.open_senders()
     transfer.grant()
     transfer.final()
     sender = cluster.senders[0].end
-    wait_until(lambda: "shm" in sender._failures.of(cluster.receivers[0].end.address, 0.0), "the sender knows")
+    wait_until(lambda: "shm" in sender._table._failures.of(cluster.receivers[0].end.address, 0.0), "the sender knows")
     cluster.transfer("r", attempt=2, tokens=27).run()
     assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
 
@@ -233,9 +242,9 @@ def test_transport_that_failed_is_tried_again_after_a_while(
 
     clock = MockClock()
     cluster = make(clock=clock)
-    cluster.senders[0].end._idle_s = idle_s
+    cluster.senders[0].end._table._idle_s = idle_s
     with monkeypatch.context() as broken:
-        broken.setattr(shm.ring, "create", cannot)
+        broken.setattr(ring, "create", cannot)
         cluster.transfer("first", tokens=27).run()
     receiver = cluster.receivers[0].end
     clock.advance(FORGET_AFTER_S - 1)
@@ -247,9 +256,9 @@ def test_transport_that_failed_is_tried_again_after_a_while(
 
 
 def test_memory_of_failures_is_bounded_and_forgets_the_oldest() -> None:
-    failures = Failures()
+    failures = TransportFailures()
     for i in range(2000):
-        failures.note(f"a{i}", "shm", "broken", 0.0)
+        failures.record(f"a{i}", "shm", "broken", 0.0)
     assert not failures.of("a0", 0.0)
     assert failures.of("a1999", 0.0) == {"shm": "broken"}
     assert len(failures._reasons) == 1024
@@ -289,7 +298,7 @@ def test_node_offers_what_it_may(wanted: str, offered: list[str]) -> None:
 def test_host_that_cannot_share_memory_offers_zmq_and_refuses_to_be_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (factory, shm):
+    for module in (factory, same_host):
         monkeypatch.setattr(module, "host_id", lambda: None)
     kv = layout()
     storage = KVStorage(kv, kv.shard(0, 0), 4)

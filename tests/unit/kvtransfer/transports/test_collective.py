@@ -12,23 +12,25 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from support import transport_ends
+from support import transports
+from support.single_transport import gloo_receiver
 from support.transfer_harness import DEADLINE_S, Cluster, wait_until
 
 from common.base.clock import MockClock
 from common.base.errors import PeerLost
 from common.control.messages import PeerRef
 from common.engine.kv_transfer import SourceReleased
-from kvtransfer.transports import collective, process_group
-from kvtransfer.transports.collective import CollectiveReceiver, GroupLeave, GroupMeet, GroupReply, GroupRequest
-from kvtransfer.transports.process_group import wait_for_card
+from kvtransfer.transports.collective import process_group, protocol
+from kvtransfer.transports.collective.process_group import wait_for_payload
+from kvtransfer.transports.collective.protocol import GroupLeave, GroupMeet, GroupReply, GroupRequest
+from kvtransfer.transports.zmq import DealerLink
 
-ENCODE = collective._CODEC.encode
+ENCODE = protocol.CODEC.encode
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with transport_ends.clusters(transport_ends.collective) as make:
+    with transports.clusters(transports.collective) as make:
         yield make(timeout_s=0.5)
 
 
@@ -43,7 +45,7 @@ class FakeReceiver:
     def request(self) -> tuple[bytes, GroupRequest]:
         assert self.socket.poll(1000 * DEADLINE_S)
         identity, data = self.socket.recv_multipart()
-        return identity, collective._CODEC.decode(data)
+        return identity, protocol.CODEC.decode(data)
 
     def reply(self, identity: bytes, reply: GroupReply) -> None:
         self.socket.send_multipart([identity, b"g" + ENCODE(reply)])
@@ -88,7 +90,7 @@ def test_store_that_does_not_answer_delays_nobody_and_is_given_up(
 
 def test_link_whose_group_ended_by_itself_does_not_hold_up_the_end(fake: FakeReceiver) -> None:
     """The next connection forgets the ended ones; a socket of theirs would keep the context for ever."""
-    with transport_ends.clusters(transport_ends.collective) as make, socket.create_server(("127.0.0.1", 0)) as server:
+    with transports.clusters(transports.collective) as make, socket.create_server(("127.0.0.1", 0)) as server:
         cluster = make(timeout_s=0.5)
         hanging = offer_to(cluster, fake.peer)
         identity, request = fake.request()
@@ -98,7 +100,7 @@ def test_link_whose_group_ended_by_itself_does_not_hold_up_the_end(fake: FakeRec
         assert isinstance(cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error, PeerLost)
         cluster.transfer("good").run()
         connector: Any = cluster.senders[0].end._connectors["gloo"]
-        wait_until(lambda: len(connector._peers) == 1 or connector._peers[0].is_left, "its link is closed")
+        wait_until(lambda: len(connector._peers) == 1 or connector._peers[0].link_closed, "its link is closed")
         gc.disable()
         try:
             closing = threading.Thread(target=cluster.senders[0].end.close, daemon=True)
@@ -114,7 +116,7 @@ def test_process_without_threads_refuses_a_group_and_loses_nothing_else(
     cluster: Cluster, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(thread: Any) -> None:
-        if thread.name.startswith("kv-pair-to" if end == "sender" else "kv-pair-from"):
+        if thread.name.startswith("kv-group-to" if end == "sender" else "kv-group-from"):
             raise RuntimeError("can't start new thread")
         real_start(thread)
 
@@ -168,12 +170,12 @@ def test_sender_that_never_meets_its_receiver_leaves_nothing_behind(cluster: Clu
         dealer.connect(receiver.address.removeprefix("gloo+"))
         dealer.send(ENCODE(GroupRequest("absent", "gloo", 1024)))
         assert dealer.poll(1000 * DEADLINE_S)
-        assert collective._CODEC.decode(dealer.recv()[1:]).port
+        assert protocol.CODEC.decode(dealer.recv()[1:]).port
         dealer.send(ENCODE(GroupMeet()))
         cluster.transfer("good").run()
         assert dealer.poll(1000 * DEADLINE_S)
-        assert collective._CODEC.decode(dealer.recv()[1:]).error
-        wait_until(lambda: len(listener._connections) == 1, "only the good one is left")
+        assert protocol.CODEC.decode(dealer.recv()[1:]).error
+        wait_until(lambda: len(listener._senders) == 1, "only the good one is left")
 
 
 HOSTILE = {
@@ -207,7 +209,7 @@ def test_payload_of_a_wrong_size_ends_its_group_before_memory_is_taken(cluster: 
         dealer.recv()
         dealer.send_multipart([b"header", size.to_bytes(8, "little")])
         assert dealer.poll(1000 * DEADLINE_S)
-        assert collective._CODEC.decode(dealer.recv()[1:]).error
+        assert protocol.CODEC.decode(dealer.recv()[1:]).error
         wait_until(lambda: receiver.discarded_messages == 1, "it is counted")
     cluster.transfer().run()
 
@@ -216,15 +218,15 @@ def test_group_is_torn_down_with_either_end_and_made_again(cluster: Cluster) -> 
     cluster.transfer("first").run()
     receiver = cluster.receivers[0]
     old: Any = receiver.end._listeners[0]
-    assert len(old._connections) == 1
-    again = CollectiveReceiver(receiver.storage, cluster.dst_layout, 0, "127.0.0.1", 0, receiver.recorder)
+    assert len(old._senders) == 1
+    again = gloo_receiver(receiver.storage, cluster.dst_layout, 0, receiver.recorder)
     receiver.end.close()
-    assert not old._connections
+    assert not old._senders
     receiver.end = again
     cluster.transfer("second", seed=1).run()
     cluster.senders[0].end.close()
     listener: Any = again._listeners[0]
-    wait_until(lambda: not listener._connections, "the receiver has noticed")
+    wait_until(lambda: not listener._senders, "the receiver has noticed")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_group_is_torn_down_with_either_end_and_made_again(cluster: Cluster) -> 
 )
 def test_wait_for_a_card_tells_what_failed_from_what_is_done(moved_at: float, over_at: float, says: str) -> None:
     clock = MockClock()
-    reason = wait_for_card(
+    reason = wait_for_payload(
         lambda: clock() >= moved_at, lambda: clock() >= over_at, 2.0, clock, lambda _: clock.advance(0.01)
     )
     assert says in reason
@@ -264,7 +266,7 @@ def test_group_on_cards_gives_its_memory_back_with_its_thread(
     plan = process_group.GroupPlan(backend, "a", process_group.RECEIVING, "127.0.0.1", "127.0.0.1", 5.0)
     reasons: list[str] = []
     ready = threading.Event()
-    thread = process_group.PairThread("pair", plan, on_ready=ready.set, on_end=reasons.append)
+    thread = process_group.ProcessGroupThread("pair", plan, on_ready=ready.set, on_end=reasons.append)
     thread.listen()
     thread.start()
     thread.meet(0)
@@ -278,19 +280,19 @@ def test_staging_on_a_card_keeps_to_what_is_counted_for_it(
     cluster: Cluster, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by gloo, as if its buffers were on a card. Sixteen connections with messages of 2 MiB fit."""
-    assert collective._has_room("nccl", [2**21] * 15, 2**21)
-    assert not collective._has_room("nccl", [2**21] * 16, 2**21)
+    assert protocol.has_room("nccl", [2**21] * 15, 2**21)
+    assert not protocol.has_room("nccl", [2**21] * 16, 2**21)
     cluster.transfer("good").run()
-    monkeypatch.setattr(collective, "NCCL", "gloo")
+    monkeypatch.setattr(protocol, "NCCL", "gloo")
     listener: Any = cluster.receivers[0].end._listeners[0]
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(cluster.receivers[0].end.address.removeprefix("gloo+"))
         dealer.send(ENCODE(GroupRequest("large", "gloo", 2**26)))
         assert dealer.poll(1000 * DEADLINE_S)
-        assert "no room" in collective._CODEC.decode(dealer.recv()[1:]).error
-    assert len(listener._connections) == 1
-    monkeypatch.setattr(collective, "STAGING_BYTES", 2 * 8 * 1024 - 1)
+        assert "no room" in protocol.CODEC.decode(dealer.recv()[1:]).error
+    assert len(listener._senders) == 1
+    monkeypatch.setattr(protocol, "STAGING_BYTES", 2 * 8 * 1024 - 1)
     hanging = offer_to(cluster, fake.peer)
     error = cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error
     assert isinstance(error, PeerLost)
@@ -305,18 +307,18 @@ def test_connection_that_could_not_say_that_it_goes_is_gone_when_the_next_one_co
     """Else the receiver would miss it, and its room on a card, for half a minute."""
     cluster.transfer("first").run()
     listener: Any = cluster.receivers[0].end._listeners[0]
-    [old] = listener._connections.values()
-    real_send, leave = collective.DealerLink.send, ENCODE(GroupLeave())
+    [old] = listener._senders.values()
+    real_send, leave = DealerLink.send, ENCODE(GroupLeave())
 
     def send(link: Any, *frames: Any) -> None:
         if frames != (leave,):
             real_send(link, *frames)
 
-    monkeypatch.setattr(collective.DealerLink, "send", send)
+    monkeypatch.setattr(DealerLink, "send", send)
     cluster.senders[0].end.disconnect("dst-1")
     cluster.transfer("second", seed=1).run()
-    assert len(listener._connections) == 1
-    assert old not in listener._connections.values()
+    assert len(listener._senders) == 1
+    assert old not in listener._senders.values()
 
 
 class HangingGroup(FakeGroup):
@@ -347,7 +349,7 @@ def test_communicator_that_does_not_come_about_has_a_deadline(obeys: bool, monke
     plan = process_group.GroupPlan("nccl", "a", process_group.RECEIVING, "127.0.0.1", "127.0.0.1", 0.2)
     reasons: list[str] = []
     ended = threading.Event()
-    thread = process_group.PairThread(
+    thread = process_group.ProcessGroupThread(
         "pair", plan, on_ready=lambda: None, on_end=lambda reason: (reasons.append(reason), ended.set())
     )
     thread.listen()
@@ -358,4 +360,4 @@ def test_communicator_that_does_not_come_about_has_a_deadline(obeys: bool, monke
     assert thread.join(DEADLINE_S if obeys else 0.0) == obeys
     group.over.set()
     assert thread.join(DEADLINE_S)
-    assert (reasons, group.aborted) == (["no communicator within 0.2 s"], 1)
+    assert (reasons, group.aborted) == (["no NCCL communicator within 0.2 s"], 1)

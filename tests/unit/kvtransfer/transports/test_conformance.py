@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import transport_ends
+from support import transports
 from support.transfer_harness import Cluster, Recorder, layout, wait_until
 
 from common.base.clock import MockClock
@@ -26,24 +26,26 @@ from common.engine.kv_transfer import (
     SourceReleased,
 )
 from common.kv.layout import KVLayout
-from kvtransfer.transports.collective import CollectiveConnector, CollectiveListener
-from kvtransfer.transports.shm import ShmConnector, ShmListener
+from kvtransfer.transports.collective.connector import CollectiveConnector
+from kvtransfer.transports.collective.listener import CollectiveListener
+from kvtransfer.transports.shm.connector import ShmConnector
+from kvtransfer.transports.shm.listener import ShmListener
 from kvtransfer.transports.zmq import ZmqConnector, ZmqListener
 
 TRANSPORTS = {
-    "cuda_ipc": transport_ends.cuda_ipc,
-    "staged-zmq": lambda: transport_ends.staged(
+    "cuda_ipc": transports.cuda_ipc,
+    "staged-zmq": lambda: transports.staged(
         partial(ZmqConnector, staging_bytes=1024, window=4), partial(ZmqListener, "127.0.0.1", 0)
     ),
-    "staged-collective": lambda: transport_ends.staged(
+    "staged-collective": lambda: transports.staged(
         partial(CollectiveConnector, "127.0.0.1", staging_bytes=1024, window=4),
         partial(CollectiveListener, "127.0.0.1", 0),
     ),
-    "staged-shm": lambda: transport_ends.staged(partial(ShmConnector, page_bytes=1024, num_pages=4), ShmListener),
-    "zmq": transport_ends.zmq,
-    "loopback": transport_ends.loopback,
-    "shm": transport_ends.shm,
-    "collective": transport_ends.collective,
+    "staged-shm": lambda: transports.staged(partial(ShmConnector, page_bytes=1024, num_pages=4), ShmListener),
+    "zmq": transports.zmq,
+    "loopback": transports.loopback,
+    "shm": transports.shm,
+    "collective": transports.collective,
 }
 
 

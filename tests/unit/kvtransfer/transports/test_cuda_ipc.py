@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import transport_ends
+from support import transports
 from support.host_device import HostDevice
 from support.transfer_harness import DEADLINE_S, Cluster, wait_until
 
@@ -27,9 +27,10 @@ from common.control.messages import AttemptKey, PeerRef
 from common.engine.kv_transfer import DestinationReleased, OutgoingTransfer, Received, ReceiveFailed, SourceReleased
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.transports import cuda_ipc, ring
+from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.choose import TransportOffer
 from kvtransfer.transports.same_host import host_id
+from kvtransfer.transports.shm import ring
 
 
 class Gate:
@@ -69,7 +70,7 @@ def make() -> Iterator[Any]:
         made.append(GatedDevice(storage))
         return made[-1]
 
-    with transport_ends.clusters(partial(transport_ends.cuda_ipc, device, window=3)) as make:
+    with transports.clusters(partial(transports.cuda_ipc, device, window=3)) as make:
         yield make
         for each in made:
             each.compute.open = each.copying.open = True
@@ -220,7 +221,7 @@ def test_copies_under_way_when_the_receiver_fails_are_answered_when_they_have_en
         monkeypatch.undo()
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(receiver._end, "expire", fail)
+    monkeypatch.setattr(receiver._transfers, "expire", fail)
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
     assert receiver._unanswered, "the card still reads what was lent"
     assert not cluster.senders[0].recorder.events
@@ -244,7 +245,7 @@ def test_receiver_that_fails_over_a_card_that_stands_still_can_be_closed(
     transfer.hand_over()
     receiver = cluster.receivers[0].end
     wait_until(lambda: ours.copies > 0, "a copy is under way")
-    monkeypatch.setattr(receiver._end, "expire", lambda _: 1 / 0)
+    monkeypatch.setattr(receiver._transfers, "expire", lambda _: 1 / 0)
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
     closing = threading.Thread(target=receiver.close, daemon=True)
     closing.start()

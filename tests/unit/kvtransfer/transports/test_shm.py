@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import transport_ends
+from support import transports
 from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 
 from common.base.clock import MockClock
@@ -21,15 +21,15 @@ from common.base.errors import DeadlineExceeded, PeerLost, ProtocolError
 from common.control.messages import AttemptKey, PeerRef
 from common.engine.kv_transfer import SourceReleased
 from kvtransfer import wire
-from kvtransfer.transports import ring, shm
+from kvtransfer.receiver import Receiver
 from kvtransfer.transports.choose import TransportOffer
 from kvtransfer.transports.same_host import host_id
-from kvtransfer.transports.shm import ShmReceiver
+from kvtransfer.transports.shm import connector, ring
 
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    with transport_ends.clusters(partial(transport_ends.shm, num_pages=3)) as make:
+    with transports.clusters(partial(transports.shm, num_pages=3)) as make:
         yield make
 
 
@@ -147,7 +147,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
     bystander.compute()
     bystander.hand_over(num_blocks=3)
     listener = cluster.receivers[0].end._listeners[0]
-    wait_until(lambda: bool(listener._connections), "its link is there, at both ends")
+    wait_until(lambda: bool(listener._senders), "its link is there, at both ends")
 
     class Nothing(socket.socket):
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -169,7 +169,7 @@ def test_socket_of_another_user_in_the_receivers_place_gets_no_memory(
     make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever read the address may take its name once the receiver has gone."""
-    monkeypatch.setattr(shm, "_user_of", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr(connector, "user_of_peer", lambda _: os.geteuid() + 1)
     cluster = make()
     transfer = cluster.transfer()
     transfer.open_senders()
@@ -184,7 +184,7 @@ def test_socket_of_another_user_in_the_receivers_place_gets_no_memory(
         assert (data, fds) == (b"", [])
 
 
-def connect(receiver: ShmReceiver) -> socket.socket:
+def connect(receiver: Receiver) -> socket.socket:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connected.settimeout(DEADLINE_S)
     connected.connect("\0" + receiver.address.rpartition("/")[2])
@@ -298,7 +298,7 @@ def test_connection_that_says_nothing_costs_nothing(make: Any) -> None:
 def test_sender_of_another_user_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make()
     real = os.geteuid()
-    monkeypatch.setattr(shm.os, "geteuid", lambda: real + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)
     with connect(cluster.receivers[0].end) as connected:
         assert connected.recv(100) == b""
 
@@ -323,7 +323,7 @@ def test_rings_are_unmapped_and_leave_no_name() -> None:
         return Path("/proc/self/maps").read_text().count("kvrelay-ring")
 
     before, files = mapped(), set(Path("/dev/shm").iterdir())
-    cluster = Cluster(transport_ends.shm(), layout(tp=2), layout(pp=(2, 2)))
+    cluster = Cluster(transports.shm(), layout(tp=2), layout(pp=(2, 2)))
     try:
         cluster.transfer().run()
         assert mapped() > before

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import zmq
-from support import transport_ends
+from support import transports
+from support.single_transport import zmq_receiver, zmq_sender
 from support.transfer_harness import DEADLINE_S, Recorder, layout, wait_until
 
 import kvtransfer.transports.zmq
@@ -24,12 +25,11 @@ from common.engine.kv_transfer import ReceiveFailed, SourceReleased
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.transports.zmq import ZmqReceiver, ZmqSender
 
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    with transport_ends.clusters(transport_ends.zmq) as make:
+    with transports.clusters(transports.zmq) as make:
         yield make
 
 
@@ -398,14 +398,14 @@ def test_block_of_one_layer_above_the_wire_limit_is_a_config_error() -> None:
     huge = KVLayout("m", 1, 4096, 256, "float32")
     storage = KVStorage(dataclasses.replace(huge, num_kv_heads=1), huge.shard(0, 0), 0)
     with pytest.raises(ConfigError, match="one block"):
-        ZmqSender(storage, huge, 0, Recorder())
+        zmq_sender(storage, huge, 0, Recorder())
 
 
 def test_port_in_use_is_a_config_error(make: Any) -> None:
     cluster = make()
     port = int(cluster.receivers[0].end.address.rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match=str(port)):
-        ZmqReceiver(cluster.receivers[0].storage, cluster.dst_layout, 0, "127.0.0.1", port, Recorder())
+        zmq_receiver(cluster.receivers[0].storage, cluster.dst_layout, 0, Recorder(), port=port)
 
 
 HOSTILE = {

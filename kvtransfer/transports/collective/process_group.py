@@ -1,8 +1,8 @@
-"""Two ranks' own process group, and the thread that uses it: payloads in order, one at a time.
+"""The process group of one pair of ranks, and the thread that uses it: payloads move in order, one at a time.
 
-Building a group, sending and receiving block, and a peer that hangs would block them for long. They happen here,
-on one thread per pair, so that only this pair waits; the I/O threads of the ends never do. The thread touches
-connections' buffers, never KV blocks, and runs no operator that would start an OpenMP team.
+Building a group, sending and receiving are blocking calls, and a peer that hangs blocks them for long. They are made here,
+on one thread per pair of ranks, so that only this pair waits and the I/O threads never do. The thread touches staging
+buffers, never KV blocks, and runs no operator that would start an OpenMP team.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,26 +35,29 @@ log = logging.getLogger(__name__)
 SENDING, RECEIVING = 0, 1
 """Ranks in the group."""
 _POLL_S, _SETTLE_S = 50e-6, 1.0
+"""How often to check whether a payload has moved, and how long after NCCL's work is over it may still arrive."""
+_GRACE_S = 1.0
+"""How long closing waits for threads whose peer hangs; they end at their own deadline."""
 _NO_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
-"""By default torch ends the whole process when a peer is lost. Here only the pair ends."""
+"""By default torch ends the whole process when a peer is lost. Here only this group ends."""
 _BUILD_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-"""Seconds after which torch gives up the building of a communicator that does not block, which are only ours."""
+"""Seconds after which torch gives up building a non-blocking communicator; no other code here uses those."""
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """How one end of a pair builds its group. The receiving end holds the store."""
+    """How one of the two ranks builds the group. The receiving rank holds the store."""
 
     backend: str
     """`GLOO` or `NCCL`."""
     name: str
-    """Of this one connection; random, so that no two meet by accident."""
+    """Random and unique to this connection, so that no two connections meet by accident."""
     rank: int
     interface: str
-    """Address of this end, which its sockets are bound to."""
+    """Address of this host, which the sockets are bound to."""
     store_host: str
     timeout_s: float
-    """Of building the group, of building NCCL's communicator and of each payload."""
+    """Limit for building the group, for building NCCL's communicator, and for each payload."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,11 @@ class _Move:
     then: Command
 
 
-class PairThread:
-    """One end of one pair. All callbacks are called on its thread; after `stop` none is but `on_end`.
+class ProcessGroupThread:
+    """One rank's end of the group. All callbacks are called on its thread; after `stop` only `on_end` is called.
 
-    `meet` begins, once the other end is about to meet us too; then payloads move in the order of `move`. `on_end` is
-    called once: when the thread ends, or on another thread when it is given up because it hangs.
+    `meet` starts building the group, once the other end is about to do the same; then payloads move in the order of the
+    `move` calls. `on_end` is called once: when the thread ends, or on another thread when it is abandoned because it hangs.
     """
 
     def __init__(self, name: str, plan: GroupPlan, *, on_ready: Command, on_end: Callable[[str], None]) -> None:
@@ -77,19 +80,19 @@ class PairThread:
         self._stopped = threading.Event()
         self._stream: torch.cuda.Stream | None = None
         self._connected = False
-        """A payload has begun to move, so that NCCL has its communicator."""
+        """A payload has begun to move, so NCCL has its communicator."""
         self._ended = threading.Lock()
         self._aborted = threading.Lock()
         self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def listen(self) -> int:
-        """Take a port for the store; only at the end that holds it. Raises: OSError."""
+        """Listen on a free port for the store, which it returns; only at the rank that holds the store. Raises: OSError."""
         self._listener = socket.create_server((self._plan.interface, 0), backlog=8)
         return self._listener.getsockname()[1]
 
     def start(self) -> None:
-        """Raises: RuntimeError if there is no thread to be had; then nothing is left."""
+        """Start the thread. Raises: RuntimeError if no thread can be started; then nothing is left open."""
         try:
             self._thread.start()
         except RuntimeError:
@@ -98,7 +101,7 @@ class PairThread:
             raise
 
     def meet(self, port: int) -> None:
-        """The other end is there, and the store listens on `port`."""
+        """The other end is ready, and the store listens on `port`."""
         self._queue.put(port)
 
     def move(self, buffer: torch.Tensor, then: Command) -> None:
@@ -106,12 +109,12 @@ class PairThread:
         self._queue.put(_Move(buffer, then))
 
     def stop(self) -> None:
-        """End after what is under way, which takes at most the plan's timeout when the other end hangs."""
+        """End after the current payload, which takes at most the plan's timeout when the other end hangs."""
         self._stopped.set()
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended by then."""
+        """Wait up to `timeout_s`; whether the thread has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -122,10 +125,10 @@ class PairThread:
         except KvRelayError as error:
             reason = error.message
         except RuntimeError as error:
-            # What torch.distributed raises for whatever goes wrong with a peer.
+            # torch.distributed raises it for every failure of a peer.
             reason = str(error).partition("\n")[0]
         except Exception as error:
-            log.exception("the thread of a group failed")
+            log.exception("the thread of a process group failed")
             reason = f"{type(error).__name__}: {error}"
         finally:
             if self._listener is not None:
@@ -157,7 +160,7 @@ class PairThread:
                 item.then()
         finally:
             if self._plan.backend != GLOO:
-                # Also what nothing is under way on holds memory of the card, and connections are made anew all the time.
+                # An idle communicator holds GPU memory too, and connections are often made anew.
                 self._abort(group)
 
     def _store(self, port: int, listening_fd: int | None) -> Store:
@@ -175,10 +178,10 @@ class PairThread:
             self._start(group, buffer).wait(timedelta(seconds=self._plan.timeout_s))
             return
         with torch.cuda.device(buffer.device):
-            self._transfer_on_card(group, buffer)
+            self._transfer_on_gpu(group, buffer)
 
-    def _transfer_on_card(self, group: Any, buffer: torch.Tensor) -> None:
-        """NCCL's stream waits for what is current on this thread: one of its own, not the engine's default stream."""
+    def _transfer_on_gpu(self, group: Any, buffer: torch.Tensor) -> None:
+        """NCCL waits for this thread's current stream, so that must be its own and not the engine's default stream."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         stream = self._stream
@@ -187,19 +190,19 @@ class PairThread:
             work.wait()  # only orders `stream` behind it
             done = torch.cuda.Event()
             done.record(stream)
-        reason = wait_for_card(done.query, work.is_completed, self._plan.timeout_s)
+        reason = wait_for_payload(done.query, work.is_completed, self._plan.timeout_s)
         if reason:
             raise PeerLost(reason)
 
     def _start_within(self, group: Any, buffer: torch.Tensor) -> Any:
-        """As `_start`; the first time NCCL builds its communicator there, and waits for the other end.
+        """As `_start`. In the first call NCCL builds its communicator and waits for the other end.
 
-        Raises: PeerLost or RuntimeError if the other end does not come within the plan's timeout. Whatever NCCL makes of
-        that, both ends of the transfer hear of it then: a thread that hangs for longer is left behind.
+        Raises: PeerLost or RuntimeError if the other end does not join within the plan's timeout. `on_end` is called at that
+        time even if NCCL does not return: a thread that hangs for longer is abandoned.
         """
         if self._connected:
             return self._start(group, buffer)
-        reason = f"no communicator within {self._plan.timeout_s:g} s"
+        reason = f"no NCCL communicator within {self._plan.timeout_s:g} s"
 
         def give_up() -> None:
             log.warning("%s: %s", self._thread.name, reason)
@@ -224,16 +227,24 @@ class PairThread:
         return group.recv([buffer], SENDING, 0)
 
 
-def wait_for_card(
+def join_threads(threads: Iterable[ProcessGroupThread]) -> None:
+    """Wait for threads that were told to stop, except those whose peer hangs."""
+    deadline = time.monotonic() + _GRACE_S
+    for thread in threads:
+        if not thread.join(max(0.0, deadline - time.monotonic())):
+            log.warning("a thread still waits for a peer that hangs; it ends at its own deadline")
+
+
+def wait_for_payload(
     moved: Callable[[], bool],
     is_over: Callable[[], bool],
     timeout_s: float,
     clock: Clock = monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Wait until a payload has `moved`; gives why it never will, or nothing.
+    """Wait until a payload has `moved`. Returns the reason if it never will, else an empty string.
 
-    `is_over` of NCCL's work is also true of work that failed, whose end on the card never comes.
+    `is_over` of NCCL's work is also true of work that failed and never completes on the GPU.
     """
     deadline, over_since = clock() + timeout_s, None
     while not moved():
@@ -249,7 +260,7 @@ def wait_for_card(
 
 
 def _make_group(plan: GroupPlan, store: Store) -> Any:
-    """Raises: RankLost, ConfigError or RuntimeError if that fails."""
+    """Build the group. Raises: RankLost, ConfigError or RuntimeError if that fails."""
     prefixed = PrefixStore(plan.name, store)
     if plan.backend == GLOO:
         return make_group(prefixed, plan.rank, [SENDING, RECEIVING], plan.interface, plan.timeout_s)
@@ -257,7 +268,7 @@ def _make_group(plan: GroupPlan, store: Store) -> Any:
 
 
 def _make_nccl(store: Store, plan: GroupPlan) -> Any:
-    """Never run on a GPU so far. NCCL itself connects at the first payload, over this end's interface."""
+    """Build an NCCL group; never run on a GPU so far. NCCL connects at the first payload, over the plan's interface."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
         raise ConfigError("this build of torch has no NCCL")
@@ -267,8 +278,8 @@ def _make_nccl(store: Store, plan: GroupPlan) -> Any:
     if name := interface_name(plan.interface):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     options = nccl.Options()
-    # Beyond every deadline of ours.
+    # Longer than all our own deadlines.
     options._timeout = timedelta(days=1)
-    # Else the building of a communicator could be neither limited nor aborted.
+    # A blocking communicator could be neither limited in time nor aborted while it is built.
     options.config.blocking = 0
     return nccl(store, plan.rank, 2, options)

@@ -1,6 +1,6 @@
-"""KV between ends in one process, through memory: for tests of nodes and for the conformance suite.
+"""A transport inside one process: a message is a copy that the sender's thread puts into the receiver's mailbox.
 
-Same ends as every transport; a message is a copy that the sender's thread puts into the receiver's mailbox.
+Used with the real sender and receiver, by tests of traffic reports and by the conformance suite.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from common.kv.storage import KVStorage
 from kvtransfer import wire
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from kvtransfer.transports.base import Arrival, Buffer, EndContext, Peer, Ready, fit_message
+from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, TransportContext, fit_message
 from kvtransfer.transports.choose import TransportOffer
 
 LOOPBACK = "loopback"
 
 
 class LoopbackNetwork:
-    """Who listens where. One per test or process; every end of it is given the same one."""
+    """The listeners by endpoint. All senders and receivers that reach each other share one."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, LoopbackListener] = {}
@@ -41,10 +41,17 @@ class LoopbackNetwork:
 
 
 class LoopbackPeer(Peer):
-    """One connection through memory."""
+    """One connection inside the process."""
 
     def __init__(
-        self, endpoint: str, network: LoopbackNetwork, context: EndContext, incarnation: str, *, size: int, now: float
+        self,
+        endpoint: str,
+        network: LoopbackNetwork,
+        context: TransportContext,
+        incarnation: str,
+        *,
+        size: int,
+        now: float,
     ) -> None:
         super().__init__(LOOPBACK, incarnation, message_bytes=size, window=4, now=now)
         self._endpoint, self._network, self._context = endpoint, network, context
@@ -76,7 +83,7 @@ class LoopbackPeer(Peer):
 
 
 class LoopbackConnector:
-    """Memory at a sender."""
+    """The transport at a sender."""
 
     offer = TransportOffer(LOOPBACK)
 
@@ -84,7 +91,7 @@ class LoopbackConnector:
         self._network = network
         self._message_bytes = message_bytes
 
-    def attach(self, context: EndContext) -> None:
+    def attach(self, context: TransportContext) -> None:
         """As `Connector.attach`."""
         self._context = context
         self._message_bytes = fit_message(self._message_bytes, context.unit_bytes)
@@ -100,7 +107,7 @@ class LoopbackConnector:
 
 
 class LoopbackListener:
-    """Memory at a receiver."""
+    """The transport at a receiver."""
 
     def __init__(self, network: LoopbackNetwork) -> None:
         self._network = network
@@ -109,16 +116,16 @@ class LoopbackListener:
         self.offer = TransportOffer(LOOPBACK, self._endpoint)
         self.malformed_messages = 0
 
-    def attach(self, context: EndContext) -> None:
+    def attach(self, context: TransportContext) -> None:
         """As `Listener.attach`."""
         self._context = context
 
     def deliver(self, arrival: Arrival) -> None:
-        """Take a message from a sender's thread."""
+        """Called by a sender's thread."""
         self._context.post(partial(self._arrived.append, arrival))
 
-    def note(self, ready: Ready, now: float) -> None:
-        """As `Listener.note`."""
+    def on_poll(self, ready: Ready, now: float) -> None:
+        """As `Listener.on_poll`."""
 
     def receive(self) -> Arrival | None:
         """As `Listener.receive`."""
@@ -136,31 +143,13 @@ class LoopbackListener:
         self._network.listeners.pop(self._endpoint, None)
 
 
-class LoopbackSender(Sender):
-    """`KVSender` through memory."""
-
-    def __init__(
-        self,
-        storage: KVStorage,
-        layout: KVLayout,
-        rank: int,
-        on_event: OnSenderEvent,
-        network: LoopbackNetwork,
-        **options: Any,
-    ) -> None:
-        super().__init__(storage, layout, rank, on_event, [LoopbackConnector(network)], wanted=LOOPBACK, **options)
+def loopback_sender(
+    storage: KVStorage, layout: KVLayout, rank: int, on_event: OnSenderEvent, network: LoopbackNetwork, **options: Any
+) -> Sender:
+    return Sender(storage, layout, rank, on_event, [LoopbackConnector(network)], wanted=LOOPBACK, **options)
 
 
-class LoopbackReceiver(Receiver):
-    """`KVReceiver` through memory."""
-
-    def __init__(
-        self,
-        storage: KVStorage,
-        layout: KVLayout,
-        rank: int,
-        on_event: OnReceiverEvent,
-        network: LoopbackNetwork,
-        **options: Any,
-    ) -> None:
-        super().__init__(storage, layout, rank, on_event, [LoopbackListener(network)], **options)
+def loopback_receiver(
+    storage: KVStorage, layout: KVLayout, rank: int, on_event: OnReceiverEvent, network: LoopbackNetwork, **options: Any
+) -> Receiver:
+    return Receiver(storage, layout, rank, on_event, [LoopbackListener(network)], **options)

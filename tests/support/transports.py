@@ -1,6 +1,6 @@
-"""The ends of every transport for the tests of `kvtransfer`: as a `Cluster` makes them, with small messages.
+"""Senders and receivers of every transport for the tests of `kvtransfer`, in the shape that `Cluster` needs.
 
-Options go to the sender; a small message makes every transfer take several.
+Options go to the sender. Messages are small, so that every transfer takes several.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from support import single_transport
 from support.host_device import HostDevice
+from support.loopback_transport import LoopbackNetwork, loopback_receiver, loopback_sender
 from support.transfer_harness import Cluster, Recorder, layout
 
 from common.base.clock import Clock
@@ -18,16 +20,11 @@ from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from kvtransfer.transports.collective import CollectiveReceiver, CollectiveSender
-from kvtransfer.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
-from kvtransfer.transports.shm import ShmReceiver, ShmSender
-from kvtransfer.transports.zmq import ZmqReceiver, ZmqSender
 
 
 @dataclass
 class Transport:
-    """Both ends as functions of (storage, layout, rank, on_event) and of keywords, `clock` among them."""
+    """Functions of (storage, layout, rank, on_event) and keywords, `clock` among them, that make a sender or a receiver."""
 
     make_sender: Callable[..., Any]
     make_receiver: Callable[..., Any]
@@ -42,22 +39,23 @@ class Transport:
 def zmq(**options: Any) -> Transport:
     given = {"staging_bytes": 1024, "window": 4, "min_message_bytes": 1} | options
     return Transport(
-        lambda *where, **kw: ZmqSender(*where, **given, **kw),
-        lambda storage, kv, rank, on_event, **kw: ZmqReceiver(storage, kv, rank, "127.0.0.1", 0, on_event, **kw),
+        lambda *where, **kw: single_transport.zmq_sender(*where, **given, **kw), single_transport.zmq_receiver
     )
 
 
 def shm(**options: Any) -> Transport:
-    """Few small pages, so that every transfer goes round the ring."""
+    """With few small pages, so that every transfer reuses them."""
     given = {"page_bytes": 1024, "num_pages": 4, "min_message_bytes": 1} | options
-    return Transport(lambda *where, **kw: ShmSender(*where, **given, **kw), ShmReceiver)
+    return Transport(
+        lambda *where, **kw: single_transport.shm_sender(*where, **given, **kw), single_transport.shm_receiver
+    )
 
 
 def loopback() -> Transport:
     network = LoopbackNetwork()
     return Transport(
-        lambda *where, **kw: LoopbackSender(*where, network, min_message_bytes=1, **kw),
-        lambda *where, **kw: LoopbackReceiver(*where, network, **kw),
+        lambda *where, **kw: loopback_sender(*where, network, min_message_bytes=1, **kw),
+        lambda *where, **kw: loopback_receiver(*where, network, **kw),
     )
 
 
@@ -65,26 +63,24 @@ def collective(timeout_s: float = 10.0, **options: Any) -> Transport:
     """Gloo."""
     given = {"staging_bytes": 1024, "window": 4, "min_message_bytes": 1, "timeout_s": timeout_s} | options
     return Transport(
-        lambda storage, kv, rank, on_event, **kw: CollectiveSender(
-            storage, kv, rank, "127.0.0.1", on_event, **given, **kw
-        ),
-        lambda storage, kv, rank, on_event, **kw: CollectiveReceiver(
-            storage, kv, rank, "127.0.0.1", 0, on_event, timeout_s=timeout_s, **kw
-        ),
+        lambda *where, **kw: single_transport.gloo_sender(*where, **given, **kw),
+        lambda *where, **kw: single_transport.gloo_receiver(*where, timeout_s=timeout_s, **kw),
     )
 
 
 def cuda_ipc(device: Callable[[KVStorage], Any] = HostDevice, **options: Any) -> Transport:
-    """On a stand-in for the card, whose marks come late."""
+    """On a simulated GPU, whose marks complete late."""
     given = {"message_bytes": 1024, "window": 4, "min_message_bytes": 1} | options
     return Transport(
-        lambda storage, *where, **kw: CudaIpcSender(storage, *where, device(storage), **given, **kw),
-        lambda storage, *where, **kw: CudaIpcReceiver(storage, *where, device(storage), **kw),
+        lambda storage, *where, **kw: single_transport.cuda_ipc_sender(
+            storage, *where, device=device(storage), **given, **kw
+        ),
+        lambda storage, *where, **kw: single_transport.cuda_ipc_receiver(storage, *where, device=device(storage), **kw),
     )
 
 
 def staged(connector: Callable[[], Any], listener: Callable[[], Any]) -> Transport:
-    """KV on a stand-in for a card, through host memory."""
+    """KV on a simulated GPU, sent through host memory."""
     return Transport(
         lambda storage, *where, **kw: Sender(
             storage, *where, [connector()], device=HostDevice(storage), min_message_bytes=1, **kw

@@ -1,10 +1,10 @@
-"""Pages of memory that two processes share, and how one gives them to the other. Linux only.
+"""Pages of memory that two processes share, and the messages that hand a page over. Linux only.
 
-The memory is a memfd: it has no name, so nothing is left of it when both processes are gone, however they went.
-The sender makes it and passes its descriptor over a Unix socket. Its size is sealed: a peer that shrank it could
-kill the other with SIGBUS.
+The memory is a memfd. It has no name, so the kernel frees it when both processes have ended, even if they were killed.
+The sender creates it and passes its descriptor over a Unix socket. Its size is sealed: if one process shrank it, the
+other would be killed by SIGBUS.
 
-    page i:  [ header, MAX_HEADER_BYTES reserved, pages of memory taken only when touched | payload, page_bytes ]
+    page i:  [ header, MAX_HEADER_BYTES reserved, memory pages allocated only when touched | payload, page_bytes ]
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from common.base.errors import ProtocolError
 from kvtransfer import wire
 
 MAX_PAGES = 256
+PAGE_MESSAGE = struct.Struct("<IIQ")
+"""A message on the socket: page, bytes of its header, bytes of its payload."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GREETING = struct.Struct("<8sIQ")
 _MAGIC = b"kvring01"
@@ -27,13 +29,13 @@ GREETING_BYTES = _GREETING.size
 
 
 class Ring:
-    """`num_pages` pages of `page_bytes`, mapped here. Made by `create` at one end and by `accept` at the other."""
+    """`num_pages` pages of `page_bytes`, mapped into this process by `create` (sender) or `accept` (receiver)."""
 
     def __init__(self, fd: int, num_pages: int, page_bytes: int, *, writable: bool) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        # Unmapped when the last view of it is gone, never under one.
+        # Unmapped when its last view is gone, never while one exists.
         memory = mmap.mmap(fd, num_pages * _stride(page_bytes), mmap.MAP_SHARED, access)
         self._bytes = np.frombuffer(memory, dtype=np.uint8)
 
@@ -64,17 +66,17 @@ def create(num_pages: int, page_bytes: int) -> tuple[Ring, int, bytes]:
 
 
 def accept(greeting: bytes, fd: int) -> Ring:
-    """The ring that a peer made. `fd` stays the caller's.
+    """Map the ring that a sender created, read-only. `fd` still belongs to the caller.
 
-    Raises: ProtocolError if it is not as it should be, OSError.
+    Raises: ProtocolError if greeting or memory is malformed, OSError.
     """
     if len(greeting) != _GREETING.size:
-        raise ProtocolError(f"a greeting of {len(greeting)} bytes")
+        raise ProtocolError(f"a greeting has {_GREETING.size} bytes, this one has {len(greeting)}")
     magic, num_pages, page_bytes = _GREETING.unpack(greeting)
     if magic != _MAGIC or not 0 < num_pages <= MAX_PAGES or not 0 < page_bytes <= wire.MAX_PAYLOAD_BYTES:
-        raise ProtocolError(f"a greeting of {magic!r} with {num_pages} pages of {page_bytes} bytes")
+        raise ProtocolError(f"invalid greeting: {magic!r}, {num_pages} pages of {page_bytes} bytes")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != num_pages * _stride(page_bytes):
-        raise ProtocolError("its memory is not sealed or not as large as it says")
+        raise ProtocolError("the shared memory is not sealed, or its size differs from the greeting's")
     return Ring(fd, num_pages, page_bytes, writable=False)
 
 

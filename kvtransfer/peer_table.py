@@ -1,0 +1,158 @@
+"""The connections of one sender: which transport each receiving rank is reached over, and when a connection is given up.
+
+Used by the sender's I/O thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from common.base.clock import Clock
+from common.base.errors import PeerLost
+from common.control.messages import Grant
+from kvtransfer.rank_transfers import SendingTransfers
+from kvtransfer.transports.base import Connector, Peer
+from kvtransfer.transports.choose import ChosenTransport, TransportFailures, choose, parse_offers
+
+log = logging.getLogger(__name__)
+
+_MAX_PAIRS = 1024
+
+
+@dataclass(frozen=True)
+class RankPair:
+    """The transport that this rank uses to reach one rank of one incarnation of a node."""
+
+    node_id: str
+    incarnation: str
+    dst_rank: int
+    chosen: ChosenTransport
+
+
+class PeerTable:
+    """One `Peer` for each data address in use. When a peer is lost, its transfers fail."""
+
+    def __init__(
+        self,
+        rank: int,
+        connectors: Mapping[str, Connector],
+        transfers: SendingTransfers,
+        *,
+        wanted: str,
+        idle_s: float,
+        clock: Clock,
+    ) -> None:
+        self._rank = rank
+        self._connectors = connectors
+        self._transfers = transfers
+        self._wanted = wanted
+        self._idle_s = idle_s
+        self._clock = clock
+        self.peers: dict[str, Peer] = {}
+        """By data address."""
+        self._failures = TransportFailures()
+        self._pairs: dict[tuple[str, str], RankPair] = {}
+
+    @property
+    def pairs(self) -> Sequence[RankPair]:
+        """The transport chosen for each destination rank so far, the latest last. For any thread."""
+        return list(self._pairs.values())
+
+    def get_or_connect(self, grant: Grant, dst_rank: int) -> Peer:
+        """The connection to that rank of the grant's incarnation, made if there is none.
+
+        Raises: HandshakeRefused if no transport serves both ranks, PeerLost if the rank cannot be reached.
+        """
+        address, incarnation = grant.dst.data_addresses[dst_rank], grant.dst.incarnation
+        peer = self.peers.get(address)
+        if peer is not None and peer.incarnation != incarnation:
+            self.lose(address, f"incarnation {incarnation} has taken over its address")
+            peer = None
+        elif peer is not None and peer.is_fallback and peer.unused and not self._failures.of(address, self._clock()):
+            self.lose(address, "a preferred transport can be tried again")
+            peer = None
+        if peer is None:
+            peer = self.peers[address] = self._connect(grant, dst_rank)
+        return peer
+
+    def fail(self, address: str, peer: Peer, reason: str) -> None:
+        """A connection broke. A transport that has never worked is avoided for a while."""
+        if not peer.proven:
+            self._record_failure(address, peer.transport, reason)
+        self.lose(address, reason)
+
+    def lose(self, address: str, reason: str) -> None:
+        """Close a connection; its transfers fail."""
+        peer = self.peers.pop(address)
+        lent = [peer.take_back(sequence) for sequence in list(peer.lent)]
+        peer.close()
+        for key in peer.transfers:
+            self._transfers.fail(key, PeerLost(f"{key}: lost {address} ({peer.incarnation}): {reason}"))
+        for batch in lent:
+            self._transfers.given_up(batch)
+
+    def lose_all(self, reason: str) -> None:
+        """Close all connections; their transfers fail."""
+        for address in list(self.peers):
+            self.lose(address, reason)
+
+    def disconnect(self, incarnation: str) -> None:
+        """Close the connections to an incarnation of a node that could not be reached."""
+        for address, peer in list(self.peers.items()):
+            if peer.incarnation == incarnation:
+                self.lose(address, "its node could not be reached")
+
+    def drop_idle(self, now: float) -> None:
+        """Close connections that have been unused, or have waited for an ack, for too long."""
+        for address, peer in list(self.peers.items()):
+            if now - peer.last_progress < self._idle_s:
+                continue
+            if peer.in_flight:
+                self.fail(address, peer, f"no ack for {self._idle_s} s")
+            elif peer.unused:
+                self.lose(address, "idle")
+
+    def _connect(self, grant: Grant, dst_rank: int) -> Peer:
+        """A connection over the best transport that works: that both ranks offer it does not prove that it does.
+
+        Raises: as `get_or_connect`.
+        """
+        address, incarnation = grant.dst.data_addresses[dst_rank], grant.dst.incarnation
+        ours, theirs = [c.offer for c in self._connectors.values()], parse_offers(address)
+        while True:
+            failed = self._failures.of(address, self._clock())
+            chosen = choose(ours, theirs, self._wanted, failed)
+            try:
+                peer = self._connectors[chosen.transport].connect(chosen.offer, incarnation, self._clock())
+            except PeerLost as error:
+                if chosen.transport in failed:  # and so have all others
+                    raise
+                self._record_failure(address, chosen.transport, error.message)
+                continue
+            peer.why = chosen.why
+            peer.is_fallback = bool(failed)
+            self._record_pair(RankPair(grant.dst.node_id, incarnation, dst_rank, chosen))
+            return peer
+
+    def _record_failure(self, address: str, transport: str, reason: str) -> None:
+        """For a while, connections to `address` use another transport, if there is one."""
+        log.warning("%s to %s failed: %s", transport, address, reason)
+        self._failures.record(address, transport, reason, self._clock())
+
+    def _record_pair(self, pair: RankPair) -> None:
+        place = f"{pair.dst_rank}", pair.incarnation
+        if place not in self._pairs:
+            log.info(
+                "rank %d sends to rank %d of %s (%s) over %s: %s",
+                self._rank,
+                pair.dst_rank,
+                pair.node_id,
+                pair.incarnation,
+                pair.chosen.transport,
+                pair.chosen.why,
+            )
+            if len(self._pairs) >= _MAX_PAIRS:
+                del self._pairs[next(iter(self._pairs))]
+        self._pairs[place] = pair
