@@ -16,7 +16,8 @@ from pydantic import ConfigDict, Field
 
 from common.base.errors import ProtocolError
 from common.base.hashing import HASH_BYTES
-from common.control.messages import AttemptKey, Codec
+from common.control.codec import Codec
+from common.control.messages import AttemptKey
 from common.kv.layout import KVLayout
 
 MAX_HEADER_BYTES = 2**21

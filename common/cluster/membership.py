@@ -17,7 +17,8 @@ from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError, ProtocolError
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
-from common.control.messages import NodeLoad, NodeRecord, decode, encode
+from common.control.codec import decode, encode
+from common.control.messages import NodeLoad, NodeRecord
 
 log = logging.getLogger(__name__)
 

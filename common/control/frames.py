@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import cast
 
 from common.base.errors import Unavailable
-from common.control.messages import MAX_MESSAGE_BYTES
+from common.control.codec import MAX_MESSAGE_BYTES
 
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 16

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from common.base.errors import ConfigError, ProtocolError, Unavailable
+from common.control.codec import check, decode, encode, join, split
 from common.control.frames import QUEUE_BYTES, FrameConnection
-from common.control.messages import Message, check, decode, encode, join, split
+from common.control.messages import Message
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The messages of every link, and their one codec. MessagePack only; nothing here can run code.
+"""The messages of control links, and the node record. `common.control.codec` packs and checks them.
 
     router -> node      PrefillRequest, DecodeRequest, Abort, Ping
     node -> router      TokenBatch (of TokenChunk), AttemptFailed, Pong
@@ -6,35 +6,24 @@
     decode -> prefill   Grant, TransferAbort, TransferReceived       (leader to leader)
     node -> Redis       NodeRecord
 
-On the wire a message is `[PROTOCOL_VERSION, type name, body]`; a dataclass is a map by field name there, a named tuple
-(what every request has many of) an array in the order of its fields. A frame of a control link is an array of messages.
-`decode` checks version, type, field names and field types before anybody sees the object; the sockets bound a frame's
-size before it is allocated. Every message about a request carries its `AttemptKey`, so that late messages of an
-older attempt can be recognised and dropped.
+Types that each request has many of are named tuples, smaller on the wire than dataclasses. Every message about
+a request carries its `AttemptKey`, so that late messages of an older attempt are recognised and dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
-from common.base.errors import KvRelayError, ProtocolError
 from common.kv.layout import KVLayout
-
-PROTOCOL_VERSION = 6
-"""Of control messages, records and data headers alike; also raised when the order of a payload's bytes changes."""
-MAX_MESSAGE_BYTES = 16 * 2**20
-"""A control message above this ends its connection before it is read. A 1M-token prompt is 5 MB."""
 
 _STRICT = ConfigDict(extra="forbid")
 
 
 class AttemptKey(NamedTuple):
-    """One try to serve one request. `request_id` is made by the router, `attempt` counts from 1."""
+    """One attempt to serve one request. The router makes `request_id`; `attempt` counts from 1."""
 
     request_id: str
     attempt: int
@@ -44,40 +33,40 @@ class AttemptKey(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """How the next token is chosen, in token ids only. Text-level rules (stop strings) live in the router.
+    """How the next token is sampled, in terms of token ids. Text-level rules (stop strings) are the router's.
 
-    `seed` is always set: the router draws one where the client gave none, so that the token at
-    position i depends only on the logits and (seed, i), on whichever node and attempt it is drawn.
+    `seed` is always set: the router draws one if the client gave none, so that the token at position i depends only on
+    the logits and (seed, i), whatever the node and attempt.
     """
 
     seed: int
     max_tokens: int
-    """Generated tokens over all attempts, the first included."""
+    """Maximum number of generated tokens over all attempts."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all."""
+    """0: no limit."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
-    """Taken off the logit of every token that was generated before."""
+    """Subtracted from the logit of each token generated before."""
     frequency_penalty: float = 0.0
-    """Taken off once for each time that it was generated."""
+    """Subtracted once for each time that the token was generated."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, multiplies negative ones, of tokens in the prompt or generated before."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or generated before."""
     logit_bias: list[tuple[int, float]] = []
-    """(token id, what is added to its logit). Like every message, it is not changed once it is made."""
+    """(token id, value added to its logit). Like every message, immutable once made."""
     min_tokens: int = 0
-    """Until so many tokens are generated, no token of `stop_token_ids` can be drawn."""
+    """Before this many tokens are generated, no token of `stop_token_ids` can be sampled."""
     stop_token_ids: list[int] = []
-    """The client's, and the model's end-of-sequence ids unless `ignore_eos`."""
+    """The client's stop tokens, and the model's end-of-sequence ids unless `ignore_eos`."""
     logprobs: int | None = None
-    """None: none. n >= 0: the drawn token's, and those of the n most likely."""
+    """n: return log-probabilities of the sampled token and of the n most likely ones; None: return none."""
 
 
 @dataclass(frozen=True)
 class PeerRef:
-    """Where a node's present incarnation can be reached."""
+    """Addresses of a node's current incarnation."""
 
     __pydantic_config__ = _STRICT
     node_id: str
@@ -89,7 +78,7 @@ class PeerRef:
 
 
 class EngineRequest(NamedTuple):
-    """All that an engine must know of a client's request, from the router to the engine's sequence.
+    """Everything that an engine must know about a client's request, from the router to the engine's sequence.
 
     A new property of requests is a field here: the messages to both nodes and `Sequence` carry the record whole.
     """
@@ -99,7 +88,7 @@ class EngineRequest(NamedTuple):
     cache_salt: str = ""
     """Prompts share cached blocks only with prompts of the same salt."""
     priority: int = 0
-    """Lower runs earlier; equal ones in order of arrival."""
+    """Lower values run earlier, equal ones in order of arrival."""
 
 
 # ---------------------------------------------------------------- router -> node
@@ -111,7 +100,7 @@ class PrefillRequest(NamedTuple):
     key: AttemptKey
     request: EngineRequest
     generated_ids: list[int]
-    """Tokens of earlier attempts, which the client has already."""
+    """Tokens of earlier attempts, which the client already has."""
     decode: PeerRef
     timeout_s: float
     """The node gives up this long after arrival, and frees everything without an answer."""
@@ -123,12 +112,12 @@ class PrefillRequest(NamedTuple):
 
 
 class DecodeRequest(NamedTuple):
-    """Generate after `token_ids`. Their KV comes from `prefill`, or is computed here when that is None."""
+    """Generate after `token_ids`. Their KV comes from `prefill`, or is computed by this node if that is None."""
 
     key: AttemptKey
     request: EngineRequest
     generated_ids: list[int]
-    """Tokens of earlier attempts, which the client has already."""
+    """Tokens of earlier attempts, which the client already has."""
     prefill: PeerRef | None
     timeout_s: float
     """The node gives up this long after arrival, and frees everything without an answer."""
@@ -141,7 +130,7 @@ class DecodeRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Abort:
-    """Stop this attempt and free what it holds. No answer; unknown keys are ignored."""
+    """Stop this attempt and free its resources. No answer; unknown keys are ignored."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -149,9 +138,9 @@ class Abort:
 
 @dataclass(frozen=True)
 class Ping:
-    """The router's lease on a node: a node that hears none for `lease_s` aborts that router's requests.
+    """Renews a router's lease on a node: without one for `lease_s`, the node aborts that router's requests.
 
-    With `lease_s` 0 it only asks (a health probe); no lease begins.
+    `lease_s` 0 only asks for a `Pong` (health probe) and begins no lease.
     """
 
     __pydantic_config__ = _STRICT
@@ -163,7 +152,7 @@ class Ping:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one generated position: of the drawn token, and of the most likely ones."""
+    """Log-probabilities at one generated position: of the sampled token and of the most likely ones."""
 
     logprob: float
     top_ids: list[int]
@@ -174,19 +163,19 @@ FinishReason = Literal["stop", "length"]
 
 
 class AttemptStats(NamedTuple):
-    """How an attempt was served; sent by each leg with its first chunk."""
+    """How an attempt was served; each of its two nodes sends it with its first chunk."""
 
     cached_tokens: int = 0
-    """Prompt tokens whose KV this node already held."""
+    """Prompt tokens found in this node's prefix cache."""
     relayed_bytes: int = 0
     queue_s: float = 0.0
-    """From arrival to the first step that ran it."""
+    """Time from arrival to the first step that ran it."""
     prefill_s: float = 0.0
-    """From that step to the first token, where this node computed the prompt."""
+    """Time from that step to the first token, if this node computed the prompt."""
     computed_tokens: int = 0
-    """Prompt tokens that this node computed, after `cached_tokens` that it held."""
+    """Prompt tokens that this node computed, beyond `cached_tokens`."""
     transfer_s: float = 0.0
-    """On a decode node: how long the KV was still missing once the first token was known."""
+    """Decode nodes: time from the first token until all KV had arrived."""
 
 
 class TokenChunk(NamedTuple):
@@ -203,7 +192,7 @@ class TokenChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """All that one step generated for one router."""
+    """All tokens that one step generated for one router."""
 
     __pydantic_config__ = _STRICT
     chunks: list[TokenChunk]
@@ -211,7 +200,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class AttemptFailed:
-    """This leg of the attempt ended without finishing; terminal for the leg. `code` is from `common.base.errors`."""
+    """The last message of a node about an attempt that it did not finish. `code` is from `common.base.errors`."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -221,24 +210,24 @@ class AttemptFailed:
 
 @dataclass(frozen=True)
 class NodeLoad:
-    """A node's load and counters, as of now. Counters are since the incarnation began."""
+    """A node's current load, and counters since the incarnation began."""
 
     __pydantic_config__ = _STRICT
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
-    """Prompt tokens accepted and not yet computed."""
+    """Prompt tokens accepted but not yet computed."""
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0
     kv_blocks_total: int = 0
     step_age_s: float = 0.0
-    """Since the engine loop last came round or, while steps are in flight beside it, since one of these last ended; large
-    means that it is stuck."""
+    """Time since the engine loop's last iteration or, while asynchronous steps are in flight, since one of them last
+    ended; a large value means that the engine is stuck."""
     prompt_tokens: int = 0
     prompt_busy_s: float = 0.0
-    """Seconds of steps that computed prompts; `prompt_tokens` over it is the node's speed."""
+    """Seconds of steps that computed prompts; `prompt_tokens` divided by it is the prefill speed."""
     step_s: float = 0.0
-    """Mean duration of recent steps that decoded."""
+    """Mean duration of recent decode steps."""
     generated_tokens: int = 0
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache."""
@@ -246,11 +235,11 @@ class NodeLoad:
     preemptions: int = 0
     relayed_bytes: int = 0
     relayed_by: dict[str, int] = field(default_factory=dict[str, int])
-    """The same by transport."""
+    """`relayed_bytes` by transport."""
     local_prefills: int = 0
     transfers_failed: int = 0
     draining: bool = False
-    """It finishes what it has and is to get nothing new."""
+    """The node finishes its requests and must get no new ones."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +257,7 @@ class Pong:
 
 @dataclass(frozen=True)
 class Offer:
-    """The prefill node is about to compute this attempt and wants to know where its KV should go."""
+    """The prefill node is about to compute this attempt and asks where to send its KV."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -276,12 +265,12 @@ class Offer:
     layout: KVLayout
     num_tokens: int
     block_hashes: list[bytes]
-    """One per block of the sequence, the partial last one included; see `common.base.hashing`."""
+    """One per block of the sequence, including a partial last one; see `common.base.hashing`."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """The decode node has room. The first `held_blocks` blocks are there already and must not be sent."""
+    """The decode node has room. It already has the first `held_blocks` blocks, which must not be sent."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -289,12 +278,12 @@ class Grant:
     layout: KVLayout
     held_blocks: int
     block_ids: list[int]
-    """Destination of every block of the sequence (all of them, held ones first); one-sided transports write there."""
+    """Destination of every block of the sequence, including the held ones, in order; one-sided transports write there."""
 
 
 @dataclass(frozen=True)
 class PrefillDone:
-    """The first token, for the decode node. With a `finish_reason` the request ended there."""
+    """The first token, for the decode node. With a `finish_reason`, the request has ended."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -304,7 +293,7 @@ class PrefillDone:
 
 @dataclass(frozen=True)
 class TransferReceived:
-    """Every slice of the transfer is in and verified."""
+    """All slices of the transfer have arrived and are verified."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -313,7 +302,7 @@ class TransferReceived:
 
 @dataclass(frozen=True)
 class TransferAbort:
-    """Either end gives the transfer up. `code` is from `common.base.errors`."""
+    """Either end aborts the transfer. `code` is from `common.base.errors`."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -325,26 +314,26 @@ class TransferAbort:
 
 Role = Literal["prefill", "decode"]
 Tier = Literal["device", "host", "disk"]
-"""Which of a node's memories a block is in; `device` is the one that it computes in."""
+"""The memory of a node that contains a block; `device` is the one that it computes in."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a router must know of the model that a node serves."""
+    """What a router must know about the model that a node serves."""
 
     __pydantic_config__ = _STRICT
     name: str
     path: str
     vocab_size: int
     max_model_len: int
-    """Prompt and generated tokens together."""
+    """Maximum number of prompt and generated tokens together."""
     tokenizer: str = ""
-    """Digest of the tokenizer's file (`common.model.fingerprint`); empty where the model folder has none."""
+    """Digest of the tokenizer's file (`common.model.fingerprint`); empty if the model folder has none."""
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node's registration; lives in Redis as long as the node renews its lease."""
+    """A node's registration; stays in Redis as long as the node renews its lease."""
 
     __pydantic_config__ = _STRICT
     role: Role
@@ -353,9 +342,9 @@ class NodeRecord:
     layout: KVLayout
     kv_blocks_total: int
     started_at: float
-    """Unix seconds."""
+    """Unix time in seconds."""
     max_num_seqs: int = 64
-    """Sequences that it runs at once."""
+    """Maximum number of concurrent sequences."""
     admin_address: str = ""
     """URL of its admin port; empty without one."""
 
@@ -375,128 +364,3 @@ Message = (
     | TransferAbort
     | NodeRecord
 )
-
-
-# msgpack has no types of its own.
-_pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
-_unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
-
-
-class Codec:
-    """One link's set of message types and their MessagePack form, `[PROTOCOL_VERSION, type name, body]`.
-
-    Invariant: what `decode` returns is one of the given types with every field of its declared type.
-    """
-
-    def __init__(self, *types: type[Any]) -> None:
-        self._adapters: dict[str, TypeAdapter[Any]] = {cls.__name__: TypeAdapter(cls) for cls in types}
-
-    def encode(self, message: object) -> bytes:
-        """One message as MessagePack bytes. Raises: ProtocolError for values that MessagePack cannot hold."""
-        try:
-            return self._pack(message)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
-
-    def _pack(self, message: object) -> bytes:
-        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
-
-    def decode(self, data: bytes | memoryview) -> Any:
-        """The message in `data`.
-
-        Raises: ProtocolError for anything that is not a well-formed message of this version.
-        """
-        return self.check(unpack(data))
-
-    def check(self, envelope: object) -> Any:
-        """The message that was unpacked to `envelope`. Raises: as `decode`."""
-        if not isinstance(envelope, list) or len(cast("list[Any]", envelope)) != 3:
-            raise ProtocolError("not a [version, type, body] envelope")
-        version, name, body = cast("list[Any]", envelope)
-        if version != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version differs: theirs is {version!r}, ours is {PROTOCOL_VERSION}")
-        adapter = self._adapters.get(name) if isinstance(name, str) else None
-        if adapter is None:
-            raise ProtocolError(f"unknown message type {str(name)[:64]!r}")
-        try:
-            return adapter.validate_python(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise ProtocolError(f"malformed {name}: {place}: {first['msg']}") from error
-        except (KvRelayError, ArithmeticError, TypeError) as error:  # a dataclass's own check of its values
-            raise ProtocolError(f"malformed {name}: {error}") from error
-
-
-def unpack(data: bytes | bytearray | memoryview) -> object:
-    """The one MessagePack value in `data`. Raises: ProtocolError for anything else."""
-    try:
-        return _unpack(data)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not MessagePack: {error}") from error
-
-
-_SHARED_FIELDS = 3
-"""Number of leading fields that the two requests of one attempt have in common; their peers come next."""
-_HEADS = {
-    cls: b"\x93" + _pack([PROTOCOL_VERSION, cls.__name__])[1:] + bytes([0x90 + len(cls._fields)])
-    for cls in (PrefillRequest, DecodeRequest)
-}
-"""A request up to its first field. MessagePack gives the length of an array of up to 15 in its first byte."""
-
-
-class _ControlCodec(Codec):
-    """Packs the fields that the two requests of an attempt share only once: one is sent right after the other."""
-
-    _latest: tuple[tuple[Any, ...], bytes] = (), b""
-    """Shared fields of the latest request, and their packed form."""
-
-    def _pack(self, message: Any) -> bytes:
-        head = _HEADS.get(cast("type[Any]", type(message)))
-        if head is None:
-            return super()._pack(message)
-        shared = message[:_SHARED_FIELDS]
-        known, packed = self._latest
-        if shared != known:
-            packed = _pack(shared, default=vars)[1:]
-            self._latest = shared, packed
-        return b"".join((head, packed, _pack(message[_SHARED_FIELDS:], default=vars)[1:]))
-
-
-_CODEC = _ControlCodec(*get_args(Message))
-
-
-def encode(message: Message) -> bytes:
-    """One control message as MessagePack bytes. Raises: ProtocolError for values that MessagePack cannot hold."""
-    return _CODEC.encode(message)
-
-
-def decode(data: bytes | memoryview) -> Message:
-    """The control message in `data`.
-
-    Raises: ProtocolError for anything that is not a well-formed message of this version.
-    """
-    return _CODEC.decode(data)
-
-
-def join(messages: list[bytes]) -> bytes:
-    """A frame of a control link: an array of messages, each of them as `encode` gave it."""
-    count = len(messages)
-    head = bytes([0x90 + count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
-    return head + b"".join(messages)
-
-
-def split(frame: bytes | bytearray) -> list[object]:
-    """The messages of a frame, each to be looked at with `check`. Raises: ProtocolError if it is no frame."""
-    envelopes = unpack(frame)
-    if not isinstance(envelopes, list):
-        raise ProtocolError("not an array of messages")
-    messages = cast("list[object]", envelopes)
-    if messages and isinstance(messages[0], int):  # before version 3 a frame was one message, which began with this
-        raise ProtocolError(f"protocol version differs: theirs is {messages[0]}, ours is {PROTOCOL_VERSION}")
-    return messages
-
-
-def check(envelope: object) -> Message:
-    """One of the messages that `split` gave. Raises: as `decode`."""
-    return _CODEC.check(envelope)

@@ -12,16 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.base.clock import monotonic
-from common.control.messages import (
-    Abort,
-    AttemptKey,
-    DecodeRequest,
-    EngineRequest,
-    ModelInfo,
-    PeerRef,
-    SamplingParams,
-    encode,
-)
+from common.control.codec import encode
+from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, ModelInfo, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor, Runner
 from common.engine.kv_transfer import IncomingTransfer
 from common.engine.scheduler import Scheduler

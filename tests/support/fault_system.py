@@ -28,8 +28,9 @@ from support.network_hosts import Host, Network
 from support.system import ranks_of, wait_until
 
 from common.base.errors import ProtocolError
+from common.control.codec import check, decode, encode, join, split
 from common.control.frames import with_length
-from common.control.messages import NodeLoad, NodeRecord, Ping, Pong, check, decode, encode, join, split
+from common.control.messages import NodeLoad, NodeRecord, Ping, Pong
 
 START_S = 90.0
 

@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from common.base.errors import KvRelayError, TransferError
-from common.control.messages import PROTOCOL_VERSION, Codec
+from common.control.codec import PROTOCOL_VERSION, Codec
 from common.engine.kv_transfer import ReceiveFailed, SourceReleased, TransferEvent, TransferOrder
 from common.engine.step import StepInput, StepOutput
 

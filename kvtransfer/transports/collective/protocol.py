@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from common.base.errors import ConfigError
-from common.control.messages import Codec
+from common.control.codec import Codec
 from common.engine.kv_transfer import STAGING_BYTES
 from kvtransfer import wire
 from kvtransfer.transports.base import Buffer, TransportContext

@@ -9,7 +9,8 @@ import pytest
 
 from common.base.errors import ProtocolError
 from common.base.hashing import HASH_BYTES
-from common.control.messages import PROTOCOL_VERSION, AttemptKey
+from common.control.codec import PROTOCOL_VERSION
+from common.control.messages import AttemptKey
 from kvtransfer.wire import (
     MAX_BLOCKS,
     MAX_HEADER_BYTES,

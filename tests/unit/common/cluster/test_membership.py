@@ -21,7 +21,8 @@ from common.cluster.membership import Directory, Registrar
 from common.cluster.redis_client import check_redis, connect
 from common.cluster.redis_keys import Keys
 from common.cluster.redis_server import RedisServer
-from common.control.messages import PROTOCOL_VERSION, ModelInfo, NodeRecord, PeerRef
+from common.control.codec import PROTOCOL_VERSION
+from common.control.messages import ModelInfo, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
 
 LEASE_S = 0.6

@@ -12,8 +12,9 @@ import pytest
 from common.base.clock import monotonic
 from common.base.errors import ConfigError, Unavailable
 from common.control import frames, links
+from common.control.codec import MAX_MESSAGE_BYTES, encode, join
 from common.control.links import Link, Server
-from common.control.messages import MAX_MESSAGE_BYTES, Abort, AttemptFailed, AttemptKey, Message, encode, join
+from common.control.messages import Abort, AttemptFailed, AttemptKey, Message
 
 
 def abort(number: int) -> Abort:

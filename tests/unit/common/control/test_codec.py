@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.base.errors import ProtocolError
+from common.control.codec import PROTOCOL_VERSION, check, decode, encode, join, split
 from common.control.messages import (
-    PROTOCOL_VERSION,
     Abort,
     AttemptFailed,
     AttemptKey,
@@ -32,11 +32,6 @@ from common.control.messages import (
     TokenLogprobs,
     TransferAbort,
     TransferReceived,
-    check,
-    decode,
-    encode,
-    join,
-    split,
 )
 from common.kv.layout import KVLayout
 

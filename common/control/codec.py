@@ -1,0 +1,149 @@
+"""Packs and checks messages. MessagePack only: nothing received can run code.
+
+A message is `[PROTOCOL_VERSION, type name, body]`; the body of a dataclass is a map by field name, that of a named tuple
+an array in the order of its fields. A frame of a control link is an array of messages. `decode` checks version, type,
+field names and field types before the rest of the code gets the object; the sockets bound a frame's size before it is
+allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast, get_args
+
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
+from pydantic import TypeAdapter, ValidationError
+
+from common.base.errors import KvRelayError, ProtocolError
+from common.control.messages import DecodeRequest, Message, PrefillRequest
+
+PROTOCOL_VERSION = 6
+"""Version of control messages, records and data headers; also raised when the byte order of payloads changes."""
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""A larger control message closes its connection before it is read. A prompt of 1M tokens has 5 MB."""
+
+# msgpack has no type annotations.
+_pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
+_unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
+
+
+class Codec:
+    """Packs and checks the message types of one link.
+
+    Invariant: what `decode` returns is one of the given types with every field of its declared type.
+    """
+
+    def __init__(self, *types: type[Any]) -> None:
+        self._adapters: dict[str, TypeAdapter[Any]] = {cls.__name__: TypeAdapter(cls) for cls in types}
+
+    def encode(self, message: object) -> bytes:
+        """Pack one message. Raises: ProtocolError for values that MessagePack cannot represent."""
+        try:
+            return self._pack(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
+
+    def _pack(self, message: object) -> bytes:
+        return _pack([PROTOCOL_VERSION, type(message).__name__, message], default=vars)
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        """The message in `data`.
+
+        Raises: ProtocolError for anything that is not a well-formed message of this version.
+        """
+        return self.check(unpack(data))
+
+    def check(self, envelope: object) -> Any:
+        """The message in an unpacked envelope. Raises: as `decode`."""
+        if not isinstance(envelope, list) or len(cast("list[Any]", envelope)) != 3:
+            raise ProtocolError("not a [version, type, body] envelope")
+        version, name, body = cast("list[Any]", envelope)
+        if version != PROTOCOL_VERSION:
+            raise ProtocolError(f"protocol version differs: theirs is {version!r}, ours is {PROTOCOL_VERSION}")
+        adapter = self._adapters.get(name) if isinstance(name, str) else None
+        if adapter is None:
+            raise ProtocolError(f"unknown message type {str(name)[:64]!r}")
+        try:
+            return adapter.validate_python(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ProtocolError(f"malformed {name}: {place}: {first['msg']}") from error
+        except (KvRelayError, ArithmeticError, TypeError) as error:  # a dataclass's own check of its values
+            raise ProtocolError(f"malformed {name}: {error}") from error
+
+
+def unpack(data: bytes | bytearray | memoryview) -> object:
+    """Unpack the single MessagePack value in `data`. Raises: ProtocolError for anything else."""
+    try:
+        return _unpack(data)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not MessagePack: {error}") from error
+
+
+_SHARED_FIELDS = 3
+"""Number of leading fields that the two requests of one attempt have in common; their peers come next."""
+_HEADS = {
+    cls: b"\x93" + _pack([PROTOCOL_VERSION, cls.__name__])[1:] + bytes([0x90 + len(cls._fields)])
+    for cls in (PrefillRequest, DecodeRequest)
+}
+"""The bytes of a request before its first field. MessagePack arrays of up to 15 items begin with one byte."""
+
+
+class _ControlCodec(Codec):
+    """Packs the fields that the two requests of an attempt share only once: one is sent right after the other."""
+
+    _latest: tuple[tuple[Any, ...], bytes] = (), b""
+    """Shared fields of the latest request, and their packed form."""
+
+    def _pack(self, message: Any) -> bytes:
+        head = _HEADS.get(cast("type[Any]", type(message)))
+        if head is None:
+            return super()._pack(message)
+        shared = message[:_SHARED_FIELDS]
+        known, packed = self._latest
+        if shared != known:
+            packed = _pack(shared, default=vars)[1:]
+            self._latest = shared, packed
+        return b"".join((head, packed, _pack(message[_SHARED_FIELDS:], default=vars)[1:]))
+
+
+_CODEC = _ControlCodec(*get_args(Message))
+
+
+def encode(message: Message) -> bytes:
+    """Pack one control message. Raises: ProtocolError for values that MessagePack cannot represent."""
+    return _CODEC.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """The control message in `data`.
+
+    Raises: ProtocolError for anything that is not a well-formed message of this version.
+    """
+    return _CODEC.decode(data)
+
+
+def join(messages: list[bytes]) -> bytes:
+    """A frame of a control link: an array of encoded messages."""
+    count = len(messages)
+    head = bytes([0x90 + count]) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
+    return head + b"".join(messages)
+
+
+def split(frame: bytes | bytearray) -> list[object]:
+    """The envelopes in a frame; `check` turns each into a message. Raises: ProtocolError if it is not a frame."""
+    envelopes = unpack(frame)
+    if not isinstance(envelopes, list):
+        raise ProtocolError("not an array of messages")
+    messages = cast("list[object]", envelopes)
+    if messages and isinstance(
+        messages[0], int
+    ):  # before version 3 a frame was one message, which began with its version
+        raise ProtocolError(f"protocol version differs: theirs is {messages[0]}, ours is {PROTOCOL_VERSION}")
+    return messages
+
+
+def check(envelope: object) -> Message:
+    """The message in an envelope from `split`. Raises: as `decode`."""
+    return _CODEC.check(envelope)
