@@ -15,11 +15,11 @@ from support.fault_streams import STREAMS
 
 _HEAD = f"""# The fault matrix
 
-Made by `make test-faults`; the machine is the one it ran on. {STREAMS} streams at once through two routers, two prefill nodes (one of
-two ranks) and two decode nodes (one of two pipeline stages), every process on a host of its own (network namespaces); in float32.
-Half of the streams are greedy, half sampled with seeds; among them are log-probabilities, stop strings, stop tokens,
-penalties, chats, and an answer of a single token. In the moment that the column names, the process that the row names is
-hurt:
+Made by `make test-faults`, on the machine that it ran on. {STREAMS} streams run at once through two routers, two prefill
+nodes (one of two ranks) and two decode nodes (one of two pipeline stages), every process on a host of its own (network
+namespaces), in float32. Half of the streams are greedy, half sampled with seeds; among them are log-probabilities,
+stop strings, stop tokens, penalties, chats, and an answer of a single token. At the moment that the column names, the
+fault is done to the process that the row names:
 
 | fault | what is done |
 |---|---|
@@ -28,11 +28,16 @@ hurt:
 | restart | the process is told to end, and started again under the same name and address at once |
 | network cut | its host's packets are lost both ways for {CUT_S:.0f} s; nobody is told |
 
-A cell is **ok** when every stream's text, token ids, log-probabilities (1e-4), usage and finish reason are those of a
-run without a fault; no client had to ask again (but those of a router that ended: their connection breaks, they ask
-again, and get the same tokens, of whose prompt more may be cached now); no key of a dead incarnation is left in Redis after its lease; every pool is whole and every
-load counter zero; and a node that was not killed works on under its old incarnation. The number is the longest time from
-the fault on, in seconds, in which one of the {STREAMS} streams got nothing (also because it was still queued).
+A cell is **ok** when all of this holds:
+
+- every stream's text, token ids, log-probabilities (1e-4), usage and finish reason are those of a run without a fault;
+- no client had to ask again, except those of a router that ended: their connection breaks, they ask again and get the
+  same tokens (more of their prompt may be cached now);
+- no key of a dead incarnation is left in Redis after its lease, every pool is whole and every load counter is zero;
+- a node that was not killed works on under its old incarnation.
+
+The number is the longest time after the fault, in seconds, in which one of the {STREAMS} streams got nothing (also
+because it was still queued).
 """
 
 
@@ -48,9 +53,9 @@ def render(results: dict[tuple[str, str, str], dict[str, Any]]) -> str:
     hit = sum(1 for result in results.values() if result["retried"] or result["repeats"])
     lines += [
         "",
-        f"{len(ok)} ok, {len(results) - len(ok)} failed, {total - len(results)} not run, of {total}. In {hit} cells streams "
-        f"had to be placed anew ({sum(result['retried'] for result in results.values()):.0f} further attempts in all), in the "
-        "others the fault met nobody who needed that process any more, or only cost time.",
+        f"{len(ok)} ok, {len(results) - len(ok)} failed, {total - len(results)} not run, of {total}. In {hit} cells streams were placed",
+        f"again ({sum(result['retried'] for result in results.values()):.0f} further attempts in all); in the others the fault met no request "
+        "that still needed the process, or only cost time.",
     ]
     failed = [result for result in results.values() if result["problem"]]
     if failed:
