@@ -6,8 +6,8 @@ from functools import partial
 
 from common.engine.kv_transfer import OnTransferEvent
 from common.node.worker import Worker
+from kvtransfer.factory import make_receiver
 from kvtransfer.node_transfers import RankReceiver
-from kvtransfer.transports.factory import make_receiver
 
 
 def receiving_rank(worker: Worker, rank: int, incarnation: str, report: OnTransferEvent) -> RankReceiver:

@@ -14,8 +14,8 @@ from common.node.plan import NodePlan, fit_memory, make_record, make_scheduler, 
 from common.node.ranks.launch import Leader, follow, share_cores
 from common.node.server import NodeServer
 from decode_node.node import DecodeNode
+from kvtransfer.factory import make_receiver
 from kvtransfer.node_transfers import NodeReceiver
-from kvtransfer.transports.factory import make_receiver
 
 if TYPE_CHECKING:
     from common.config.options import DecodeConfig

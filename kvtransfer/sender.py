@@ -36,8 +36,9 @@ class Sender:
     """`KVSender` over the given transports; each pair of ranks uses one of them.
 
     `device` holds the KV, if it is not in CPU memory; `open` and `blocks_final` then refer to the work that the calling
-    thread has started there. `wanted` restricts the choice, as in `kvtransfer.transports.choose`. A message smaller than
-    `min_message_bytes` is sent only when no more will follow; a connection without an ack for `idle_s` is given up.
+    thread has started there. `wanted` restricts the choice, as in `kvtransfer.transports.choose`. A message below
+    `min_message_bytes` is sent only when no more will follow or it has waited long; a connection without an ack for
+    `idle_s` is given up.
 
     Takes over the connectors: it closes them, also when it raises.
     Raises: ConfigError if a transport's messages have no room for one block of one layer.

@@ -19,8 +19,8 @@ from common.node.plan import (
 )
 from common.node.ranks.launch import Leader, follow, share_cores
 from common.node.server import NodeServer
+from kvtransfer.factory import make_sender
 from kvtransfer.node_transfers import NodeSender
-from kvtransfer.transports.factory import make_sender
 from prefill_node.node import PrefillNode
 
 if TYPE_CHECKING:

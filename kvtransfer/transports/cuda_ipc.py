@@ -1,14 +1,15 @@
-"""KV from card memory to card memory, between two nodes of one user on one host: one copy, made by the receiver.
+"""The CUDA IPC transport, between two nodes of one user on one host: the receiver copies from GPU memory to GPU memory.
 
-The sender passes a descriptor of its KV memory over a Unix socket, and *lends* blocks instead of sending them: a
-message says which of its blocks hold final KV. The receiver copies them straight into its own, on a stream of its
-own, and acknowledges, which gives them back. Nothing waits for the other process on the card itself, so that a dead
-one stops nobody. Sockets and pages are those of `kvtransfer.transports.shm`; a page holds no KV but a `Loan`:
+The sender passes a descriptor of its KV memory over a Unix socket and *lends* blocks instead of sending them: a message
+says which of its blocks hold final KV. The receiver copies them directly into its own blocks, on a stream of its own, and
+acknowledges, which ends the loan. Nothing on a GPU waits for the other process, so a dead process stops no other.
+Sockets and pages are those of `kvtransfer.transports.shm`; a page holds no KV but a loan:
 
     page i:  [ header | valid, first block, number of blocks, ids of blocks ]
 
-A sender that wants its blocks back clears `valid`; the receiver looks at it after its copy, and discards the copy
-if it was cleared. Decision: docs/decisions/0005-the-receiver-copies-lent-blocks.md. Used by both ends' I/O threads.
+A sender that takes its blocks back clears `valid`; the receiver checks it after its copy, and discards the copy if it
+was cleared. Decision: docs/decisions/0005-the-receiver-copies-lent-blocks.md.
+Used by the I/O threads of senders and receivers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from kvtransfer.transports.shm.connector import ShmPeer
 from kvtransfer.transports.shm.listener import RingSender, ShmListener
 
 MESSAGE_BYTES, WINDOW = 2**30, 16
-"""No memory stands behind a message: it is large, because a card copies 1 GiB in the time in which two processes agree
-on a few messages. A window bounds how late an abort is: some milliseconds."""
+"""Messages hold no KV, so they may be large: a GPU copies 1 GiB in the time that two processes need for a few messages.
+The window bounds the delay of an abort to some milliseconds."""
 _LOAN_WORDS = 3
 _MAX_PAGES_BYTES = 2**50
 _MAX_BLOCKS = wire.MAX_HEADER_BYTES // HASH_BYTES
@@ -81,7 +82,7 @@ class CudaIpcPeer(ShmPeer):
             os.close(fd)
         self.message_bytes = message_bytes
         self._loans: dict[int, np.ndarray] = {}
-        """The pages of what is lent, by message."""
+        """The page of each loan, by message."""
 
     def lend(self, buffer: Buffer, header: wire.SliceHeader, batch: Batch, blocks: np.ndarray) -> bool:
         """As `Peer.lend`."""
@@ -109,8 +110,8 @@ class CudaIpcPeer(ShmPeer):
 
 
 class CudaIpcConnector:
-    """CUDA IPC at a sender. `message_bytes` is the most that one message lends (raised to the size of one block of one
-    layer where that is more), `window` how many messages a peer may have unacknowledged.
+    """CUDA IPC at a sender. `message_bytes` is the maximum that one message lends (raised to the size of one block of one
+    layer where that is more), `window` the maximum number of unacknowledged messages per peer.
 
     Raises: ConfigError where descriptors cannot be passed.
     """
@@ -182,7 +183,7 @@ class _LendingSender(RingSender):
         first, count = int(loan[1]), int(loan[2])
         if not (first >= 0 and 0 <= count <= _MAX_BLOCKS and payload_bytes < _MAX_PAGES_BYTES):
             raise ProtocolError(f"a loan of {count} blocks from {first} on, {payload_bytes} bytes")
-        # Copied before they are checked: the other end could still write there.
+        # Copied before they are checked, because the sender could still write there.
         ids = loan[_LOAN_WORDS : _LOAN_WORDS + count].copy()
         lent = LentBlocks(self._pages, payload_bytes, first, ids)
         return Arrival(header, lent, self, revoked=lambda: not loan[0])

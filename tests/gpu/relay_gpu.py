@@ -17,7 +17,7 @@ from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OutgoingTransfer, Received, SourceReleased
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
-from kvtransfer.transports.factory import make_receiver, make_sender
+from kvtransfer.factory import make_receiver, make_sender
 
 DEADLINE_S = 60.0
 

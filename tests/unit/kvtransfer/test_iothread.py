@@ -1,4 +1,4 @@
-"""The thread of a transport end that fails: it stays, spares the processor and the log, and can be closed."""
+"""An I/O thread whose turns fail: it keeps running, does not spin or flood the log, and can be stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = AttemptKey("r", 1)
 
 
 class Failing:
-    """An end whose every turn fails, before it comes to its commands."""
+    """A thread whose every turn fails before it runs its commands."""
 
     def __init__(self, *, recovers: bool = True) -> None:
         self.turns = 0
@@ -36,7 +36,7 @@ class Failing:
     def _recover(self, error: Exception) -> None:
         self.recovered += 1
         if not self._recovers:
-            raise ValueError("nor can it be mended")
+            raise ValueError("recovery fails, too")
 
     def close(self) -> None:
         closing = threading.Thread(target=self.thread.stop, daemon=True)
@@ -60,14 +60,14 @@ def test_thread_whose_every_turn_fails_still_takes_commands_and_ends(recovers: b
 def test_thread_whose_every_turn_fails_does_not_spin() -> None:
     end = Failing()
     quiet = threading.Event()
-    wait_until(lambda: end.turns > 1, "it goes on")
+    wait_until(lambda: end.turns > 1, "it keeps running")
     quiet.wait(0.3)
     assert end.turns < 20
     assert end.recovered >= end.turns - 1
     end.close()
 
 
-def test_failing_end_is_finished_as_well_as_can_be() -> None:
+def test_thread_closes_its_mailbox_even_if_finish_fails() -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no")
 

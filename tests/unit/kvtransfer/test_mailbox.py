@@ -22,7 +22,7 @@ def readable(mailbox: Mailbox) -> bool:
     return bool(select.select([mailbox.fileno()], [], [], 0)[0])
 
 
-def test_commands_come_in_order_and_wake_the_reader_once(mailbox: Mailbox) -> None:
+def test_commands_are_taken_in_order_and_wake_the_reader_once(mailbox: Mailbox) -> None:
     seen: list[int] = []
     for number in range(3):
         mailbox.put(lambda number=number: seen.append(number))
@@ -33,7 +33,7 @@ def test_commands_come_in_order_and_wake_the_reader_once(mailbox: Mailbox) -> No
     assert not readable(mailbox)
 
 
-def test_byte_that_comes_after_its_command_was_taken_does_not_keep_the_reader_awake(mailbox: Mailbox) -> None:
+def test_byte_written_after_its_command_was_taken_does_not_keep_the_reader_awake(mailbox: Mailbox) -> None:
     """The writer is between its append and its write when the reader, awake for another reason, takes everything."""
     mailbox._commands.append(lambda: None)
     mailbox._woken = True

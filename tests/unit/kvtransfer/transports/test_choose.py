@@ -1,4 +1,4 @@
-"""Which transport a pair of ranks takes, and that one receiver serves several at once."""
+"""Which transport a pair of ranks uses, and that one receiver serves several at once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from common.control.messages import AttemptKey
 from common.engine.kv_transfer import SourceReleased
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
+from kvtransfer import factory
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from kvtransfer.transports import factory, same_host
+from kvtransfer.transports import same_host
 from kvtransfer.transports.choose import (
     FORGET_AFTER_S,
     TransportFailures,
@@ -72,7 +73,9 @@ def on_gpu(gpu_id: str, host: str = "host-a") -> list[TransportOffer]:
         (on_gpu("A"), on_gpu("A"), "shm", "shm", "asked for shm"),
     ],
 )
-def test_choice(src: list[TransportOffer], dst: list[TransportOffer], wanted: str, taken: str, why: str) -> None:
+def test_first_transport_that_both_ranks_can_use_is_chosen(
+    src: list[TransportOffer], dst: list[TransportOffer], wanted: str, taken: str, why: str
+) -> None:
     choice = choose(src, dst, wanted)
     assert choice.transport == taken
     assert choice.offer in dst
@@ -87,7 +90,7 @@ def test_choice(src: list[TransportOffer], dst: list[TransportOffer], wanted: st
         ({"shm": "no such name", "zmq": "gone"}, "auto", "shm", "one host"),
     ],
 )
-def test_what_failed_is_passed_over_while_there_is_another(
+def test_failed_transport_is_avoided_while_another_is_left(
     failed: dict[str, str], wanted: str, taken: str, why: str
 ) -> None:
     choice = choose([ZMQ, SHM], [ZMQ, SHM], wanted, failed)
@@ -117,7 +120,7 @@ def test_gpus_that_cannot_share_memory_use_nccl_or_else_pinned_memory(other_gpu:
         ([GLOO], [NCCL], "collective"),
     ],
 )
-def test_nothing_in_common_is_refused_by_naming_both_ends(
+def test_nothing_in_common_is_refused_with_the_offers_of_both_ranks(
     src: list[TransportOffer], dst: list[TransportOffer], wanted: str
 ) -> None:
     with pytest.raises(HandshakeRefused) as refused:
@@ -127,28 +130,28 @@ def test_nothing_in_common_is_refused_by_naming_both_ends(
 
 
 @given(st.lists(st.sampled_from([ZMQ, SHM, GLOO, NCCL, *on_gpu("GPU-5e1c-77")]), unique=True))
-def test_offers_survive_their_address(offers: list[TransportOffer]) -> None:
+def test_offers_are_parsed_from_their_own_address(offers: list[TransportOffer]) -> None:
     assert parse_offers(format_offers(offers)) == offers
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:1", "zmq", "zmq+", "zmq+tcp://", "+tcp://a:1", "zmq+tcp://a:1 x"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(HandshakeRefused):
         parse_offers(address)
 
 
-def test_transport_of_a_later_version_is_passed_over() -> None:
+def test_transport_of_a_later_version_is_ignored() -> None:
     assert choose([ZMQ], parse_offers("rdma+ib://x zmq+tcp://10.0.0.1:1")).transport == "zmq"
 
 
-def test_host_id_is_stable_and_says_nothing_of_the_host() -> None:
+def test_host_id_is_stable_and_reveals_nothing_about_the_host() -> None:
     assert host_id() == host_id()
     assert "/" not in (host_id() or "")
     assert " " not in (host_id() or "")
 
 
 def even_ranks_share_memory() -> transports.Transport:
-    """Ranks of the source take turns: even ones may share memory with the destination, odd ones may not."""
+    """Even ranks of the source may share memory with the destination, odd ranks may not."""
 
     def sender(storage: KVStorage, kv: KVLayout, rank: int, on_event: Recorder, **kw: Any) -> Sender:
         connectors: list[Any] = [ZmqConnector(), *([] if rank % 2 else [ShmConnector()])]
@@ -179,8 +182,8 @@ def test_slices_of_one_attempt_arrive_over_two_transports(make: Any, caplog: pyt
     assert len(said) == 2, "once for each pair"
 
 
-def test_one_host_by_name_only_takes_zmq_at_once(make: Any) -> None:
-    """As clones of one virtual machine would be: every name is equal, no memory is shared."""
+def test_equal_host_ids_on_different_hosts_fall_back_to_zmq_at_once(make: Any) -> None:
+    """As with clones of one virtual machine: all ids are equal, but no memory is shared."""
     cluster = make(layout(), layout())
     receiver = cluster.receivers[0].end
     receiver._address = receiver.address.replace("/kvrelay-", "/kvrelay-elsewhere-")
@@ -190,10 +193,10 @@ def test_one_host_by_name_only_takes_zmq_at_once(make: Any) -> None:
     assert (pair.chosen.transport, "shm failed" in pair.chosen.why) == ("zmq", True)
 
 
-def test_transport_that_breaks_before_its_first_ack_is_not_taken_again(
+def test_transport_that_breaks_before_its_first_ack_is_avoided_afterwards(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The receiver cannot map the memory and hangs up: that attempt is lost, the next goes another way."""
+    """The receiver cannot map the memory and disconnects: that attempt fails, the next one uses another transport."""
 
     def cannot(*_: Any) -> Any:
         raise OSError("no memory left")
@@ -205,15 +208,18 @@ def test_transport_that_breaks_before_its_first_ack_is_not_taken_again(
     transfer.grant()
     transfer.final()
     sender = cluster.senders[0].end
-    wait_until(lambda: "shm" in sender._table._failures.of(cluster.receivers[0].end.address, 0.0), "the sender knows")
+    wait_until(
+        lambda: "shm" in sender._table._failures.of(cluster.receivers[0].end.address, 0.0),
+        "the sender remembers the failure",
+    )
     cluster.transfer("r", attempt=2, tokens=27).run()
     assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
 
 
-def test_transport_that_takes_messages_and_never_answers_is_not_taken_again(
+def test_transport_that_takes_messages_and_never_acknowledges_is_avoided_afterwards(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NCCL where a firewall lets nothing through but the ports that are configured."""
+    """As NCCL behind a firewall that passes only the configured ports."""
     clock = MockClock()
     cluster = make(clock=clock)
     with monkeypatch.context() as deaf:
@@ -223,9 +229,9 @@ def test_transport_that_takes_messages_and_never_answers_is_not_taken_again(
         transfer.grant()
         transfer.final()
         sender, recorder = cluster.senders[0].end, cluster.senders[0].recorder
-        wait_until(lambda: any(peer.in_flight for peer in list(sender._peers.values())), "something is under way")
+        wait_until(lambda: any(peer.in_flight for peer in list(sender._peers.values())), "a message is in flight")
         clock.advance(31.0)
-        sender.abort(AttemptKey("nobody", 1))  # looks at the clock
+        sender.abort(AttemptKey("nobody", 1))  # makes the thread look at the clock
         assert isinstance(recorder.wait(transfer.key, SourceReleased).error, PeerLost)
     cluster.transfer("r", attempt=2, tokens=27).run()
     assert cluster.receivers[0].end.bytes_by_transport["shm"] == 0
@@ -235,7 +241,7 @@ def test_transport_that_takes_messages_and_never_answers_is_not_taken_again(
 def test_transport_that_failed_is_tried_again_after_a_while(
     make: Any, monkeypatch: pytest.MonkeyPatch, idle_s: float
 ) -> None:
-    """Also where its substitute is in such use that its connection never falls idle."""
+    """Also when the fallback is used so often that its connection never becomes idle."""
 
     def cannot(*_: Any) -> Any:
         raise OSError("no memory left")
@@ -255,7 +261,7 @@ def test_transport_that_failed_is_tried_again_after_a_while(
     assert receiver.bytes_by_transport["shm"] > 0
 
 
-def test_memory_of_failures_is_bounded_and_forgets_the_oldest() -> None:
+def test_failures_are_bounded_and_the_oldest_is_forgotten() -> None:
     failures = TransportFailures()
     for i in range(2000):
         failures.record(f"a{i}", "shm", "broken", 0.0)
@@ -264,7 +270,7 @@ def test_memory_of_failures_is_bounded_and_forgets_the_oldest() -> None:
     assert len(failures._reasons) == 1024
 
 
-def test_sender_with_nothing_in_common_fails_its_transfer_and_names_both(make: Any) -> None:
+def test_sender_with_no_common_transport_fails_its_transfer(make: Any) -> None:
     cluster = make(layout(), layout())
     lone = Sender(
         cluster.senders[0].storage, cluster.src_layout, 0, cluster.senders[0].recorder, [ShmConnector()], wanted="zmq"
@@ -284,7 +290,7 @@ def test_sender_with_nothing_in_common_fails_its_transfer_and_names_both(make: A
 @pytest.mark.parametrize(
     ("wanted", "offered"), [("auto", ["zmq", "shm"]), ("zmq", ["zmq"]), ("shm", ["shm"]), ("collective", ["gloo"])]
 )
-def test_node_offers_what_it_may(wanted: str, offered: list[str]) -> None:
+def test_receiver_offers_what_its_configuration_allows(wanted: str, offered: list[str]) -> None:
     kv = layout()
     config = DecodeConfig(kv_transport=wanted)  # type: ignore[arg-type]
     storage = KVStorage(kv, kv.shard(0, 0), 4)
@@ -295,7 +301,7 @@ def test_node_offers_what_it_may(wanted: str, offered: list[str]) -> None:
         receiver.close()
 
 
-def test_host_that_cannot_share_memory_offers_zmq_and_refuses_to_be_told_otherwise(
+def test_host_that_cannot_share_memory_offers_zmq_only_and_refuses_shm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (factory, same_host):
@@ -309,24 +315,24 @@ def test_host_that_cannot_share_memory_offers_zmq_and_refuses_to_be_told_otherwi
         factory.make_sender(DecodeConfig(kv_transport="shm"), storage, kv, 0, Recorder())
 
 
-def test_card_offers_what_it_may_and_a_processor_refuses_cuda_ipc() -> None:
+def test_gpu_offers_all_its_transports_and_a_cpu_refuses_cuda_ipc() -> None:
     kv = layout()
-    on_card, in_memory = KVStorage(kv, kv.shard(0, 0), 4, device="meta"), KVStorage(kv, kv.shard(0, 0), 4)
-    assert factory._allowed("auto", on_card) == ["zmq", "shm", "cuda_ipc", "nccl"]
-    assert factory._allowed("collective", on_card) == ["nccl"]
-    assert factory._allowed("cuda_ipc", on_card) == ["cuda_ipc"]
+    on_gpu_storage, in_memory = KVStorage(kv, kv.shard(0, 0), 4, device="meta"), KVStorage(kv, kv.shard(0, 0), 4)
+    assert factory._allowed("auto", on_gpu_storage) == ["zmq", "shm", "cuda_ipc", "nccl"]
+    assert factory._allowed("collective", on_gpu_storage) == ["nccl"]
+    assert factory._allowed("cuda_ipc", on_gpu_storage) == ["cuda_ipc"]
     with pytest.raises(ConfigError, match="CUDA device"):
         factory.make_sender(DecodeConfig(kv_transport="cuda_ipc"), in_memory, kv, 0, Recorder())  # type: ignore[arg-type]
 
 
-def test_end_that_cannot_be_made_closes_what_it_took_over() -> None:
+def test_sender_or_receiver_that_cannot_be_made_closes_its_transports() -> None:
     kv = layout()
     storage, recorder = KVStorage(kv, kv.shard(0, 0), 4), Recorder()
     listeners: list[Any] = [ZmqListener("127.0.0.1", 0), CollectiveListener("127.0.0.1", 0, backend="nccl")]
     with pytest.raises(ConfigError, match="CUDA"):
         Receiver(storage, kv, 0, recorder, listeners)
     assert all(listener._router.socket.closed for listener in listeners)
-    storage.words = None  # as of a card, of which nobody tells the ends
+    storage.words = None  # as on a GPU, but no device is given
     connector, listener = ZmqConnector(), ZmqListener("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="CPU memory"):
         Sender(storage, kv, 0, recorder, [connector])

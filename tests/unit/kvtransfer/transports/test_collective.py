@@ -1,4 +1,4 @@
-"""What only process groups promise: a meeting that never happens, or a store that nobody answers, hurts nobody else."""
+"""What only process groups guarantee: a group that is never built, or a store that does not answer, affects no other peer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def offer_to(cluster: Cluster, peer: PeerRef) -> Any:
     return transfer
 
 
-def test_receiver_that_never_answers_delays_nobody_and_is_given_up(cluster: Cluster, fake: FakeReceiver) -> None:
+def test_receiver_that_never_replies_delays_no_other_and_is_given_up(cluster: Cluster, fake: FakeReceiver) -> None:
     hanging = offer_to(cluster, fake.peer)
     fake.request()
     cluster.transfer("good").run()
@@ -74,7 +74,7 @@ def test_receiver_that_never_answers_delays_nobody_and_is_given_up(cluster: Clus
 
 
 @pytest.mark.parametrize("store", ["refuses", "hangs"])
-def test_store_that_does_not_answer_delays_nobody_and_is_given_up(
+def test_store_that_does_not_answer_delays_no_other_and_is_given_up(
     cluster: Cluster, fake: FakeReceiver, store: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -88,8 +88,8 @@ def test_store_that_does_not_answer_delays_nobody_and_is_given_up(
         assert isinstance(cluster.senders[0].recorder.wait(hanging.key, SourceReleased).error, PeerLost)
 
 
-def test_link_whose_group_ended_by_itself_does_not_hold_up_the_end(fake: FakeReceiver) -> None:
-    """The next connection forgets the ended ones; a socket of theirs would keep the context for ever."""
+def test_link_whose_group_ended_by_itself_does_not_block_close(fake: FakeReceiver) -> None:
+    """The next connection forgets the ended ones; an open socket of theirs would block the context for ever."""
     with transports.clusters(transports.collective) as make, socket.create_server(("127.0.0.1", 0)) as server:
         cluster = make(timeout_s=0.5)
         hanging = offer_to(cluster, fake.peer)
@@ -112,7 +112,7 @@ def test_link_whose_group_ended_by_itself_does_not_hold_up_the_end(fake: FakeRec
 
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])
-def test_process_without_threads_refuses_a_group_and_loses_nothing_else(
+def test_process_without_threads_refuses_a_group_and_fails_no_other_transfer(
     cluster: Cluster, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(thread: Any) -> None:
@@ -139,7 +139,7 @@ def test_process_without_threads_refuses_a_group_and_loses_nothing_else(
 
 
 @pytest.mark.parametrize("place", ["tcp://[fd00::1:7", "tcp://127.0.0.1", "no://where:1"])
-def test_address_that_is_none_fails_its_transfer_only(cluster: Cluster, place: str) -> None:
+def test_malformed_address_fails_its_transfer_only(cluster: Cluster, place: str) -> None:
     waiting = cluster.transfer("waiting", seed=1)
     waiting.compute()
     waiting.open_receivers()
@@ -161,8 +161,8 @@ def test_refusal_names_its_reason(cluster: Cluster, fake: FakeReceiver) -> None:
     assert "out of groups" in error.message
 
 
-def test_sender_that_never_meets_its_receiver_leaves_nothing_behind(cluster: Cluster) -> None:
-    """It says that it comes to the store and does not; the receiver goes on meanwhile, and forgets it."""
+def test_sender_that_never_joins_its_group_is_forgotten(cluster: Cluster) -> None:
+    """It announces that it joins the store but does not; meanwhile the receiver serves others."""
     receiver = cluster.receivers[0].end
     listener: Any = receiver._listeners[0]
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -188,7 +188,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_malformed_messages_are_counted_and_the_receiver_goes_on(cluster: Cluster, what: str) -> None:
+def test_malformed_messages_are_counted_and_the_receiver_continues(cluster: Cluster, what: str) -> None:
     receiver = cluster.receivers[0].end
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
@@ -199,7 +199,7 @@ def test_malformed_messages_are_counted_and_the_receiver_goes_on(cluster: Cluste
 
 
 @pytest.mark.parametrize("size", [0, 1025, 2**62])
-def test_payload_of_a_wrong_size_ends_its_group_before_memory_is_taken(cluster: Cluster, size: int) -> None:
+def test_payload_of_a_wrong_size_ends_its_group_before_a_buffer_is_taken(cluster: Cluster, size: int) -> None:
     receiver = cluster.receivers[0].end
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
@@ -214,7 +214,7 @@ def test_payload_of_a_wrong_size_ends_its_group_before_memory_is_taken(cluster: 
     cluster.transfer().run()
 
 
-def test_group_is_torn_down_with_either_end_and_made_again(cluster: Cluster) -> None:
+def test_group_ends_with_sender_or_receiver_and_is_made_again(cluster: Cluster) -> None:
     cluster.transfer("first").run()
     receiver = cluster.receivers[0]
     old: Any = receiver.end._listeners[0]
@@ -234,12 +234,12 @@ def test_group_is_torn_down_with_either_end_and_made_again(cluster: Cluster) -> 
     [
         (0.0, 0.0, ""),
         (0.3, 9.9, ""),
-        (0.3, 0.2, ""),  # over a moment before its event is
-        (9.9, 0.2, "lost the peer"),  # work that failed is over and never ends
+        (0.3, 0.2, ""),  # the work is over a moment before its event
+        (9.9, 0.2, "lost the peer"),  # failed work is over but its event never completes
         (9.9, 9.9, "longer than 2.0 s"),
     ],
 )
-def test_wait_for_a_card_tells_what_failed_from_what_is_done(moved_at: float, over_at: float, says: str) -> None:
+def test_waiting_for_a_payload_tells_failure_from_success(moved_at: float, over_at: float, says: str) -> None:
     clock = MockClock()
     reason = wait_for_payload(
         lambda: clock() >= moved_at, lambda: clock() >= over_at, 2.0, clock, lambda _: clock.advance(0.01)
@@ -258,7 +258,7 @@ class FakeGroup:
 
 
 @pytest.mark.parametrize(("backend", "aborted"), [("nccl", 1), ("gloo", 0)])
-def test_group_on_cards_gives_its_memory_back_with_its_thread(
+def test_nccl_group_frees_its_memory_when_its_thread_ends(
     backend: str, aborted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = FakeGroup()
@@ -276,10 +276,10 @@ def test_group_on_cards_gives_its_memory_back_with_its_thread(
     assert (reasons, group.aborted) == (["stopped"], aborted)
 
 
-def test_staging_on_a_card_keeps_to_what_is_counted_for_it(
+def test_nccl_staging_stays_within_its_memory_limit(
     cluster: Cluster, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told by gloo, as if its buffers were on a card. Sixteen connections with messages of 2 MiB fit."""
+    """Tested with gloo, as if its buffers were GPU memory. Sixteen connections with messages of 2 MiB fit."""
     assert protocol.has_room("nccl", [2**21] * 15, 2**21)
     assert not protocol.has_room("nccl", [2**21] * 16, 2**21)
     cluster.transfer("good").run()
@@ -301,10 +301,10 @@ def test_staging_on_a_card_keeps_to_what_is_counted_for_it(
     cluster.transfer("still", seed=1).run()
 
 
-def test_connection_that_could_not_say_that_it_goes_is_gone_when_the_next_one_comes(
+def test_connection_that_could_not_announce_its_end_is_dropped_when_the_next_one_is_made(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the receiver would miss it, and its room on a card, for half a minute."""
+    """Otherwise the receiver would keep it, and its GPU memory, for half a minute."""
     cluster.transfer("first").run()
     listener: Any = cluster.receivers[0].end._listeners[0]
     [old] = listener._senders.values()
@@ -322,11 +322,11 @@ def test_connection_that_could_not_say_that_it_goes_is_gone_when_the_next_one_co
 
 
 class HangingGroup(FakeGroup):
-    """NCCL, whose other end never comes. `obeys`: an abort ends the wait, as NCCL promises."""
+    """NCCL whose other end never joins. `abortable`: an abort ends the wait, as NCCL documents."""
 
-    def __init__(self, *, obeys: bool) -> None:
+    def __init__(self, *, abortable: bool) -> None:
         super().__init__()
-        self.obeys = obeys
+        self.abortable = abortable
         self.over = threading.Event()
 
     def recv(self, *_: object) -> None:
@@ -335,13 +335,13 @@ class HangingGroup(FakeGroup):
 
     def abort(self) -> None:
         super().abort()
-        if self.obeys:
+        if self.abortable:
             self.over.set()
 
 
-@pytest.mark.parametrize("obeys", [True, False])
-def test_communicator_that_does_not_come_about_has_a_deadline(obeys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = HangingGroup(obeys=obeys)
+@pytest.mark.parametrize("abortable", [True, False])
+def test_communicator_that_is_never_built_has_a_deadline(abortable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = HangingGroup(abortable=abortable)
     monkeypatch.setattr(process_group, "_make_group", lambda *_: group)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
@@ -357,7 +357,7 @@ def test_communicator_that_does_not_come_about_has_a_deadline(obeys: bool, monke
     thread.meet(0)
     thread.move(torch.zeros(4), lambda: None)
     assert ended.wait(DEADLINE_S)
-    assert thread.join(DEADLINE_S if obeys else 0.0) == obeys
+    assert thread.join(DEADLINE_S if abortable else 0.0) == abortable
     group.over.set()
     assert thread.join(DEADLINE_S)
     assert (reasons, group.aborted) == (["no NCCL communicator within 0.2 s"], 1)

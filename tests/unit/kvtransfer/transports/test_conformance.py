@@ -1,4 +1,4 @@
-"""What every KV transport must do. Each transport is a fixture parameter; each test runs on each."""
+"""What every KV transport must do. Each transport is a fixture parameter; each test runs on each of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def transport(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def make(transport: Any) -> Iterator[Any]:
-    """Makes clusters; at the end every open was released once, and no thread is left."""
+    """Makes clusters. Checks at the end that every open was released once and no thread is left."""
     clusters: list[Cluster] = []
     opened: list[tuple[Recorder, AttemptKey]] = []
 
@@ -152,7 +152,7 @@ def test_second_grant_changes_nothing(make: Any) -> None:
 
 
 def test_layers_and_chunks_go_out_as_they_become_final(make: Any) -> None:
-    """Only what was declared final is read: the rest of the source is written after."""
+    """Only final blocks are read: the rest of the source is written later."""
     cluster = make()
     transfer = cluster.transfer(tokens=27)
     transfer.open_receivers()
@@ -176,7 +176,7 @@ def test_layers_and_chunks_go_out_as_they_become_final(make: Any) -> None:
     transfer.check_received()
 
 
-def test_fully_held_transfer_completes_without_a_byte(make: Any) -> None:
+def test_fully_held_transfer_completes_without_sending(make: Any) -> None:
     make().transfer(tokens=14, held=4).run()
 
 
@@ -216,7 +216,7 @@ def test_receiver_abort_stops_all_writes_before_the_blocks_are_reused(make: Any,
     old.poison_destination()
     old.final()
     cluster.senders[0].recorder.wait(old.key, SourceReleased)
-    # A transfer of the same pair, after the old one on the same connection: what was late has arrived by then.
+    # A later transfer on the same connection: all late messages of the old one have arrived when it ends.
     probe = cluster.transfer("probe", tokens=1, held=1)
     probe.run()
     fence = cluster.transfer("r", attempt=2, tokens=4, seed=9)
@@ -371,10 +371,10 @@ def test_deadlines_pass_at_both_ends(make: Any) -> None:
     assert not cluster.senders[0].recorder.events
 
     def deadline_has_passed() -> bool:
-        # Again and again: an acknowledgement that is taken only now counts as progress at the advanced time.
+        # Repeatedly: an ack that is taken only now counts as progress at the advanced time.
         clock.advance(6.0)
         for rank in [*cluster.senders, *cluster.receivers]:
-            rank.end.abort(AttemptKey("nobody", 1))  # wakes the thread, whose sleep knows nothing of the mock clock
+            rank.end.abort(AttemptKey("nobody", 1))  # wakes the thread, which the mock clock does not
         return bool(cluster.senders[0].recorder.events and cluster.receivers[0].recorder.events)
 
     wait_until(deadline_has_passed, "both deadlines")
@@ -390,13 +390,13 @@ def test_deadlines_pass_at_both_ends(make: Any) -> None:
 
 
 def _wake(cluster: Cluster) -> None:
-    """Make the threads look at the mock clock, of which their sleep knows nothing."""
+    """Make the threads look at the mock clock, which does not wake them."""
     for rank in [*cluster.senders, *cluster.receivers]:
         rank.end.abort(AttemptKey("nobody", 1))
 
 
-def test_slow_transfer_lives_for_as_long_as_it_makes_progress(make: Any) -> None:
-    """Four blocks, each just in time: together far beyond the timeout."""
+def test_slow_transfer_continues_as_long_as_it_makes_progress(make: Any) -> None:
+    """Four blocks, each just in time; together they take much longer than the timeout."""
     clock = MockClock()
     cluster = make(clock=clock)
     transfer = cluster.transfer(timeout_s=5.0)
@@ -431,7 +431,7 @@ def test_sender_waits_for_its_grant_without_a_deadline(make: Any) -> None:
     transfer.check_received()
 
 
-def test_disconnecting_ends_what_goes_to_that_incarnation_and_the_next_grant_connects_anew(make: Any) -> None:
+def test_disconnect_fails_transfers_to_that_incarnation_and_the_next_grant_reconnects(make: Any) -> None:
     cluster = make()
     sender, receiver = cluster.senders[0], cluster.receivers[0]
     transfer = cluster.transfer(tokens=100)
@@ -456,7 +456,7 @@ def test_sender_close_releases_the_source(make: Any) -> None:
     released = cluster.senders[0].recorder.of(transfer.key, SourceReleased)
     assert len(released) == 1
     assert isinstance(released[0].error, TransferError)
-    # What was lent may have been taken back under a copy, which the receiver then says.
+    # Lent blocks may have been taken back during a copy, which the receiver then reports.
     assert not cluster.receivers[0].recorder.of(transfer.key, Received)
     with pytest.raises(TransferError, match="closed"):
         transfer.open_senders()
@@ -483,7 +483,7 @@ def test_receiver_close_releases_the_destination_and_ends_the_sender(make: Any) 
 
 
 def test_grant_whose_addresses_do_not_fit_its_ranks_fails_the_transfer(make: Any) -> None:
-    """One address more than ranks, the first one twice: rank 1 would get what rank 2 wants."""
+    """One address more than ranks, the first one twice: rank 1 would get the slices of rank 2."""
     cluster = make(layout(), layout(tp=2))
     transfer = cluster.transfer()
     transfer.open_senders()
@@ -507,15 +507,15 @@ def test_opening_a_live_key_again_is_refused_and_the_first_goes_on(make: Any) ->
     transfer.check_received()
 
 
-def test_message_at_which_the_receiver_fails_is_answered(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its sender would wait for the ack, with a smaller window, until its own deadline."""
+def test_message_at_which_the_receiver_fails_is_acknowledged(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its sender would wait for the ack, with a smaller window, until its own deadline."""
     cluster = make()
     copier = cluster.receivers[0].end._copier
     scatter_all = copier.scatter_all
 
     def fail(*_: Any) -> None:
         monkeypatch.setattr(copier, "scatter_all", scatter_all)
-        raise RuntimeError("the card is gone")
+        raise RuntimeError("the GPU is gone")
 
     cluster.transfer("before").run()
     monkeypatch.setattr(copier, "scatter_all", fail)
@@ -555,7 +555,7 @@ def test_block_outside_the_storage_fails_its_transfer_only(make: Any) -> None:
     cluster.transfer("good").run()
 
 
-def test_failing_callback_costs_no_other_event(make: Any, transport: Any) -> None:
+def test_failing_callback_does_not_prevent_later_events(make: Any, transport: Any) -> None:
     recorder = Recorder()
 
     def raising(event: Any) -> None:
@@ -603,7 +603,7 @@ def test_callback_may_open_the_next_transfer_of_the_same_key(make: Any, transpor
 
 
 def test_random_aborts_under_load_never_corrupt_a_neighbour(make: Any) -> None:
-    """Several waves over the same destination blocks, each aborted at some moment, then a whole one."""
+    """Several waves over the same destination blocks: an aborted transfer, then a complete one."""
     cluster = make(layout(tp=2), layout(tp=1), num_blocks=64)
     rng = np.random.default_rng(11)
     bystander = cluster.transfer("bystander", tokens=40, seed=1)
@@ -641,10 +641,10 @@ def test_nothing_is_left_after_close(make: Any, transport: Any) -> None:
         cluster.close()
         cluster.close()
 
-    cycle()  # the first one also starts what pyzmq keeps for the life of the process
+    cycle()  # the first one also starts pyzmq resources that live as long as the process
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         cycle()
     assert not _threads()
-    gc.collect()  # the stand-in for a card goes with its storage
+    gc.collect()  # the simulated GPU is freed with its storage
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "file descriptors return")

@@ -1,6 +1,6 @@
-"""What only lending promises: blocks go back whatever their reader does, and a reader never trusts what it read late.
+"""What only lending guarantees: the sender can always take blocks back, and a receiver discards what it read too late.
 
-On a stand-in for the card (`host_device`); on a card: tests/gpu/test_relay_on_gpu.py.
+On a simulated GPU (`host_device`); on a real one: tests/gpu/test_relay_on_gpu.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gate:
 
 
 class GatedDevice(HostDevice):
-    """A card whose compute stream and copies stand still while their gates are closed."""
+    """A GPU whose compute stream and copies do not advance while their gates are closed."""
 
     def __init__(self, storage: KVStorage) -> None:
         super().__init__(storage)
@@ -81,7 +81,7 @@ def devices(cluster: Cluster) -> tuple[GatedDevice, GatedDevice]:
     return cluster.receivers[0].end._device, cluster.senders[0].end._device
 
 
-def test_nothing_is_lent_before_the_card_has_computed_it(make: Any) -> None:
+def test_nothing_is_lent_before_the_gpu_has_computed_it(make: Any) -> None:
     """The engine reports a layer as soon as its kernels are launched."""
     cluster = make()
     _, theirs = devices(cluster)
@@ -89,14 +89,14 @@ def test_nothing_is_lent_before_the_card_has_computed_it(make: Any) -> None:
     theirs.compute.open = False
     transfer.hand_over()
     cluster.transfer("fence", seed=3).open_receivers()
-    wait_until(lambda: len(cluster.senders[0].end._final._commands) >= 4, "the sender has heard of it")
+    wait_until(lambda: len(cluster.senders[0].end._final._commands) >= 4, "the sender has taken the reports")
     assert not cluster.senders[0].end.bytes_by_transport["cuda_ipc"]
     transfer.compute()
     theirs.compute.open = True
     transfer.check_received()
 
 
-def test_cached_blocks_are_lent_once_the_card_has_computed_them(make: Any) -> None:
+def test_cached_blocks_are_lent_once_the_gpu_has_computed_them(make: Any) -> None:
     cluster = make()
     _, theirs = devices(cluster)
     transfer = cluster.transfer(tokens=12)
@@ -105,15 +105,15 @@ def test_cached_blocks_are_lent_once_the_card_has_computed_them(make: Any) -> No
     sender.open(OutgoingTransfer(transfer.key, "src-1", transfer.src_blocks, transfer.hashes, 12, 60.0, final_blocks=3))
     transfer.open_receivers()
     transfer.grant()
-    wait_until(lambda: len(sender._final._commands) == 4, "the sender waits for the card")
+    wait_until(lambda: len(sender._final._commands) == 4, "the sender waits for the GPU")
     assert not sender.bytes_by_transport["cuda_ipc"]
     transfer.compute()
     theirs.compute.open = True
     transfer.check_received()
 
 
-def test_destination_is_written_only_after_what_the_card_did_there_before(make: Any) -> None:
-    """A step that is still under way may write a row of a sequence that has ended."""
+def test_destination_is_written_only_after_earlier_gpu_work_on_it(make: Any) -> None:
+    """A step in progress may still write a row of a sequence that has ended."""
     cluster = make()
     ours, _ = devices(cluster)
     transfer = cluster.transfer(tokens=27)
@@ -128,7 +128,7 @@ def test_destination_is_written_only_after_what_the_card_did_there_before(make: 
 
 
 def stuck(cluster: Cluster, request: str = "r", **options: Any) -> Any:
-    """A transfer whose copies the receiver's card has started and does not end."""
+    """A transfer whose copies the receiver's GPU has started and does not complete."""
     ours, _ = devices(cluster)
     transfer = cluster.transfer(request, tokens=100, **options)
     transfer.compute()
@@ -138,11 +138,11 @@ def stuck(cluster: Cluster, request: str = "r", **options: Any) -> Any:
     transfer.grant()
     started = ours.copies
     transfer.final()
-    wait_until(lambda: ours.copies >= started + 3, "a window of copies is under way")
+    wait_until(lambda: ours.copies >= started + 3, "a window of copies is in progress")
     return transfer
 
 
-def test_blocks_are_the_receivers_until_its_copies_have_ended(make: Any) -> None:
+def test_destination_is_not_released_before_the_copies_have_ended(make: Any) -> None:
     cluster = make()
     transfer = stuck(cluster)
     assert not cluster.senders[0].recorder.events
@@ -157,7 +157,7 @@ def test_blocks_are_the_receivers_until_its_copies_have_ended(make: Any) -> None
     assert isinstance(released.error, TransferAborted)
 
 
-def test_sender_that_gives_up_has_its_blocks_at_once_and_what_was_read_late_is_never_received(make: Any) -> None:
+def test_aborting_sender_releases_its_blocks_at_once_and_late_copies_are_never_received(make: Any) -> None:
     cluster = make()
     transfer = stuck(cluster)
     cluster.senders[0].end.abort(transfer.key)
@@ -173,7 +173,7 @@ def test_sender_that_gives_up_has_its_blocks_at_once_and_what_was_read_late_is_n
     cluster.transfer("next", tokens=60).run()
 
 
-def test_receiver_that_stands_still_costs_its_transfer_no_more_than_its_deadline(make: Any) -> None:
+def test_receiver_that_hangs_delays_its_transfer_no_longer_than_the_deadline(make: Any) -> None:
     clock = MockClock()
     cluster = make(clock=clock)
     transfer = stuck(cluster, timeout_s=5.0)
@@ -191,7 +191,7 @@ def test_receiver_that_stands_still_costs_its_transfer_no_more_than_its_deadline
     assert cluster.senders[0].end.bytes_by_transport == {"cuda_ipc": 0}
 
 
-def test_end_of_a_card_that_stands_still_can_be_closed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_on_a_gpu_that_hangs_can_be_closed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy follows what was computed before, and that may wait for a rank that is gone."""
     monkeypatch.setattr("kvtransfer.receiver.CLOSING_S", 0.2)
     cluster = make()
@@ -205,7 +205,7 @@ def test_end_of_a_card_that_stands_still_can_be_closed(make: Any, monkeypatch: p
     assert cluster.receivers[0].recorder.of(transfer.key, DestinationReleased)
 
 
-def test_copies_under_way_when_the_receiver_fails_are_answered_when_they_have_ended(
+def test_copies_in_progress_when_the_receiver_fails_are_acknowledged_when_they_have_ended(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make()
@@ -215,7 +215,7 @@ def test_copies_under_way_when_the_receiver_fails_are_answered_when_they_have_en
     ours.copying.open = False
     transfer.hand_over()
     receiver = cluster.receivers[0].end
-    wait_until(lambda: ours.copies > 0, "a copy is under way")
+    wait_until(lambda: ours.copies > 0, "a copy is in progress")
 
     def fail(_: float) -> None:
         monkeypatch.undo()
@@ -223,7 +223,7 @@ def test_copies_under_way_when_the_receiver_fails_are_answered_when_they_have_en
 
     monkeypatch.setattr(receiver._transfers, "expire", fail)
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
-    assert receiver._unanswered, "the card still reads what was lent"
+    assert receiver._unanswered, "the GPU still reads the lent blocks"
     assert not cluster.senders[0].recorder.events
     ours.copying.open = True
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is not None
@@ -233,9 +233,7 @@ def test_copies_under_way_when_the_receiver_fails_are_answered_when_they_have_en
     cluster.transfer("after", tokens=60, seed=1).run()
 
 
-def test_receiver_that_fails_over_a_card_that_stands_still_can_be_closed(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_receiver_that_fails_on_a_gpu_that_hangs_can_be_closed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.receiver.CLOSING_S", 0.2)
     cluster = make()
     ours, _ = devices(cluster)
@@ -244,7 +242,7 @@ def test_receiver_that_fails_over_a_card_that_stands_still_can_be_closed(
     ours.copying.open = False
     transfer.hand_over()
     receiver = cluster.receivers[0].end
-    wait_until(lambda: ours.copies > 0, "a copy is under way")
+    wait_until(lambda: ours.copies > 0, "a copy is in progress")
     monkeypatch.setattr(receiver._transfers, "expire", lambda _: 1 / 0)
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
     closing = threading.Thread(target=receiver.close, daemon=True)
@@ -263,8 +261,8 @@ def test_closing_sender_takes_its_blocks_back(make: Any) -> None:
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
 
 
-def test_last_message_was_taken_back_although_all_had_been_lent(make: Any) -> None:
-    """Every slice is under way when the sender gives up: not one of them may count as sent."""
+def test_abort_while_every_slice_is_lent_counts_nothing_as_sent(make: Any) -> None:
+    """Every slice is being copied when the sender aborts: none of them may count as sent."""
     cluster = make()
     ours, _ = devices(cluster)
     transfer = cluster.transfer(tokens=3)
@@ -274,14 +272,14 @@ def test_last_message_was_taken_back_although_all_had_been_lent(make: Any) -> No
     transfer.open_senders()
     transfer.grant()
     transfer.final()
-    wait_until(lambda: ours.copies > 0, "a copy is under way")
+    wait_until(lambda: ours.copies > 0, "a copy is in progress")
     cluster.senders[0].end.abort(transfer.key)
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is not None
     ours.copying.open = True
     cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
 
 
-def test_receiver_that_hangs_up_gives_the_blocks_back(make: Any) -> None:
+def test_receiver_that_disconnects_ends_all_loans(make: Any) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         name = f"kvrelay-test-{os.urandom(8).hex()}"
         listener.bind("\0" + name)
@@ -306,7 +304,7 @@ def test_receiver_that_hangs_up_gives_the_blocks_back(make: Any) -> None:
 
 
 def greeting(what: str, device: HostDevice, size: int) -> tuple[bytes, list[int], list[bytes]]:
-    """Of a sender that lies: what it says first, with which descriptors, and what then."""
+    """What a malicious sender sends: its greeting, the descriptors with it, and later messages."""
     shared, fd, of_ring = ring.create(2, cuda_ipc._LOAN_BYTES)
     pages = [0, 4, 0, 2, 32, size // (4 * 2 * 2 * 32)]
     fds, messages = [fd, device.export()], []
@@ -352,7 +350,7 @@ def greeting(what: str, device: HostDevice, size: int) -> tuple[bytes, list[int]
         "endless bytes",
     ],
 )
-def test_sender_that_lies_about_its_memory_is_hung_up_on(make: Any, what: str) -> None:
+def test_sender_that_misstates_its_memory_is_disconnected(make: Any, what: str) -> None:
     cluster = make()
     receiver = cluster.receivers[0].end
     device = devices(cluster)[1]
@@ -367,7 +365,7 @@ def test_sender_that_lies_about_its_memory_is_hung_up_on(make: Any, what: str) -
             os.close(fd)
         for message in messages:
             connected.send(message)
-        assert connected.recv(100) == b"", "hung up"
+        assert connected.recv(100) == b"", "disconnected"
     assert not bystander.cluster.receivers[0].recorder.events
     cluster.transfer().run()
 
@@ -383,4 +381,4 @@ def test_memory_is_unmapped_when_its_connection_ends(make: Any) -> None:
     cluster.transfer().run()
     assert mapped() == 2
     cluster.senders[0].end.close()
-    wait_until(lambda: mapped() == 1, "the receiver has let go of it")
+    wait_until(lambda: mapped() == 1, "the receiver has unmapped it")

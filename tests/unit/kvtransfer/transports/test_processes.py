@@ -1,4 +1,4 @@
-"""One end in another process, killed or stopped without warning; over every transport that joins processes."""
+"""Sender and receiver in two processes, one of them killed or stopped, over every transport between processes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_killed_sender_fails_the_reception_at_its_deadline_and_not_before(spawn:
         child = spawn(SENDER, transport, receiver.address)
         receiver.open(incoming())
         assert child.stdout.readline().strip() == "imported"
-        wait_until(lambda: bool((storage.words[:, :, : BLOCKS - 1] == 7).all()), "what was sent has arrived")
+        wait_until(lambda: bool((storage.words[:, :, : BLOCKS - 1] == 7).all()), "all that was sent has arrived")
         child.kill()
         child.wait()
         receiver.abort(AttemptKey("nobody", 1))
@@ -134,7 +134,7 @@ def test_killed_sender_fails_the_reception_at_its_deadline_and_not_before(spawn:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_stopped_receiver_delays_no_other_transfer_and_no_close(spawn: Any, transport: str) -> None:
-    """SIGSTOP in the middle: the connection lives, nobody reads."""
+    """SIGSTOP in the middle of a transfer: the connection stays open, but nobody reads."""
     child = spawn(RECEIVER, transport, "big")
     address = child.stdout.readline().strip()
     recorder, other_recorder = Recorder(), Recorder()
@@ -161,8 +161,8 @@ def test_stopped_receiver_delays_no_other_transfer_and_no_close(spawn: Any, tran
     assert isinstance(recorder.of(KEY, SourceReleased)[0], SourceReleased)
 
 
-def test_group_whose_peer_hangs_is_given_up_after_its_own_time(spawn: Any) -> None:
-    """Gloo would wait for as long as it was told at most; the transfer's own deadline is far away."""
+def test_group_whose_peer_hangs_is_given_up_after_its_own_timeout(spawn: Any) -> None:
+    """Gloo waits up to its own timeout; the deadline of the transfer is much later."""
     child = spawn(RECEIVER, "collective", "big")
     address = child.stdout.readline().strip()
     recorder = Recorder()

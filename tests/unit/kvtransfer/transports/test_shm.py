@@ -1,4 +1,4 @@
-"""What only shared memory promises: nothing named, nothing left, and peers that cannot hurt each other through it."""
+"""What only shared memory guarantees: it has no name, nothing of it is left, and peers cannot harm each other with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make() -> Iterator[Any]:
 
 
 class FakeReceiver:
-    """A raw socket in a receiver's place."""
+    """A raw socket in place of a receiver."""
 
     def __init__(self) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -116,7 +116,9 @@ def test_a_silent_peer_delays_nobody_else_and_ends_at_its_deadline(make: Any, fa
     assert isinstance(cluster.senders[0].recorder.wait(stuck.key, SourceReleased).error, DeadlineExceeded)
 
 
-def test_link_that_breaks_with_the_last_slices_on_it_fails_the_transfer(make: Any, fake: FakeReceiver) -> None:
+def test_connection_that_breaks_with_the_last_slices_in_flight_fails_the_transfer(
+    make: Any, fake: FakeReceiver
+) -> None:
     cluster = make()
     transfer = cluster.transfer(tokens=4)
     transfer.compute()
@@ -139,7 +141,7 @@ def test_unreachable_receiver_fails_the_transfer_at_once(make: Any, place: str) 
     cluster.transfer("good").run()
 
 
-def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
+def test_process_without_descriptors_fails_only_the_transfer_that_needs_a_connection(
     make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make()
@@ -147,7 +149,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
     bystander.compute()
     bystander.hand_over(num_blocks=3)
     listener = cluster.receivers[0].end._listeners[0]
-    wait_until(lambda: bool(listener._senders), "its link is there, at both ends")
+    wait_until(lambda: bool(listener._senders), "it is connected, at both ends")
 
     class Nothing(socket.socket):
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -165,10 +167,10 @@ def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
     bystander.check_received()
 
 
-def test_socket_of_another_user_in_the_receivers_place_gets_no_memory(
+def test_socket_of_another_user_in_place_of_the_receiver_gets_no_memory(
     make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever read the address may take its name once the receiver has gone."""
+    """Any process that knows the address may bind its name once the receiver has ended."""
     monkeypatch.setattr(connector, "user_of_peer", lambda _: os.geteuid() + 1)
     cluster = make()
     transfer = cluster.transfer()
@@ -192,7 +194,7 @@ def connect(receiver: Receiver) -> socket.socket:
 
 
 class NoDescriptors:
-    """A listening socket in a process that has no descriptor left."""
+    """A listening socket in a process that has no file descriptor left."""
 
     def __init__(self, real: socket.socket) -> None:
         self.real, self.tries = real, 0
@@ -205,7 +207,7 @@ class NoDescriptors:
         return self.real.fileno()
 
 
-def test_receiver_without_a_descriptor_to_spare_takes_senders_later_and_fails_nobody_meanwhile(make: Any) -> None:
+def test_receiver_out_of_descriptors_accepts_senders_later_and_fails_no_transfer(make: Any) -> None:
     clock = MockClock()
     cluster = make(clock=clock)
     receiver = cluster.receivers[0].end
@@ -219,7 +221,7 @@ def test_receiver_without_a_descriptor_to_spare_takes_senders_later_and_fails_no
     waiting.hand_over()
     wait_until(lambda: listener._accept_again_s is not None, "the accept has failed")
     for _ in range(20):
-        receiver.abort(AttemptKey("nobody", 1))  # a turn of its thread
+        receiver.abort(AttemptKey("nobody", 1))  # one turn of its thread
     assert none_left.tries == 1, "it does not spin"
     listener._socket = real
     clock.advance(2.0)
@@ -229,7 +231,7 @@ def test_receiver_without_a_descriptor_to_spare_takes_senders_later_and_fails_no
 
 
 def hostile_greeting(what: str) -> tuple[list[bytes], list[int]]:
-    """What to say, and the descriptors to pass with its first part."""
+    """The messages to send, and the descriptors to pass with the first one."""
     made, fd, greeting = ring.create(2, 4096)
     match what:
         case "no memory":
@@ -274,7 +276,7 @@ def hostile_greeting(what: str) -> tuple[list[bytes], list[int]]:
         "garbage header",
     ],
 )
-def test_sender_that_speaks_nonsense_is_hung_up_on_and_the_receiver_goes_on(make: Any, what: str) -> None:
+def test_sender_of_a_malformed_message_is_disconnected_and_the_receiver_continues(make: Any, what: str) -> None:
     cluster = make()
     receiver = cluster.receivers[0].end
     with connect(receiver) as connected:
@@ -284,12 +286,12 @@ def test_sender_that_speaks_nonsense_is_hung_up_on_and_the_receiver_goes_on(make
             os.close(fd)
         for message in messages[1:]:
             connected.send(message)
-        assert connected.recv(100) == b"", "hung up"
+        assert connected.recv(100) == b"", "disconnected"
     wait_until(lambda: receiver.discarded_messages == 1, "it is counted")
     cluster.transfer().run()
 
 
-def test_connection_that_says_nothing_costs_nothing(make: Any) -> None:
+def test_silent_connection_delays_no_transfer(make: Any) -> None:
     cluster = make()
     with connect(cluster.receivers[0].end):
         cluster.transfer().run()
@@ -318,7 +320,7 @@ def test_size_of_a_ring_cannot_be_changed() -> None:
         os.close(fd)
 
 
-def test_rings_are_unmapped_and_leave_no_name() -> None:
+def test_rings_are_unmapped_and_have_no_name() -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("kvrelay-ring")
 

@@ -1,4 +1,4 @@
-"""What only the ZMQ transport promises: bounded memory per peer, isolation of peers, a hostile wire."""
+"""What only the ZMQ transport guarantees: bounded memory per peer, isolation of peers, robustness to malformed messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make() -> Iterator[Any]:
 
 
 class FakeReceiver:
-    """A raw socket in a receiver's place: sees frames, acks only when told to."""
+    """A raw socket in place of a receiver: shows the frames, acknowledges only when told to."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
@@ -63,7 +63,7 @@ def fake() -> Iterator[FakeReceiver]:
     receiver.close()
 
 
-def test_unacknowledged_messages_are_bounded_and_each_ack_lets_one_more_go(make: Any, fake: FakeReceiver) -> None:
+def test_unacknowledged_messages_are_bounded_and_each_ack_allows_one_more(make: Any, fake: FakeReceiver) -> None:
     cluster = make(window=3)
     transfer = cluster.transfer(tokens=100)
     transfer.compute()
@@ -85,9 +85,9 @@ def test_unacknowledged_messages_are_bounded_and_each_ack_lets_one_more_go(make:
     assert fake.next(timeout_s=0.1) is None, "each byte once"
 
 
-def test_staging_is_not_rewritten_before_its_ack(make: Any, fake: FakeReceiver) -> None:
-    """Messages wait unread in the socket while the sender would like to stage many more."""
-    # Above the size under which pyzmq would copy after all.
+def test_staging_buffer_is_not_rewritten_before_its_ack(make: Any, fake: FakeReceiver) -> None:
+    """Messages wait unread in the socket while the sender has many more to stage."""
+    # Large enough that pyzmq does not copy the messages.
     big = KVLayout("model", 4, 2, 512, "float32", block_size=16)
     cluster = make(big, big, staging_bytes=2**18, window=2, min_message_bytes=1)
     transfer = cluster.transfer(tokens=32 * 16)
@@ -140,7 +140,7 @@ def test_unreachable_peer_ends_at_the_deadline(make: Any) -> None:
     ("address", "error"),
     [("carrier-pigeon", HandshakeRefused), ("zmq+pigeon://coop", PeerLost), ("zmq+tcp://127.0.0.1:x", PeerLost)],
 )
-def test_nonsense_address_fails_the_transfer(make: Any, address: str, error: type[Exception]) -> None:
+def test_malformed_address_fails_the_transfer(make: Any, address: str, error: type[Exception]) -> None:
     cluster = make()
     transfer = cluster.transfer()
     transfer.open_senders()
@@ -149,7 +149,7 @@ def test_nonsense_address_fails_the_transfer(make: Any, address: str, error: typ
     cluster.transfer("good").run()
 
 
-def test_peer_that_acks_nothing_is_given_up_after_the_idle_time(make: Any, fake: FakeReceiver) -> None:
+def test_peer_that_never_acknowledges_is_given_up_after_the_idle_time(make: Any, fake: FakeReceiver) -> None:
     clock = MockClock()
     cluster = make(clock=clock, idle_s=10.0)
     transfer = cluster.transfer(tokens=120, timeout_s=1000.0)
@@ -195,7 +195,7 @@ def test_new_incarnation_at_an_address_ends_transfers_to_the_old_one(make: Any, 
     assert {h.dst_incarnation for h in headers if h.key == new.key} == {"dst-2"}
 
 
-def test_small_layers_wait_for_company_unless_they_are_the_last(make: Any, fake: FakeReceiver) -> None:
+def test_small_layers_wait_to_fill_a_message_unless_they_are_the_last(make: Any, fake: FakeReceiver) -> None:
     kv = layout()
     per_layer = kv.bytes_per_block // kv.num_layers
     cluster = make(staging_bytes=2**20, min_message_bytes=2 * per_layer)
@@ -216,13 +216,13 @@ def test_small_layers_wait_for_company_unless_they_are_the_last(make: Any, fake:
     got = fake.next()
     assert got is not None
     assert [(s.layer_lo, s.layer_hi) for s in got[1].slices] == [(2, 4)]
-    assert not cluster.senders[0].recorder.events, "the link may still swallow it"
+    assert not cluster.senders[0].recorder.events, "the link may still lose it"
     fake.ack(*got[:2])
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
 
 
 class Cable:
-    """Carries bytes to a port on this machine and back, until it is cut; both ends then see a connection that stands."""
+    """A proxy to a port of this host. After `cut` it forwards nothing, while both ends still see an open connection."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -253,7 +253,7 @@ class Cable:
                 (far if end is near else near).sendall(end.recv(2**16))
 
 
-def test_link_that_goes_silent_fails_the_transfer_without_its_deadline(
+def test_silent_link_fails_the_transfer_before_its_deadline(
     make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvtransfer.transports.zmq, "HEARTBEAT_S", 0.1)
@@ -274,8 +274,8 @@ def test_link_that_goes_silent_fails_the_transfer_without_its_deadline(
         cable.close()
 
 
-def test_receiver_lets_go_of_a_sender_that_went_silent(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that has vanished says nothing; its connection would stay for ever."""
+def test_receiver_closes_the_connection_of_a_silent_sender(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vanished host sends nothing; its connection would stay open for ever."""
     monkeypatch.setattr(kvtransfer.transports.zmq, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(kvtransfer.transports.zmq, "GONE_S", 0.5)
     cluster = make()
@@ -291,7 +291,7 @@ def test_receiver_lets_go_of_a_sender_that_went_silent(make: Any, monkeypatch: p
         transfer.final()
         transfer.check_received()
         cable.cut()
-        assert monitor.poll(1000 * DEADLINE_S), "hung up"
+        assert monitor.poll(1000 * DEADLINE_S), "disconnected"
     finally:
         cable.close()
         router.socket.disable_monitor()
@@ -299,10 +299,10 @@ def test_receiver_lets_go_of_a_sender_that_went_silent(make: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize("what", [zmq.DEALER, zmq.PAIR])
-def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
+def test_process_without_descriptors_fails_only_the_transfer_that_needs_a_connection(
     make: Any, fake: FakeReceiver, what: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link takes two sockets: its own and its monitor's."""
+    """A link needs two sockets: its own and its monitor's."""
     cluster = make()
     bystander = cluster.transfer("bystander", tokens=60)
     bystander.compute()
@@ -314,7 +314,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
             raise zmq.ZMQError(errno.EMFILE)
         return socket_of(context, kind, *args, **kwargs)
 
-    wait_until(lambda: bool(cluster.senders[0].end._peers), "its link is there")
+    wait_until(lambda: bool(cluster.senders[0].end._peers), "it is connected")
     monkeypatch.setattr(zmq.Context, "socket", socket_or_not)
     poor = cluster.transfer("poor", tokens=4)
     poor.open_senders()
@@ -327,9 +327,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_wants_a_link(
     bystander.check_received()
 
 
-def test_small_layers_of_a_slow_prompt_are_not_kept_back_until_the_receiver_gives_up(
-    make: Any, fake: FakeReceiver
-) -> None:
+def test_small_layers_of_a_slow_prompt_are_sent_before_the_receiver_gives_up(make: Any, fake: FakeReceiver) -> None:
     clock = MockClock()
     cluster = make(clock=clock, staging_bytes=2**20, min_message_bytes=2**20)
     transfer = cluster.transfer(tokens=4, timeout_s=20.0)
@@ -348,7 +346,7 @@ def test_small_layers_of_a_slow_prompt_are_not_kept_back_until_the_receiver_give
 
 
 @pytest.mark.parametrize("code", ["", "transfer_aborted"])
-def test_late_ack_of_an_older_transfer_says_nothing_of_the_next_one_under_its_key(
+def test_late_ack_of_an_older_transfer_does_not_count_for_the_next_one_of_the_same_key(
     make: Any, fake: FakeReceiver, code: str
 ) -> None:
     cluster = make(min_message_bytes=1024)  # all in one message
@@ -377,8 +375,10 @@ def test_late_ack_of_an_older_transfer_says_nothing_of_the_next_one_under_its_ke
     assert sender.recorder.of(transfer.key, SourceReleased)[1].error is None
 
 
-def test_link_that_breaks_with_the_last_slices_on_it_fails_the_transfer(make: Any, fake: FakeReceiver) -> None:
-    """Everything was handed to the wire; nobody else would miss it before the receiver's deadline."""
+def test_connection_that_breaks_with_the_last_slices_in_flight_fails_the_transfer(
+    make: Any, fake: FakeReceiver
+) -> None:
+    """Everything was sent; otherwise only the receiver's deadline would notice the loss."""
     cluster = make()
     transfer = cluster.transfer(tokens=4)
     transfer.compute()
@@ -419,7 +419,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_malformed_frames_are_dropped_and_the_receiver_goes_on(make: Any, what: str) -> None:
+def test_malformed_frames_are_dropped_and_the_receiver_continues(make: Any, what: str) -> None:
     cluster = make()
     transfer = cluster.transfer()
     transfer.compute()
@@ -446,7 +446,7 @@ def test_payload_above_the_limit_is_refused_by_the_socket(make: Any, monkeypatch
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(receiver.end.address.removeprefix("zmq+"))
         socket.send_multipart([b"header", bytes(20_000)])
-        assert monitor.poll(1000 * DEADLINE_S), "the receiver hangs up"
+        assert monitor.poll(1000 * DEADLINE_S), "the receiver disconnects"
         socket.disable_monitor()
         monitor.close()
     assert receiver.end.discarded_messages == 0
@@ -481,10 +481,10 @@ def test_slice_out_of_place_is_corrupt_and_writes_nothing(make: Any, wrong: str)
     transfer.check_destination_untouched()
 
 
-def test_message_that_overtakes_its_own_open_in_the_mailbox_is_taken(
+def test_message_that_arrives_before_its_open_is_taken_from_the_mailbox_is_accepted(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`open`, grant, send and arrival may all happen after the thread looked at its mailbox and before it reads."""
+    """`open`, grant, send and arrival may all happen between the thread's look at its mailbox and its next receive."""
     cluster = make()
     transfer = cluster.transfer()
     transfer.compute()
