@@ -1,7 +1,7 @@
 """How much one router carries: requests/s and tokens/s for each second of its own processor time, and what it adds at
 half of that load. A real router process, Redis, and a stub engine that computes nothing, in the client's process.
 
-    python tests/bench/router_rates.py [--quick] [--json FILE]
+    scripts/bench-router --only rates [--quick] [--json FILE]
 
 Rates are per second of the router's processor time, so that the client is not measured; beside them stands what came
 by the clock. The router has a core of its own where there are two. Latencies are of the clock, of everything on the way,
@@ -33,10 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
-
-if __name__ == "__main__":
-    _ROOT = Path(__file__).resolve().parents[2]
-    sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
 
 import httptools
 import httpx
@@ -392,12 +388,3 @@ def _add_latency(
         note = f"{with_ms:.1f} ms with the router, client and stub; {without_ms:.1f} ms of a bare streaming endpoint"
         result.add(f"{name}, {quantile}", with_ms - without_ms, "ms", target=target, note=note)
     result.details[name] = {"ms": shown, "runs_ms": found, "count": sum(map(len, times))}
-
-
-if __name__ == "__main__":
-    figures = measure(quick="--quick" in sys.argv)
-    for figure in figures.figures:
-        share = "" if figure.share is None else f", {figure.share:.1%} of {figure.limit_name}"
-        print(f"{figure.name}: {figure.value:,.1f} {figure.unit}{share} ({figure.note})")
-    if "--json" in sys.argv:
-        Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(figures.as_json(), indent=1))
