@@ -68,7 +68,7 @@ class Streams:
         return self.ids
 
 
-def test_nodes_and_one_node_say_who_they_are(system: System) -> None:
+def test_nodes_are_listed_and_shown(system: System) -> None:
     nodes = {node["node_id"]: node for node in system.admin("nodes")["nodes"]}
     assert {name: node["state"] for name, node in nodes.items()} == dict.fromkeys(
         ("prefill-0", "decode-0", "decode-1"), "usable"
@@ -122,7 +122,7 @@ def test_a_request_has_a_story_and_route_explains_the_next_one(system: System) -
     assert system.metric("kvrelay_attempts_total") == before
 
 
-def test_drained_node_finishes_its_streams_gets_nothing_new_and_comes_back(system: System) -> None:
+def test_drained_node_finishes_its_streams_gets_no_new_ones_and_can_be_undrained(system: System) -> None:
     streams = Streams(system, 4, 120)
     for begun in streams.begun:
         assert begun.wait(30)
@@ -163,7 +163,7 @@ def test_drained_prefill_node_leaves_prompts_to_the_decode_nodes(system: System)
     assert answer.headers["x-kvrelay-prefill-mode"] == "relayed"
 
 
-def test_a_new_router_finds_the_drained_node_drained_and_answers_at_the_same_place(system: System) -> None:
+def test_a_restarted_router_sees_the_drained_node_as_drained_and_keeps_its_admin_address(system: System) -> None:
     system.admin("drain", "decode-0")
     old_pid = system.kill("router")
     wait_until(lambda: system.is_restarted("router", old_pid), 30, "the router comes back")
@@ -175,7 +175,7 @@ def test_a_new_router_finds_the_drained_node_drained_and_answers_at_the_same_pla
     wait_until(lambda: system.health()["decode"] == 2, 10, "both nodes usable again")
 
 
-def test_tables_are_for_people_and_the_token_is_needed(system: System) -> None:
+def test_tables_are_plain_text_and_the_token_is_required(system: System) -> None:
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(system.pid_file.parent)}
 
     def run(*args: str, **more: str) -> subprocess.CompletedProcess[str]:

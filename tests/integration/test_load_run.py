@@ -129,7 +129,7 @@ def test_trace_is_replayed_by_its_hashes(model_folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_interrupted_run_reports_what_there_is(model_folder: Path, processes: int) -> None:
+def test_interrupted_run_reports_the_requests_so_far(model_folder: Path, processes: int) -> None:
     async def scene(stack: Stack, prefill: StubNode, decode: StubNode) -> None:
         command = [sys.executable, "-m", "common.cli", "load", "run", "--url", stack.url, "--concurrency", "2"]
         process = await asyncio.create_subprocess_exec(
@@ -162,7 +162,7 @@ def test_interrupted_run_reports_what_there_is(model_folder: Path, processes: in
     play(model_folder, scene)
 
 
-def test_errors_beyond_the_allowed_rate_and_servers_that_are_none_end_with_a_code(model_folder: Path) -> None:
+def test_too_many_errors_and_absent_servers_end_with_their_exit_codes(model_folder: Path) -> None:
     async def scene(stack: Stack, prefill: StubNode, decode: StubNode) -> None:
         decode.fail_with = ("engine_error", "scripted")
         code, output = await load(stack.url, "--concurrency", "2", "--requests", "4", *SMALL)

@@ -95,7 +95,7 @@ def test_redis_cluster_by_any_of_its_servers(tmp_path: Path) -> None:
         assert all("redis+cluster://" in said for said in told)
 
 
-def test_redis_cluster_that_is_away_ends_nobody(tmp_path: Path) -> None:
+def test_unreachable_redis_cluster_ends_no_service(tmp_path: Path) -> None:
     port, every_slot = _low_port(), range(16384)
 
     def serving(name: str) -> contextlib.AbstractContextManager[int]:
@@ -130,7 +130,7 @@ def _refusal(url: str) -> str:
     return ""
 
 
-def test_sentinel_names_the_server_and_its_successor(tmp_path: Path) -> None:
+def test_sentinel_names_the_server_and_the_one_after_a_failover(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         crash = stack.enter_context(contextlib.ExitStack())
         first = crash.enter_context(redis_server_with(tmp_path))
@@ -159,7 +159,7 @@ def test_sentinel_names_the_server_and_its_successor(tmp_path: Path) -> None:
         asyncio.run(asyncio.wait_for(scene(), 60))
 
 
-def test_malformed_urls_are_told() -> None:
+def test_malformed_urls_are_reported() -> None:
     for url in ("redis+sentinel://127.0.0.1:26379", "redis://h:notaport/0", "http://h/"):
         with pytest.raises(ConfigError, match="malformed"):
             asyncio.run(check_redis(url))

@@ -16,7 +16,9 @@ from common.cluster.redis_server import free_port
 _STEP_S, _STEPS = 30.0, 20
 
 
-def test_ten_minutes_without_redis_change_nothing_and_all_is_rebuilt(tmp_path: Path, cluster: str) -> None:
+def test_ten_minutes_without_redis_change_nothing_and_everything_is_published_again(
+    tmp_path: Path, cluster: str
+) -> None:
     port, clock = free_port(), MockClock(1000.0)
     url = f"redis://127.0.0.1:{port}/0"
 

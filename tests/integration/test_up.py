@@ -40,5 +40,5 @@ def test_corrupt_weights_are_named(model: Path, tmp_path: Path) -> None:
     assert "model.safetensors" in failed_start(tmp_path)
 
 
-def test_cache_too_small_for_anything_is_refused(model: Path) -> None:
+def test_kv_cache_too_small_for_any_request_is_refused(model: Path) -> None:
     assert "kv" in failed_start(model, "--kv-memory-gb", "0.000001").lower()

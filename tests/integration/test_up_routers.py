@@ -57,7 +57,7 @@ def processes(system: System) -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in system.processes()}
 
 
-def test_two_routers_answer_alike_and_one_outlives_the_other_which_comes_back(routers: list[System]) -> None:
+def test_two_routers_answer_alike_and_one_keeps_serving_while_the_other_restarts(routers: list[System]) -> None:
     first, second = routers
     before = processes(first)
     assert list(before) == ["redis", "router-0", "router-1", "prefill-0", "decode-0"]

@@ -93,7 +93,7 @@ def all_gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-def test_the_configuration_file_of_up_is_that_of_its_services(start, free_port, tmp_path: Path, eventually) -> None:
+def test_services_read_the_configuration_file_of_up(start, free_port, tmp_path: Path, eventually) -> None:
     (tmp_path / "k.toml").write_text("max_num_seqs = 7\n[decode]\nseed = 3\n")
     up = start("--port", str(free_port), "--config", "k.toml")
     up.wait_line(READY)
@@ -106,7 +106,7 @@ def test_the_configuration_file_of_up_is_that_of_its_services(start, free_port, 
     assert [line.split("| ")[1] for line in told()] == [decode, decode, prefill], "at its restart as at its start"
 
 
-def test_everything_starts_tells_what_it_is_and_stops_in_order(start, free_port, eventually) -> None:
+def test_everything_starts_is_listed_and_stops_in_order(start, free_port, eventually) -> None:
     up = start("--port", str(free_port), "--prefill", "1", "--decode", "1", "--api-key", "hush")
     up.wait_line(READY)
     up.wait_line(f'curl http://127.0.0.1:{free_port}/v1/chat/completions -H "Authorization: Bearer')
@@ -149,7 +149,7 @@ def hangup_signal(action: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_lost_terminal_stops_in_order_but_not_under_nohup(start, free_port) -> None:
+def test_lost_terminal_stops_everything_in_order_except_under_nohup(start, free_port) -> None:
     with hangup_signal(signal.SIG_IGN):  # as nohup does
         up = start("--port", str(free_port))
     up.wait_line(READY)
@@ -167,7 +167,7 @@ def test_lost_terminal_stops_in_order_but_not_under_nohup(start, free_port) -> N
     assert up.wait_end() == 0
 
 
-def test_whatever_is_killed_comes_back_under_its_name_and_the_pid_file_says_so(start, free_port, eventually) -> None:
+def test_killed_children_are_restarted_under_their_names_and_the_pid_file_follows(start, free_port, eventually) -> None:
     up = start("--port", str(free_port))
     up.wait_line(READY)
     for name in ("prefill-0", "decode-0", "router", "redis"):
@@ -184,7 +184,7 @@ def test_whatever_is_killed_comes_back_under_its_name_and_the_pid_file_says_so(s
     assert up.wait_end() == 0
 
 
-def test_child_that_cannot_start_ends_all_with_its_sentence_and_its_code(start, free_port) -> None:
+def test_child_that_cannot_start_ends_everything_with_its_message_and_exit_code(start, free_port) -> None:
     up = start("--port", str(free_port), STUB_DECODE="refuse")
     assert up.wait_end() == 78
     assert up.lines[-1] == (
@@ -194,13 +194,13 @@ def test_child_that_cannot_start_ends_all_with_its_sentence_and_its_code(start, 
     assert not up.pid_file.exists()
 
 
-def test_start_that_takes_too_long_says_what_it_waited_for(start, free_port) -> None:
+def test_start_that_takes_too_long_reports_what_it_waits_for(start, free_port) -> None:
     up = start("--port", str(free_port), "--start-timeout-s", "4", STUB_DECODE="hang")
     assert up.wait_end() == 1
     assert "still waiting for decode-0" in up.lines[-1]
 
 
-def test_restarted_child_that_never_becomes_ready_is_killed_and_started_again(start, free_port, tmp_path) -> None:
+def test_restarted_child_that_never_becomes_ready_is_killed_and_restarted(start, free_port, tmp_path) -> None:
     obstacle = tmp_path / "obstacle"
     up = start("--port", str(free_port), "--start-timeout-s", "8", STUB_DECODE=f"hang-if:{obstacle}")
     up.wait_line(READY)
@@ -214,7 +214,7 @@ def test_restarted_child_that_never_becomes_ready_is_killed_and_started_again(st
     assert up.wait_end() == 0
 
 
-def test_port_in_use_is_told_before_anything_starts(start) -> None:
+def test_port_in_use_is_reported_before_anything_starts(start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         up = start("--port", str(holder.getsockname()[1]))
         assert up.wait_end() == 78
@@ -222,7 +222,7 @@ def test_port_in_use_is_told_before_anything_starts(start) -> None:
     assert "cannot listen on 127.0.0.1:" in up.lines[0]
 
 
-def test_memory_that_the_nodes_do_not_have_together_is_told_before_anything_starts(start, free_port) -> None:
+def test_too_little_memory_for_all_nodes_is_reported_before_anything_starts(start, free_port) -> None:
     up = start("--port", str(free_port), "--device", "cpu", "--kv-memory-gb", "100000")
     assert up.wait_end() == 78
     assert len(up.lines) == 1
@@ -237,7 +237,7 @@ def test_nothing_survives_the_death_of_the_supervisor(start, free_port, eventual
     eventually(lambda: all_gone(pids))
 
 
-def test_stubborn_child_is_killed_when_asked_twice(start, free_port) -> None:
+def test_child_that_ignores_sigterm_is_killed_at_the_second_ctrl_c(start, free_port) -> None:
     up = start("--port", str(free_port), STUB_PREFILL="stubborn")
     up.wait_line(READY)
     pids = [entry["pid"] for entry in up.entries().values()]
@@ -249,7 +249,7 @@ def test_stubborn_child_is_killed_when_asked_twice(start, free_port) -> None:
     assert all_gone(pids)
 
 
-def test_foreign_redis_is_used_and_left_alone(start, free_port, redis_server, cluster) -> None:
+def test_existing_redis_is_used_and_left_running(start, free_port, redis_server, cluster) -> None:
     up = start("--port", str(free_port), "--redis-url", redis_server.url, "--cluster", cluster)
     up.wait_line(READY)
     assert "redis" not in up.entries()

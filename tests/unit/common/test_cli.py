@@ -79,7 +79,7 @@ def test_configuration_mistake_is_one_sentence_and_exit_code_78(
     assert "secret" not in result.stderr
 
 
-def test_names_of_other_servers_and_underscores_are_understood() -> None:
+def test_flags_of_other_servers_and_underscores_are_accepted() -> None:
     args = [
         "decode",
         "--model-path",

@@ -23,7 +23,7 @@ def test_output_and_exit_code_are_those_of_sys_exit(code: str, status: int, erro
 
 
 @pytest.mark.parametrize(("code", "status"), [("0", 120), ("3", 3)])
-def test_output_that_was_lost_is_no_success(code: str, status: int) -> None:
+def test_lost_output_is_not_success(code: str, status: int) -> None:
     program = f"from common.base.process import end_process; print('x'); end_process({code})"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -37,7 +37,7 @@ def test_output_that_was_lost_is_no_success(code: str, status: int) -> None:
     assert (done.returncode, done.stderr) == (status, b"")
 
 
-def test_a_process_without_standard_output_ends_as_it_means_and_forks() -> None:
+def test_a_process_without_standard_output_keeps_its_exit_code_and_can_fork() -> None:
     program = (
         "from common.node.ranks.forked import ForkedRank; from common.base.process import end_process\n"
         "fork = ForkedRank(lambda *_: None); fork.begin({}, 1, ''); end_process(fork.wait(30) + 7)"
@@ -48,7 +48,7 @@ def test_a_process_without_standard_output_ends_as_it_means_and_forks() -> None:
     assert (done.returncode, done.stderr) == (7, b"")
 
 
-def test_a_reader_that_has_gone_does_not_keep_it() -> None:
+def test_a_closed_pipe_does_not_keep_the_process_from_ending() -> None:
     program = "from common.base.process import end_process; print('x' * 100); end_process(3)"
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     process = subprocess.Popen(
@@ -80,7 +80,7 @@ end_process(0)
         assert process.returncode == 0
 
 
-def test_a_child_that_has_ended_is_not_waited_for_though_nobody_asked_for_its_code() -> None:
+def test_a_zombie_child_is_not_waited_for() -> None:
     """As the forked ranks of a node whose port is taken, which is to say so at once."""
     program = """
 import os, subprocess, time

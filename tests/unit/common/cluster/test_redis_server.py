@@ -16,7 +16,7 @@ from common.base.errors import ConfigError
 from common.cluster.redis_server import RedisServer, answers_ping, find_redis_binary
 
 
-def test_it_is_a_real_server_with_what_we_use_of_redis() -> None:
+def test_it_is_a_real_server_with_every_redis_feature_in_use() -> None:
     with RedisServer() as server, redis.Redis.from_url(server.url) as client:
         client.set("key", "value", px=40)
         assert 0 < client.pttl("key") <= 40
@@ -56,7 +56,7 @@ def test_taken_port_is_one_clear_error_even_if_another_redis_has_it() -> None:
         RedisServer(port=other.port).start()
 
 
-def test_port_held_by_something_silent_is_told() -> None:
+def test_port_taken_by_a_silent_program_is_reported() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -64,7 +64,7 @@ def test_port_held_by_something_silent_is_told() -> None:
             RedisServer(port=holder.getsockname()[1]).start()
 
 
-def test_it_dies_with_its_parent_however_that_dies() -> None:
+def test_it_dies_with_its_parent_however_the_parent_dies() -> None:
     code = (
         "import sys, time\nfrom common.cluster.redis_server import RedisServer\n"
         "s = RedisServer(); s.start(); print(s.pid, flush=True); time.sleep(60)"

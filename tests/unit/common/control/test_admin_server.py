@@ -47,7 +47,7 @@ def bearer(token: str, scheme: str = "Bearer") -> dict[bytes, bytes]:
     return {b"authorization": f"{scheme} {token}".encode()}
 
 
-def test_nothing_is_told_without_the_token() -> None:
+def test_without_the_token_every_path_is_refused() -> None:
     async def scene(client: httpx.AsyncClient) -> None:
         wrong = [{}, bearer("x"), bearer(TOKEN + "x"), bearer(TOKEN[:-1]), bearer(TOKEN, "Basic"), bearer("ÿ")]
         for headers in wrong:
@@ -61,7 +61,7 @@ def test_nothing_is_told_without_the_token() -> None:
     play(scene)
 
 
-def test_with_the_token_routes_answer_and_mistakes_have_their_status() -> None:
+def test_with_the_token_routes_answer_and_errors_have_their_status() -> None:
     async def scene(client: httpx.AsyncClient) -> None:
         client.headers = httpx.Headers(bearer(TOKEN))
         assert (await client.get("/status?limit=3")).json() == {"query": {"limit": "3"}}
@@ -92,13 +92,13 @@ def test_without_a_token_there_is_no_admin_port() -> None:
 
 
 @pytest.mark.parametrize("token", ["hidden\n", " hidden", "hid\x7fden"])
-def test_token_that_no_header_can_carry_is_refused_at_the_start_and_not_shown(token: str) -> None:
+def test_token_that_is_not_valid_in_a_header_is_refused_at_start_and_not_shown(token: str) -> None:
     with pytest.raises(ConfigError, match="line end") as caught:
         AdminServer("127.0.0.1", 0, token)
     assert "hid" not in str(caught.value)
 
 
-def test_port_that_is_taken_is_said_in_one_sentence() -> None:
+def test_taken_port_is_reported_in_one_sentence() -> None:
     async def main() -> None:
         first = AdminServer("127.0.0.1", 0, TOKEN)
         try:

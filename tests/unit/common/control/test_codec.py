@@ -61,7 +61,7 @@ def test_every_message_survives_the_wire(message: object) -> None:
     assert decode(encode(message)) == message  # type: ignore[arg-type]
 
 
-def test_what_two_requests_share_is_packed_once_and_never_for_another() -> None:
+def test_fields_shared_by_both_requests_of_an_attempt_are_packed_once_and_never_for_another_attempt() -> None:
     """Requests of one attempt follow each other; whatever comes between, each arrives as it was sent."""
     requests: list[PrefillRequest | DecodeRequest] = []
     for key in (KEY, AttemptKey("r", 3)):
@@ -81,12 +81,12 @@ def test_a_frame_holds_any_number_of_messages(count: int) -> None:
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91", msgpack.packb("x"), msgpack.packb({1: 2}), b"\x90\x90"])
-def test_what_is_no_frame_is_refused(frame: bytes) -> None:
+def test_bytes_that_are_not_a_frame_are_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         split(frame)
 
 
-def test_a_frame_of_an_older_version_is_told_by_both_versions() -> None:
+def test_a_frame_of_an_older_version_is_refused_with_both_versions_named() -> None:
     with pytest.raises(ProtocolError, match=f"theirs is 2, ours is {PROTOCOL_VERSION}"):
         split(msgpack.packb([2, "Ping", {"router_id": "r", "lease_s": 3.0}]))
 
@@ -121,7 +121,7 @@ def test_values_that_a_message_itself_refuses_are_protocol_errors(changed: dict[
         decode(msgpack.packb([version, name, {**body, "layout": {**body["layout"], **changed}}]))
 
 
-def test_a_number_that_does_not_fit_is_a_protocol_error_before_it_is_sent() -> None:
+def test_a_number_out_of_range_is_a_protocol_error_before_it_is_sent() -> None:
     with pytest.raises(ProtocolError):
         encode(AttemptFailed(AttemptKey("r", 10**30), "code", "message"))
 

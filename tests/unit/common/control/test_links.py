@@ -21,7 +21,7 @@ def abort(number: int) -> Abort:
     return Abort(AttemptKey(str(number), 1))
 
 
-def test_what_one_turn_sends_arrives_in_order_and_junk_among_it_is_dropped() -> None:
+def test_messages_of_one_turn_arrive_in_order_and_malformed_ones_are_dropped() -> None:
     async def main() -> None:
         received: list[Message] = []
         lost: list[str] = []
@@ -46,7 +46,7 @@ def test_what_one_turn_sends_arrives_in_order_and_junk_among_it_is_dropped() -> 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_what_a_full_queue_did_not_get_rid_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_messages_of_a_full_queue_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "QUEUE_BYTES", len(encode(abort(1))))
 
     async def main() -> None:
@@ -63,7 +63,7 @@ def test_what_a_full_queue_did_not_get_rid_of_is_told(monkeypatch: pytest.Monkey
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_large_and_small_frames_in_pieces_of_any_size_arrive_whole_and_in_turns(
+def test_frames_split_at_any_size_arrive_whole_and_other_work_gets_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """TCP keeps no frames together; and a thousand that came at once do not keep the loop from everything else."""
@@ -94,7 +94,7 @@ def test_large_and_small_frames_in_pieces_of_any_size_arrive_whole_and_in_turns(
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_what_came_before_the_end_of_a_connection_counts() -> None:
+def test_messages_before_the_end_of_a_connection_are_handled() -> None:
     async def main() -> None:
         received, lost = list[Message](), list[str]()
         server = Server("127.0.0.1", 0, lambda _, message: None)
@@ -113,7 +113,7 @@ def test_what_came_before_the_end_of_a_connection_counts() -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_who_speaks_another_protocol_is_sent_away_and_costs_nobody_else_anything(
+def test_a_peer_with_another_protocol_is_disconnected_without_effect_on_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
@@ -136,7 +136,7 @@ def test_who_speaks_another_protocol_is_sent_away_and_costs_nobody_else_anything
 
 
 @pytest.mark.parametrize("host", ["é..b", "192.0.2.1", "no such host"])
-def test_a_host_that_is_not_ours_is_told_in_one_sentence(host: str) -> None:
+def test_a_host_that_is_not_local_is_reported_in_one_sentence(host: str) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match=f"cannot listen on {host}:0: "):
             Server(host, 0, lambda *_: None)
@@ -183,7 +183,7 @@ def test_a_link_that_reached_itself_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_large_messages_of_one_turn_do_not_add_up_to_a_frame_that_is_refused() -> None:
+def test_large_messages_of_one_turn_are_not_joined_into_a_frame_that_is_too_large() -> None:
     async def main() -> None:
         received: list[Message] = []
         lost: list[str] = []
@@ -203,7 +203,7 @@ def test_large_messages_of_one_turn_do_not_add_up_to_a_frame_that_is_refused() -
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_connecting_is_tried_again_every_other_second_however_long_the_other_end_was_away() -> None:
+def test_connecting_is_retried_every_two_seconds_however_long_the_other_end_was_unreachable() -> None:
     """TCP tries less and less often: after 7 seconds not before the 11th. Here the other end drops what comes for 8."""
 
     async def main() -> None:

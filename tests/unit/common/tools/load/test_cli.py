@@ -52,14 +52,14 @@ def load(url: str, *args: str) -> tuple[int, str]:
         b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
     ],
 )
-def test_who_does_not_speak_the_api_lists_no_models(raw: bytes) -> None:
+def test_server_of_another_protocol_lists_no_models(raw: bytes) -> None:
     with answering(raw) as url:
         code, output = load(url)
     assert code == 3, output
     assert "does not list models" in output
 
 
-def test_address_that_is_none_lists_no_models_either() -> None:
+def test_malformed_address_lists_no_models() -> None:
     assert load("http://127.0.0.1:8x")[0] == 3
 
 
@@ -67,16 +67,14 @@ _MODELS = b'HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{"data": [{"id": "m" }]
 
 
 @pytest.mark.parametrize("name", ["", "nowhere/run.json"])
-def test_results_that_cannot_be_written_are_told_before_anything_is_sent(tmp_path: Path, name: str) -> None:
+def test_unwritable_results_are_reported_before_anything_is_sent(tmp_path: Path, name: str) -> None:
     with answering(_MODELS) as url:
         code, output = load(url, "--json", str(tmp_path / name))
     assert code == 2, output
     assert "cannot write" in output
 
 
-def test_report_is_shown_where_the_results_could_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_is_shown_even_if_the_results_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "results"
     folder.mkdir()
 

@@ -11,7 +11,6 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.tools.load.jobs import Replay, Synthetic, arrivals, read_trace
-from common.tools.load.plan import LoadPlan, Workload
 
 
 def synthetic(**options: int) -> Synthetic:
@@ -40,7 +39,7 @@ def test_text_prompts_put_the_shared_part_into_the_system_message() -> None:
     assert all(len(job.system.split()) == 10 and len(str(job.prompt).split()) == 5 for job in jobs)
 
 
-def test_arrivals_have_the_asked_rate_and_burstiness() -> None:
+def test_arrivals_have_the_given_rate_and_burstiness() -> None:
     for burstiness in (0.25, 1.0, 16.0):
         times = list(itertools.islice(arrivals(50.0, burstiness, seed=3), 4000))
         gaps = [b - a for a, b in itertools.pairwise(times)]
@@ -68,7 +67,7 @@ def test_trace_keeps_its_structure_at_another_scale(tmp_path: Path) -> None:
     assert first.prompt[16:18] != second.prompt[16:18]
 
 
-def test_trace_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_malformed_trace_is_refused_with_its_line_number(tmp_path: Path) -> None:
     for text, words in (
         ("", "empty"),
         ("{}\n", "line 1"),
@@ -83,43 +82,3 @@ def test_trace_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
             read_trace(str(tmp_path / "bad.jsonl"))
     with pytest.raises(ConfigError, match="cannot read"):
         read_trace(str(tmp_path / "nowhere"))
-
-
-def plan(**options: object) -> LoadPlan:
-    return LoadPlan(url="http://x", model="m", **options)  # type: ignore[arg-type]
-
-
-def test_processes_share_a_run_without_overlap_or_gap() -> None:
-    for options in ({"rate": 100.0, "duration_s": 2.0}, {"concurrency": 4, "requests": 101}):
-        whole = list(Workload(plan(**options)).jobs())
-        parts = [list(Workload(plan(**options, processes=3)).jobs(process)) for process in range(3)]
-        assert sorted(itertools.chain(*parts), key=lambda job: job.number) == whole
-        assert min(map(len, parts)) > len(whole) // 4
-
-
-def test_requests_of_a_trace_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
-    path = trace(tmp_path, (0, 100, 100, [1]), (0, 512, 512, [2]), (0, 200, 100, [3]))
-    workload = Workload(plan(trace=path, scale=1, max_len=512))
-    assert (workload.total, workload.left_out) == (2, 1)
-    assert [len(job.prompt) for job in workload.jobs()] == [100, 200]
-    assert Workload(plan(trace=path, scale=1, max_len=512, requests=1)).total == 1
-    with pytest.raises(ConfigError, match="fits"):
-        Workload(plan(trace=path, scale=1, max_len=10))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "--rate"),
-        ({"rate": 1.0}, "--requests or --duration"),
-        ({"rate": 1.0, "concurrency": 1, "requests": 1}, "not both"),
-        ({"trace": "x", "chat": True}, "--chat"),
-        ({"trace": "x", "scale": 3}, "512"),
-        ({"trace": "x", "rate": 2.0}, "--rate-scale"),
-        ({"concurrency": 2, "processes": 3, "requests": 9}, "3 processes"),
-        ({"rate": 1.0, "requests": 1, "prefix_tokens": 0, "suffix_tokens": 0}, "empty"),
-    ],
-)
-def test_plans_that_contradict_themselves_are_refused(options: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        plan(**options).check()

@@ -31,7 +31,7 @@ def fits(free_gb: float, /, *, gpu: str = "", file: str = "", **flags: str) -> N
     check_memory(specs, environ, free_gb * 2**30, gpus=bool(gpu))
 
 
-def test_nodes_whose_kv_is_not_there_together_are_refused_with_the_figures() -> None:
+def test_nodes_whose_kv_does_not_fit_together_are_refused_with_the_figures() -> None:
     sizes = {"prefill": "2", "decode": "1", "decode_tp": "2", "decode_pp_layers": "1,1,2"}
     fits(8.0, **sizes)
     with pytest.raises(ConfigError) as refusal:
@@ -46,7 +46,7 @@ def test_nodes_whose_kv_is_not_there_together_are_refused_with_the_figures() -> 
     fits(math.inf, kv_memory_gb="10")  # where no system tells
 
 
-def test_what_a_node_is_told_by_its_own_table_counts(tmp_path) -> None:
+def test_options_from_a_nodes_own_table_count(tmp_path) -> None:
     file = tmp_path / "k.toml"
     file.write_text("kv_memory_gb = 0.5\n[decode]\nkv_memory_gb = 3\n")
     fits(3.5, file=str(file))

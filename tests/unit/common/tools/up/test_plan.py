@@ -60,7 +60,7 @@ def test_default_is_one_of_each_with_redis_first() -> None:
     assert [spec.name for spec in plan(resolved())] == ["redis", "router", "prefill-0", "decode-0"]
 
 
-def test_router_never_has_another_model_than_the_nodes(tmp_path) -> None:
+def test_router_always_has_the_model_of_its_nodes(tmp_path) -> None:
     file = tmp_path / "k.toml"
     file.write_text('model = "/a"\n')
     for up, model in (
@@ -73,7 +73,7 @@ def test_router_never_has_another_model_than_the_nodes(tmp_path) -> None:
         assert router.model is None, "what the nodes report"
 
 
-def test_nodes_have_the_ranks_that_were_counted_whatever_the_file_says_of_them(tmp_path) -> None:
+def test_nodes_get_the_planned_ranks_whatever_the_file_says(tmp_path) -> None:
     file = tmp_path / "k.toml"
     file.write_text("[prefill]\ntensor_parallel_size = 2\n[decode]\npipeline_parallel_size = 2\npp_layers = '3,4'\n")
     nodes = [as_the_child_sees_it(spec, str(file)) for spec in plan(resolved(file=str(file)))[2:]]
@@ -81,13 +81,13 @@ def test_nodes_have_the_ranks_that_were_counted_whatever_the_file_says_of_them(t
     assert (nodes[1].pipeline_parallel_size, nodes[1].pp_layers) == (1, "")
 
 
-def test_foreign_redis_is_not_run_and_node_ids_then_differ_between_machines() -> None:
+def test_existing_redis_is_not_started_and_node_ids_then_differ_between_machines() -> None:
     specs = plan(resolved(redis_url="redis://there"), own_redis=False)
     assert [spec.name for spec in specs] == ["router", "prefill-0", "decode-0"]
     assert specs[1].node_id == "prefill-0-box-9000"
 
 
-def test_every_router_has_its_ports_and_all_else_alike() -> None:
+def test_routers_differ_only_in_their_ports() -> None:
     up = resolved(api_key="hush", max_waiting="7", redis_url="redis://there")
     places = place("router-0", 9000), place("router-1", 9010)
     specs = plan(up, own_redis=False, routers=places)
@@ -143,14 +143,14 @@ def test_a_services_own_table_beats_the_top_level_but_not_a_flag_of_up(tmp_path)
     assert (config.max_num_seqs, config.seed) == (2, 3)
 
 
-def test_port_in_the_environment_is_ups_and_not_the_nodes() -> None:
+def test_port_in_the_environment_applies_to_up_and_not_to_the_nodes() -> None:
     environ = {"KVRELAY_PORT": "9000", "KVRELAY_HOST": "0.0.0.0"}
     for spec in plan(resolved(environ=environ))[2:]:
         config = as_the_child_sees_it(ChildSpec(spec.name, spec.role, spec.argv, {**environ, **spec.environ}))
         assert (config.port, config.host) == (0, "127.0.0.1")
 
 
-def test_no_node_gives_its_start_up_before_everything_does() -> None:
+def test_no_node_gives_up_its_start_before_the_supervisor_does() -> None:
     def allowed(**flags: str) -> list[float]:
         return [as_the_child_sees_it(spec).start_timeout_s for spec in plan(resolved(**flags))[2:]]
 
@@ -158,7 +158,7 @@ def test_no_node_gives_its_start_up_before_everything_does() -> None:
     assert allowed() == [600.0, 600.0], "everything's own deadline, which is shorter, has the word"
 
 
-def test_favor_lets_the_other_side_stand_back() -> None:
+def test_favor_gives_the_other_role_a_higher_niceness() -> None:
     def niceness(favor: str) -> list[int]:
         return [as_the_child_sees_it(spec).nice for spec in plan(resolved(favor=favor))[2:]]
 

@@ -14,13 +14,13 @@ def test_child_that_was_never_ready_ends_everything_with_its_code() -> None:
     assert RestartPolicy().died(1.0, 0) == GiveUp(1)
 
 
-def test_child_that_worked_comes_back_at_once() -> None:
+def test_child_that_was_ready_is_restarted_at_once() -> None:
     policy = RestartPolicy()
     policy.ready(0.0)
     assert policy.died(1.0, -9) == RestartAfter(0.0)
 
 
-def test_crash_loop_slows_down_to_a_bound_and_never_gives_up() -> None:
+def test_restart_delay_of_a_crash_loop_grows_to_a_bound_without_giving_up() -> None:
     policy = RestartPolicy()
     policy.ready(0.0)
     delays = [decision.delay_s for _ in range(100) if isinstance(decision := policy.died(1.0, 1), RestartAfter)]
@@ -29,7 +29,7 @@ def test_crash_loop_slows_down_to_a_bound_and_never_gives_up() -> None:
     assert (len(delays), delays[-1]) == (100, 30.0)
 
 
-def test_steady_time_forgives_earlier_deaths() -> None:
+def test_steady_time_resets_the_restart_delay() -> None:
     policy = RestartPolicy()
     for now_s in (0.0, 1.0, 2.0, 3.0):
         policy.ready(now_s)

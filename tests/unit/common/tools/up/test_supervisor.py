@@ -61,7 +61,9 @@ def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_n
     asyncio.run(main())
 
 
-def test_system_without_a_process_for_a_restart_costs_no_other_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_that_fails_for_lack_of_processes_is_retried_and_affects_no_other_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Memory or processes lack just when a node has died of that: those that live go on, and it is tried again."""
 
     async def main() -> None:

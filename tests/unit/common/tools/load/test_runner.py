@@ -1,0 +1,142 @@
+"""Requests over real sockets: kept connections, broken servers, timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from support.load_events import USAGE, event, text_event
+
+from common.tools.load.outcome import Outcome
+from common.tools.load.plan import LoadPlan, Workload
+from common.tools.load.runner import Runner
+from common.tools.load.stream import Target
+from common.tools.load.summary import summarise
+
+_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nx-kvrelay-prefill-mode: local\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def whole_answer() -> bytes:
+    body = b"".join(b"data: " + data + b"\n\n" for data in (text_event("a"), event(choices=[], usage=USAGE), b"[DONE]"))
+    return _ANSWER + chunk(body[:30]) + chunk(body[30:]) + b"0\r\n\r\n"
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter, int], Awaitable[None]]
+
+
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    return await reader.readexactly(length)
+
+
+def play(serve: Serve, scene: Callable[[str], Awaitable[None]]) -> int:
+    """Run `scene` against a raw server; how many connections it got."""
+
+    async def main() -> int:
+        connections = 0
+
+        async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connections
+            connections += 1
+            try:
+                await serve(reader, writer, connections)
+            except asyncio.IncompleteReadError:
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+        async with server:
+            await scene(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        return connections
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def run_plan(url: str, **options: Any) -> Awaitable[list[Outcome]]:
+    async def run() -> list[Outcome]:
+        plan = LoadPlan(url=url, model="m", prefix_tokens=4, suffix_tokens=4, **options)
+        outcomes: list[Outcome] = []
+        await Runner(plan, Workload(plan), 0, outcomes.append).run(time.perf_counter())
+        return outcomes
+
+    return run()
+
+
+def test_connections_are_kept_and_replaced_if_the_server_closed_them() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        for _ in range(3 if connection == 1 else 100):
+            assert b'"max_tokens": 32' in await read_request(reader)
+            writer.write(whole_answer())
+
+    async def scene(url: str) -> None:
+        outcomes = await run_plan(url, concurrency=1, requests=10)
+        assert [(o.error, o.prefill, o.cached_tokens) for o in outcomes] == [("", "local", 16)] * 10
+
+    assert play(serve, scene) == 2
+
+
+def test_server_that_dies_with_a_request_on_a_kept_connection_is_an_error() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        for number in range(3):
+            await read_request(reader)
+            if (connection, number) == (1, 1):
+                await asyncio.sleep(0.3)
+                return
+            writer.write(whole_answer())
+
+    async def scene(url: str) -> None:
+        outcomes = await run_plan(url, concurrency=1, requests=3)
+        assert [o.error for o in outcomes] == ["", "connection", ""]
+
+    assert play(serve, scene) == 2
+
+
+def test_broken_refused_and_endless_responses_are_counted_by_kind() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        await read_request(reader)
+        if connection == 1:
+            writer.write(_ANSWER + chunk(b"data: " + text_event("a") + b"\n\n"))
+        elif connection == 2:
+            writer.write(b"HTTP/1.1 503 no\r\nContent-Length: 4\r\nRetry-After: 1\r\nConnection: close\r\n\r\nbusy")
+        elif connection == 3:
+            writer.write(b"garbage\r\n\r\n")
+        elif connection == 4:
+            await reader.read()
+        await writer.drain()
+
+    async def scene(url: str) -> None:
+        outcomes = await run_plan(url, concurrency=1, requests=4, timeout_s=0.3)
+        assert [o.error for o in outcomes] == ["connection", "HTTP 503", "bad HTTP", "timeout"]
+
+    play(serve, scene)
+
+
+def test_a_connection_that_is_never_made_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(target: Target) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Target, "_connect", never)
+
+    async def main() -> None:
+        outcomes = await run_plan("http://127.0.0.1:1", concurrency=2, requests=2, timeout_s=0.05)
+        assert [o.error for o in outcomes] == ["timeout"] * 2
+        assert 0.0 < summarise(outcomes, None, None)["wall_s"] < 5.0
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_absent_server_is_an_error_and_no_crash() -> None:
+    async def main() -> None:
+        outcomes = await run_plan("http://127.0.0.1:1", rate=200.0, requests=3)
+        assert [o.error for o in outcomes] == ["connection"] * 3
+
+    asyncio.run(asyncio.wait_for(main(), 10))
