@@ -35,15 +35,15 @@ from common.control.messages import (
     Offer,
     PeerRef,
     PrefillDone,
-    TokenChunk,
     TransferAbort,
     TransferReceived,
 )
 from common.engine.executor import Executor
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Opened, Received, ReceiveFailed
-from common.engine.scheduler import Progress, Scheduler, insert_by_priority
+from common.engine.priority import insert_by_priority
+from common.engine.scheduler import Progress, Scheduler
 from common.kv.layout import KVLayout, check_compatible
-from common.node.core import Attempt, NodeCore
+from common.node.core import Attempt, NodeCore, token_chunk
 from common.node.events import ClientLost, FromClient, SendBuffer
 from kvtransfer.node_transfers import NodeReceiver
 from kvtransfer.traffic import count_bytes
@@ -314,17 +314,12 @@ class DecodeNode(NodeCore[_Attempt]):
 
     # ------------------------------------------------------------ tokens
 
-    def _token(self, attempt: _Attempt, done: Progress) -> None:
-        assert done.sampled is not None
-        self._generated_tokens += 1
+    def _tokens(self, attempt: _Attempt, done: Progress) -> None:
+        self._generated_tokens += len(done.tokens)
         seq = attempt.seq
         stats = None if attempt.spoke else self._stats(attempt)
         attempt.spoke = True
-        logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
-        self.send_buffer.tokens(
-            attempt.identity,
-            TokenChunk(seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats),
-        )
+        self.send_buffer.tokens(attempt.identity, token_chunk(done, stats))
         if done.finish_reason is not None:
             del self.attempts[seq.key]
 

@@ -29,7 +29,6 @@ from common.control.messages import (
     PeerRef,
     PrefillDone,
     PrefillRequest,
-    TokenChunk,
     TransferAbort,
     TransferReceived,
 )
@@ -37,7 +36,7 @@ from common.engine.executor import Executor
 from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
 from common.engine.scheduler import Progress, Scheduler
 from common.kv.layout import KVLayout, check_compatible
-from common.node.core import Attempt, NodeCore
+from common.node.core import Attempt, NodeCore, token_chunk
 from common.node.events import FromClient, FromPeer, PeerGone, SendBuffer
 from kvtransfer.traffic import count_bytes
 
@@ -157,8 +156,7 @@ class PrefillNode(NodeCore[_Attempt]):
             return
         self.sender.grant(grant)
 
-    def _token(self, attempt: _Attempt, done: Progress) -> None:
-        assert done.sampled is not None
+    def _tokens(self, attempt: _Attempt, done: Progress) -> None:
         seq, now_s = attempt.seq, self.clock()
         started_s = seq.first_step_s if seq.first_step_s is not None else now_s
         stats = AttemptStats(
@@ -167,12 +165,11 @@ class PrefillNode(NodeCore[_Attempt]):
             prefill_s=now_s - started_s,
             computed_tokens=seq.num_tokens - 1 - seq.cached_tokens,
         )
-        logprobs = None if done.sampled.logprobs is None else [done.sampled.logprobs]
-        chunk = TokenChunk(seq.key, seq.num_generated - 1, [done.sampled.token_id], logprobs, done.finish_reason, stats)
+        chunk = token_chunk(done, stats)
         if not attempt.ended:
             self.send_buffer.tokens(attempt.identity, chunk)
             self.send_buffer.to_peer(
-                attempt.request.decode, PrefillDone(seq.key, done.sampled.token_id, done.finish_reason)
+                attempt.request.decode, PrefillDone(seq.key, chunk.token_ids[0], done.finish_reason)
             )
         attempt.reported = True
         # With a finish nobody will decode: what is not yet sent need not be, and no failure matters any more.

@@ -23,6 +23,9 @@ class AttentionMetadata:
     block_tables: list[list[int]]
     slot_mapping: Tensor
     """[T], int64, on the cache's device."""
+    num_decodes: int = 0
+    """The first `num_decodes` entries are decode rows: one row each, even if several are of one sequence. The others are
+    prompt chunks."""
 
 
 class AttentionBackend(Protocol):

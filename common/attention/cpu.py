@@ -81,11 +81,10 @@ class CpuAttention:
         self._prefills = []
         decodes: list[tuple[int, int, list[int]]] = []
         row = 0
-        for query_len, context_len, table in zip(
-            metadata.query_lens, metadata.context_lens, metadata.block_tables, strict=True
-        ):
+        entries = zip(metadata.query_lens, metadata.context_lens, metadata.block_tables, strict=True)
+        for index, (query_len, context_len, table) in enumerate(entries):
             pages = table[: blocks_for(context_len, block_size)]
-            if query_len == 1:
+            if index < metadata.num_decodes:
                 decodes.append((row, context_len, pages))
             else:
                 self._prefills.append(_Prefill(row, row + query_len, context_len, self._both([pages])))

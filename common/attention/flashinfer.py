@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.attention.pages import host_int32, leading_decodes, page_lists
+from common.attention.pages import host_int32, page_lists
 from common.kernels.flashinfer_kernels import DTYPES, HEAD_DIMS
 from common.kernels.float8 import E4M3, narrow
 from common.kv.layout import blocks_for
@@ -127,7 +127,7 @@ class FlashInferAttention:
         """Prepare for the next step's `forward` calls, one per layer."""
         self._slots = metadata.slot_mapping.to(self._cache.device, torch.int32)
         self._sequence = torch.zeros_like(self._slots)
-        self._num_decodes = n = leading_decodes(metadata.query_lens)
+        self._num_decodes = n = metadata.num_decodes
         self._fence.wait()
         if n:
             pages = page_lists(

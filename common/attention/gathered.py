@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.attention.pages import host_int32, leading_decodes
+from common.attention.pages import host_int32
 from common.kernels.float8 import E4M3, narrow, widen, words_of
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
@@ -107,7 +107,7 @@ class GatheredAttention:
         """Prepare for the next step's `forward` calls, one per layer."""
         block_size = self._shape.block_size
         self._slots = metadata.slot_mapping
-        n = leading_decodes(metadata.query_lens)
+        n = metadata.num_decodes
         longest = max((blocks_for(context_len, block_size) for context_len in metadata.context_lens[:n]), default=0)
         self._decodes = _decodes(metadata, n, longest, block_size, self._device) if n else None
         self._prefills = []

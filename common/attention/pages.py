@@ -43,8 +43,3 @@ def host_int32(values: list[int], *, pinned: bool) -> Tensor:
     """[len(values)] int32 in host memory; pinned memory can be copied to a device without waiting."""
     tensor = torch.from_numpy(np.array(values, dtype=np.int32))
     return tensor.pin_memory() if pinned else tensor
-
-
-def leading_decodes(query_lens: Sequence[int]) -> int:
-    """How many sequences at the front of a batch have a single row: their rows are then [0, that many)."""
-    return next((i for i, query_len in enumerate(query_lens) if query_len != 1), len(query_lens))

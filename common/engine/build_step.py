@@ -1,4 +1,4 @@
-"""From the scheduler's choice of rows to the `StepInput` that ranks get. Pure."""
+"""Builds the `StepInput` that ranks get from the rows that the scheduler chose. Pure."""
 
 from __future__ import annotations
 
@@ -6,32 +6,40 @@ from common.base.hashing import BLOCK_SIZE
 from common.engine.sequence import Sequence
 from common.engine.step import RelayProgress, SampleSpec, StepInput
 
-Row = tuple[Sequence, int]
+Rows = tuple[Sequence, int]
 """A sequence of a step, and how many rows it has there."""
 
 
-def step_input(step_id: int, rows: list[Row]) -> StepInput:
-    """The next rows of each sequence, from `num_scheduled` on. All tokens that are pending are drawn by one step."""
+def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
+    """The next rows of each sequence, from `num_scheduled` on; the first `num_decodes` sequences decode.
+
+    A row draws if the token after it is not known yet. All tokens that are pending are drawn by one earlier step.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     samples: list[SampleSpec] = []
-    carried_from = 0
-    carried: list[tuple[int, int]] = []
+    placeholder_step = 0
+    placeholders: list[tuple[int, int]] = []
     for index, (seq, count) in enumerate(rows):
         start, stop = seq.num_scheduled, seq.num_scheduled + count
+        first_row = len(token_ids)
         token_ids += seq.token_ids[start:stop]
         if stop > len(seq.token_ids):
-            source, sample = seq.last_draw
-            assert carried_from in (0, source), f"tokens of steps {carried_from} and {source} are pending"
-            carried_from = source
-            carried.append((len(token_ids), sample))
-            token_ids.append(0)
+            if seq.num_pending:
+                source, sample = seq.last_draw
+                assert placeholder_step in (0, source), f"tokens of steps {placeholder_step} and {source} are pending"
+                placeholder_step = source
+                placeholders.append((len(token_ids), sample))
+                token_ids.append(0)
+            else:
+                token_ids += seq.draft_ids
         positions += range(start, stop)
         slots += [seq.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
-        if stop == seq.num_expected:
-            generated = seq.num_generated + seq.num_pending
-            samples.append(SampleSpec(index, seq.sampling, stop, generated, seq.seen_tokens()))
+        known = seq.num_expected
+        for end in range(known, stop + 1):  # `end`: number of tokens up to the row that draws
+            row, seen = first_row + end - 1 - start, seq.seen_tokens(end - known)
+            samples.append(SampleSpec(index, row, seq.sampling, end, end - seq.prompt_len, seen))
     return StepInput(
         step_id=step_id,
         token_ids=token_ids,
@@ -40,12 +48,13 @@ def step_input(step_id: int, rows: list[Row]) -> StepInput:
         query_lens=[count for _, count in rows],
         context_lens=[seq.num_scheduled + count for seq, count in rows],
         block_tables=[list(seq.blocks) for seq, _ in rows],
+        num_decodes=num_decodes,
         samples=samples,
         relay=[
             RelayProgress(seq.key, _final_blocks(seq, seq.num_scheduled + count)) for seq, count in rows if seq.relays
         ],
-        carried_from=carried_from,
-        carried=carried,
+        placeholder_step=placeholder_step,
+        placeholders=placeholders,
     )
 
 

@@ -1,13 +1,12 @@
-"""Decode steps of a few fixed sizes, recorded once and replayed: no Python and no launches between kernels.
+"""Decode steps of a few fixed sizes, captured once and replayed: no Python and no kernel launches by the host.
 
-A recorded step reads and writes the same memory at every replay. `DecodeGraphs` owns that memory; a batch is
-copied into it, padded to the next recorded size. The rows that pad belong to no sequence: each is the first token of
-a sequence of its own, whose one block is `pad_block`, which no pool ever hands out. So nothing that a request sees
-depends on them.
+A captured step reads and writes the same memory at every replay. `DecodeGraphs` owns that memory; a batch is copied into
+it, padded to the next captured size. The rows that pad belong to no sequence: each is the first token of a sequence of
+its own, whose one block is `pad_block`, which no pool ever hands out. So nothing that a request sees depends on them.
 
-How a step is recorded is a `Recorder`: CUDA graphs, or nothing but the function itself, which is `--enforce-eager`
-and what tests run on a CPU. Both compute the very same shapes, so their results are equal bit for bit.
-Runs on the engine thread of a rank; recorded before the rank serves.
+How a step is captured is a `GraphCapture`: CUDA graphs, or the function itself, which is `--enforce-eager` and what tests
+run on a CPU. Both compute the very same shapes, so their results are equal bit for bit.
+Runs on the engine thread of a rank; steps are captured before the rank serves.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionMetadata
-from common.engine.device_inputs import StepRows, staged
+from common.engine.device_inputs import StepRows, attention_metadata, staged
 from common.engine.step import StepInput
 from common.model.decoder import DecoderModel
 
@@ -34,37 +33,37 @@ _SIZE_STEP = 8
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to record: 1, 2, 4, 8, 16, 24, ... and `max_num_seqs` itself."""
+    """Batch sizes (rows) to capture: 1, 2, 4, 8, 16, 24, ... and `max_num_seqs` itself."""
     sizes = {*_SMALL_SIZES, *range(_SIZE_STEP, max_num_seqs, _SIZE_STEP)}
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
-class Recorder(Protocol):
-    """Keeps one function for repetition."""
+class GraphCapture(Protocol):
+    """Captures one function for replay."""
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether what it records holds memory for good, beside what `DecodeGraphs` and attention own."""
+        """Whether captured functions hold memory for good, beside what `DecodeGraphs` and attention own."""
         ...
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What repeats `run` on the memory that it used; `run` may be called any number of times for that."""
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """A function that replays `run` on the memory that it used; `run` may be called several times for that."""
         ...
 
 
-class EagerRecorder:
-    """Repeats a function by calling it."""
+class EagerCapture:
+    """Replays a function by calling it."""
 
     keeps_memory = False
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
 
 
-class CudaRecorder:
-    """CUDA graphs that share one memory pool: what one needs beside the static memory, all may use, one at a time.
+class CudaGraphCapture:
+    """CUDA graphs that share one pool for the memory that they need beside the static one; only one may run at a time.
 
-    The largest should come first; the others then fit into what it took.
+    The largest should come first; the others then fit into its memory.
     """
 
     keeps_memory = True
@@ -73,8 +72,8 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        # Handles and workspaces that an operation makes at its first call must not be made while recording.
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        # An operation must not create its handles and workspaces, as it does at its first call, during capture.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
@@ -87,18 +86,18 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """One size: its views of the static memory, and how to run it."""
+class _CapturedStep:
+    """One size: its views of the static memory, and its replay."""
 
     rows: StepRows
     hidden: Tensor
-    """[rows, hidden]: on a later stage what came from the one before, and everywhere the result."""
+    """[rows, hidden]: on a later stage the previous stage's output; on all stages the result."""
     attention: AttentionBackend
     replay: Callable[[], None]
 
 
 class DecodeGraphs:
-    """One rank's recorded decode steps. `record` once; then for each step that `takes`, `load` and `run`."""
+    """One rank's captured decode steps. `capture` once; then `load` and `run` for each step for which `takes` is true."""
 
     def __init__(
         self, model: DecoderModel, attention: AttentionBackend, *, max_num_seqs: int, pad_block: int, block_size: int
@@ -112,17 +111,17 @@ class DecodeGraphs:
         largest, device = self.sizes[-1], model.device
         self._inputs = torch.zeros(3 * largest, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(largest, model.config.hidden_size, dtype=model.precision.wide, device=device)
-        self._recorded: dict[int, _Recorded] = {}
+        self._captured: dict[int, _CapturedStep] = {}
 
     @torch.inference_mode()
-    def record(self, recorder: Recorder) -> None:
-        """Record all sizes, the largest first. All ranks of a node do this at the same time."""
+    def capture(self, capture: GraphCapture) -> None:
+        """Capture all sizes, the largest first. All ranks of a node do this at the same time."""
         started = time.monotonic()
         for size in reversed(self.sizes):
-            self._recorded[size] = self._record(size, recorder)
-        log.info("recorded decode steps of %s rows in %.1f s", self.sizes, time.monotonic() - started)
+            self._captured[size] = self._capture_size(size, capture)
+        log.info("captured decode steps of %s rows in %.1f s", self.sizes, time.monotonic() - started)
 
-    def _record(self, size: int, recorder: Recorder) -> _Recorded:
+    def _capture_size(self, size: int, capture: GraphCapture) -> _CapturedStep:
         rows = StepRows(*self._inputs[: 3 * size].split(size))
         hidden = self._hidden[:size]
         attention = self._attention.for_graph(size)
@@ -132,18 +131,16 @@ class DecodeGraphs:
             received = None if model.mesh.place.is_first_stage else hidden
             hidden.copy_(model.forward(rows.token_ids, rows.positions, attention, None, received))
 
-        recorded = _Recorded(rows, hidden, attention, run)
-        self._plan(recorded, StepInput(0, [], [], [], [], [], []))
-        return _Recorded(rows, hidden, attention, recorder.record(run))
+        self._plan(_CapturedStep(rows, hidden, attention, run), StepInput(0, [], [], [], [], [], []))
+        return _CapturedStep(rows, hidden, attention, capture.capture(run))
 
     def takes(self, step: StepInput) -> bool:
-        """Whether `step` is one row for each of not too many sequences, none of which is to be relayed."""
-        num_seqs = len(step.query_lens)
-        return num_seqs == len(step.token_ids) and num_seqs <= self.sizes[-1] and not step.relay
+        """Whether all sequences of `step` decode, in not too many rows, and none is to be relayed."""
+        return step.num_decodes == len(step.query_lens) and len(step.token_ids) <= self.sizes[-1] and not step.relay
 
-    def size_for(self, num_seqs: int) -> int:
-        """The size that `num_seqs` sequences are padded to."""
-        return self.sizes[bisect_left(self.sizes, num_seqs)]
+    def size_for(self, num_rows: int) -> int:
+        """The size that `num_rows` rows are padded to."""
+        return self.sizes[bisect_left(self.sizes, num_rows)]
 
     @torch.inference_mode()
     def load(self, step: StepInput) -> StepRows:
@@ -151,40 +148,41 @@ class DecodeGraphs:
 
         Returns the rows that are the step's own, which may be changed until `run`.
         """
-        num_seqs = len(step.query_lens)
-        recorded = self._recorded[self.size_for(num_seqs)]
-        self._plan(recorded, step)
-        rows = recorded.rows
-        return StepRows(rows.token_ids[:num_seqs], rows.positions[:num_seqs], rows.slots[:num_seqs])
+        num_rows = len(step.token_ids)
+        captured = self._captured[self.size_for(num_rows)]
+        self._plan(captured, step)
+        rows = captured.rows
+        return StepRows(rows.token_ids[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows])
 
-    def _plan(self, recorded: _Recorded, step: StepInput) -> None:
-        """Lengths of lists that do not fit raise ValueError, because what is beyond them would be an old step's."""
-        size, num_seqs = recorded.hidden.size(0), len(step.query_lens)
-        if not num_seqs == len(step.token_ids) == len(step.positions) == len(step.slot_mapping):
-            raise ValueError(f"{num_seqs} sequences do not fit the token ids, positions and slots")
-        pad = size - num_seqs
+    def _plan(self, captured: _CapturedStep, step: StepInput) -> None:
+        """Raises: ValueError for lists of different lengths: what lies beyond the shorter ones would be an old step's."""
+        size, num_rows = captured.hidden.size(0), len(step.token_ids)
+        if not num_rows == len(step.positions) == len(step.slot_mapping) == sum(step.query_lens):
+            raise ValueError(f"{num_rows} token ids do not fit the positions, slots and query lengths")
+        pad = size - num_rows
         nothing = [0] * pad
         values = [*step.token_ids, *nothing, *step.positions, *nothing, *step.slot_mapping, *([self._pad_slot] * pad)]
         self._inputs[: 3 * size].copy_(staged(values, self._inputs.device), non_blocking=True)
-        ones = [1] * pad
-        recorded.attention.plan(
+        own = attention_metadata(step, captured.rows.slots)
+        captured.attention.plan(
             AttentionMetadata(
                 query_lens=[1] * size,
-                context_lens=step.context_lens + ones,
-                block_tables=step.block_tables + [[self._pad_block]] * pad,
-                slot_mapping=recorded.rows.slots,
+                context_lens=own.context_lens + [1] * pad,
+                block_tables=own.block_tables + [[self._pad_block]] * pad,
+                slot_mapping=own.slot_mapping,
+                num_decodes=size,
             )
         )
 
     @torch.inference_mode()
-    def run(self, num_seqs: int, received: Tensor | None) -> Tensor:
-        """Compute the step that was loaded. received: [num_seqs, hidden] of the previous stage, None on the first.
+    def run(self, num_rows: int, received: Tensor | None) -> Tensor:
+        """Compute the step that was loaded. received: [num_rows, hidden] of the previous stage, None on the first.
 
-        Returns [num_seqs, hidden], a view of static memory that holds until the next `run`.
+        Returns [num_rows, hidden], a view of static memory that holds until the next `run`.
         """
-        recorded = self._recorded[self.size_for(num_seqs)]
+        captured = self._captured[self.size_for(num_rows)]
         if received is not None:
-            recorded.hidden[:num_seqs].copy_(received)
-            recorded.hidden[num_seqs:].zero_()
-        recorded.replay()
-        return recorded.hidden[:num_seqs]
+            captured.hidden[:num_rows].copy_(received)
+            captured.hidden[num_rows:].zero_()
+        captured.replay()
+        return captured.hidden[:num_rows]

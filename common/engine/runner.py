@@ -1,46 +1,46 @@
 """One rank's part of one step: plain lists in, tokens out. Runs on the engine thread.
 
-Between steps it keeps nothing but the tokens that the last one drew, where a step may carry them.
+Between steps it keeps only the tokens that the last step drew, for placeholder tokens of the next one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionBackend, AttentionMetadata
+from common.attention.base import AttentionBackend
 from common.base.device import use_device
 from common.base.errors import EngineError, RankLost
 from common.engine.cuda_graphs import DecodeGraphs
-from common.engine.device_inputs import StepRows, rows_of, to_device
-from common.engine.sampling.base import Draws, HostSampler, Sampler
+from common.engine.device_inputs import StepRows, attention_metadata, rows_of, to_device
+from common.engine.sampling.base import Sampler, SamplerOutput
+from common.engine.sampling.host_sampler import HostSampler
 from common.engine.step import StepInput, StepOutput
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
 
 
-class Launched:
-    """A step that was started on this rank. On a card it may still run."""
+class LaunchedStep:
+    """A step that was started on this rank. On a GPU it may still run."""
 
-    def __init__(self, step_id: int, draws: Draws | None, launch_s: float) -> None:
+    def __init__(self, step_id: int, drawn: SamplerOutput | None, launch_s: float) -> None:
         self._step_id = step_id
-        self._draws = draws
+        self._drawn = drawn
         self._launch_s = launch_s
 
     def wait(self) -> StepOutput:
         """Its output, as soon as its tokens are on the host. Any thread.
 
-        Raises: RankLost if the card failed.
+        Raises: RankLost if the GPU failed.
         """
         started = time.perf_counter()
         try:
-            sampled = self._draws.wait() if self._draws is not None else []
-        except RuntimeError as error:  # after such an error the card does nothing more in this process
-            raise RankLost(f"step {self._step_id} failed on the card: {error}") from error
+            sampled = self._drawn.wait() if self._drawn is not None else []
+        except RuntimeError as error:  # after such an error the GPU does nothing more in this process
+            raise RankLost(f"step {self._step_id} failed on the GPU: {error}") from error
         return StepOutput(self._step_id, sampled, self._launch_s + time.perf_counter() - started)
 
 
@@ -55,29 +55,29 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         sampler: Sampler | None = None,
         *,
-        carries: bool = False,
+        overlaps: bool = False,
     ) -> None:
-        """`graphs`, recorded already, run the steps that they take. `carries`: a step may be launched before the output
-        of the one before is known, and carry tokens from it; the same on all ranks."""
+        """`graphs`, captured already, run the steps that they take. `overlaps`: a step may be launched before the output
+        of the previous one is known, with placeholder tokens from it; the same on all ranks."""
         self._model = model
         self._graphs = graphs
         self._mesh = model.mesh
         self._attention = attention
         self._device = storage.data.device
         self._sampler = sampler or HostSampler()
-        self._carries = carries
+        self._overlaps = overlaps
         self._drawn: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.int64))
-        """The last step that drew tokens, and these: [samples] int64, on the device."""
+        """The last step that drew tokens, and the tokens: [samples] int64, on the device."""
 
     def execute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """`launch`, and wait for the output."""
         return self.launch(step, on_layer).wait()
 
     @torch.inference_mode()
-    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Launched:
+    def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> LaunchedStep:
         """Run this rank's part of one step. Every rank of the node runs the same steps in the same order.
 
-        On a CPU the step has been computed when this returns; on a card it is under way, and nothing here waited for it.
+        On a CPU the step has been computed when this returns; on a GPU it is under way, and nothing here waited for it.
         Calls `on_layer(i)` on this thread as soon as the KV of this rank's i-th layer is final. Only the last stage's
         `tp_rank` 0 samples; on the others `sampled` is empty. `forward_s` leaves out waiting for the previous stage.
 
@@ -91,11 +91,11 @@ class ModelRunner:
         try:
             if several or self._device.type != "cpu":
                 self._check(step)
-            recorded = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
-            rows = recorded.load(step) if recorded is not None else self._plan(step)
-            self._carry_in(step, rows.token_ids)
+            graphs = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
+            rows = graphs.load(step) if graphs is not None else self._plan(step)
+            self._fill_placeholders(step, rows.token_ids)
         except torch.AcceleratorError as error:
-            raise _card_lost(step, error) from error
+            raise _gpu_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         planned_s = time.perf_counter() - started
@@ -103,37 +103,37 @@ class ModelRunner:
         received = self._receive(num_rows)
         started = time.perf_counter()
         try:
-            if recorded is not None:
-                hidden = recorded.run(num_rows, received)
+            if graphs is not None:
+                hidden = graphs.run(num_rows, received)
             else:
                 hidden = self._model.forward(rows.token_ids, rows.positions, self._attention, on_layer, received)
-            draws = self._sample(step, hidden, rows.token_ids) if self._mesh.place.is_last_stage else None
+            drawn = self._sample(step, hidden, rows.token_ids) if self._mesh.place.is_last_stage else None
         except torch.AcceleratorError as error:
-            raise _card_lost(step, error) from error
+            raise _gpu_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
             if several:
                 raise RankLost(f"step {step.step_id} failed halfway on {self._mesh.place}: {error}") from error
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         forward_s = planned_s + time.perf_counter() - started
         if not self._mesh.place.is_last_stage:
-            # What is on its way to the next stage must not change, and recorded steps write to the same memory.
-            self._mesh.send_hidden(hidden if recorded is None else hidden.clone())
-        return Launched(step.step_id, draws, forward_s)
+            # A tensor on its way to the next stage must not change, and captured steps write to the same memory.
+            self._mesh.send_hidden(hidden if graphs is None else hidden.clone())
+        return LaunchedStep(step.step_id, drawn, forward_s)
 
     def _check(self, step: StepInput) -> None:
-        """What an operation of one rank alone might find out halfway, while the others wait for it, and what on a card
-        ends the process: an index out of range."""
+        """Find errors that one rank's operation would raise halfway, while the others wait for it, and indices out of
+        range, which on a GPU end the process."""
         rows = len(step.token_ids)
         if not rows == len(step.positions) == len(step.slot_mapping) == sum(step.query_lens):
             raise ValueError(f"{rows} token ids do not fit the positions, slots and query lengths")
         if min(step.token_ids) < 0 or max(step.token_ids) >= self._model.config.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self._model.config.vocab_size}")
-        if any(spec.seq_index >= len(step.query_lens) for spec in step.samples):
-            raise ValueError("a sample is of a sequence that the step does not have")
+        if any(not 0 <= spec.row < rows for spec in step.samples):
+            raise ValueError("a sample is of a row that the step does not have")
 
     def _plan(self, step: StepInput) -> StepRows:
         rows = rows_of(step, self._device)
-        self._attention.plan(AttentionMetadata(step.query_lens, step.context_lens, step.block_tables, rows.slots))
+        self._attention.plan(attention_metadata(step, rows.slots))
         return rows
 
     def _receive(self, rows: int) -> Tensor | None:
@@ -142,50 +142,50 @@ class ModelRunner:
         model = self._model
         return self._mesh.recv_hidden(rows, model.config.hidden_size, model.precision.for_rows(rows))
 
-    def _carry_in(self, step: StepInput, token_ids: Tensor) -> None:
-        """Put the tokens that the last step drew into the rows that carry them."""
-        if not step.carried:
+    def _fill_placeholders(self, step: StepInput, token_ids: Tensor) -> None:
+        """Put the tokens that the last step drew into their rows."""
+        if not step.placeholders:
             return
         drawn_by, drawn = self._drawn
-        if drawn_by != step.carried_from:
-            raise ValueError(f"it carries tokens of step {step.carried_from}, the last that drew any is {drawn_by}")
-        rows = to_device([row for row, _ in step.carried], self._device)
-        samples = to_device([sample for _, sample in step.carried], self._device)
+        if drawn_by != step.placeholder_step:
+            raise ValueError(
+                f"its placeholder tokens are of step {step.placeholder_step}, the last that drew any is {drawn_by}"
+            )
+        rows = to_device([row for row, _ in step.placeholders], self._device)
+        samples = to_device([sample for _, sample in step.placeholders], self._device)
         token_ids.index_copy_(0, rows, drawn.index_select(0, samples))
 
-    def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> Draws | None:
+    def _sample(self, step: StepInput, hidden: Tensor, token_ids: Tensor) -> SamplerOutput | None:
         if not step.samples:
-            return self._sampler.nothing(self._device) if self._mesh.place.tp_rank == 0 else None
-        ends = list(accumulate(step.query_lens))
-        last_rows = [ends[spec.seq_index] - 1 for spec in step.samples]
-        rows = to_device(last_rows, self._device)
+            return self._sampler.empty(self._device) if self._mesh.place.tp_rank == 0 else None
+        rows = to_device([spec.row for spec in step.samples], self._device)
         logits = self._model.logits(hidden.index_select(0, rows))
-        draws = None
+        drawn = None
         if logits is not None:
-            draws = self._sampler.draw(logits, step.samples, self._unseen(step, last_rows, rows, token_ids))
-        if self._carries:
-            self._drawn = step.step_id, self._shared(draws, len(step.samples))
-        return draws
+            drawn = self._sampler.sample(logits, step.samples, self._unseen(step, rows, token_ids))
+        if self._overlaps:
+            self._drawn = step.step_id, self._shared(drawn, len(step.samples))
+        return drawn
 
-    def _unseen(self, step: StepInput, last_rows: list[int], rows: Tensor, token_ids: Tensor) -> Tensor | None:
-        """[samples] tokens that `SampleSpec.seen` does not know because they were carried, -1 elsewhere."""
-        carried = {row for row, _ in step.carried}
-        unseen = [s.seen is not None and row in carried for s, row in zip(step.samples, last_rows, strict=True)]
+    def _unseen(self, step: StepInput, rows: Tensor, token_ids: Tensor) -> Tensor | None:
+        """[samples] placeholder tokens, which `SampleSpec.seen` does not know; -1 where there is none. rows: [samples]."""
+        placeholders = {row for row, _ in step.placeholders}
+        unseen = [spec.seen is not None and spec.row in placeholders for spec in step.samples]
         if not any(unseen):
             return None
         tokens = token_ids.index_select(0, rows)
         return torch.where(to_device([int(each) for each in unseen], self._device) > 0, tokens, -1)
 
-    def _shared(self, draws: Draws | None, count: int) -> Tensor:
+    def _shared(self, drawn: SamplerOutput | None, count: int) -> Tensor:
         """[count] int64, the tokens drawn, on every rank of the stage."""
         if self._mesh.place.tp_size == 1:
-            assert draws is not None
-            return draws.token_ids.to(self._device)
-        # As float32, which sums of every mesh take; exact up to 2**24, beyond any vocabulary.
-        tokens = torch.zeros(count, device=self._device) if draws is None else draws.token_ids.float()
+            assert drawn is not None
+            return drawn.token_ids.to(self._device)
+        # As float32, which every mesh can all-reduce; exact up to 2**24, beyond any vocabulary.
+        tokens = torch.zeros(count, device=self._device) if drawn is None else drawn.token_ids.float()
         return self._mesh.all_reduce(tokens).long()
 
 
-def _card_lost(step: StepInput, error: Exception) -> RankLost:
-    """An error that an earlier step may have left behind, after which the card does nothing more in this process."""
-    return RankLost(f"step {step.step_id} failed on the card: {error}")
+def _gpu_lost(step: StepInput, error: Exception) -> RankLost:
+    """For an error, perhaps of an earlier step, after which the GPU does nothing more in this process."""
+    return RankLost(f"step {step.step_id} failed on the GPU: {error}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks
 from common.control.messages import AttemptKey, EngineRequest, FinishReason, SamplingParams
-from common.engine.sampling.penalties import SeenTokens, TokenCounter, counts_tokens
+from common.engine.sampling.seen_tokens import SeenTokens, TokenCounter, counts_tokens, with_token
 
 
 @dataclass(eq=False)
@@ -23,9 +23,9 @@ class Sequence:
     """The prompt, then all generated tokens, those of earlier attempts included."""
     root: BlockHash
     arrival_s: float
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list[int])
     num_computed: int = 0
-    block_hashes: list[BlockHash] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     cached_tokens: int = 0
     """Tokens found in the prefix cache when the sequence was first admitted."""
     likely_cached: int = 0
@@ -33,27 +33,30 @@ class Sequence:
     num_published: int = 0
     """Leading blocks that the prefix cache knows by name."""
     relays: bool = False
-    """Its KV is sent elsewhere while it is computed: it ends here with its first token, and its blocks
-    stay its own until the transfer has released them (`Scheduler.free`)."""
+    """Its KV is sent to another node while it is computed: it ends here with its first token, and keeps its blocks until
+    the transfer has released them (`Scheduler.free`)."""
     first_step_s: float | None = None
     preemptions: int = 0
     group: int = 0
-    """Its micro-batch, while it runs."""
+    """Index of its micro-batch, while it runs."""
     in_flight: int = 0
     """Steps that have been scheduled with it and not yet updated."""
     num_scheduled: int = 0
-    """What `num_computed` will be once they are."""
+    """What `num_computed` will be when its steps in flight are done."""
     num_pending: int = 0
-    """Tokens that they draw: their number is known, their ids are not."""
+    """Tokens that steps in flight draw: their number is known, their ids are not."""
     last_draw: tuple[int, int] = (0, 0)
-    """The latest step that draws one of its tokens, and which sample of that step it is."""
+    """(step id, index in its `samples`) of the latest draw for this sequence."""
+    draft_ids: list[int] = field(default_factory=list[int])
+    """Guesses of its next tokens: when it decodes, each adds a row with a draw of its own. `Scheduler.update` clears them.
+    Nothing refuses a wrong guess here: they must be the tokens that will be drawn, the last of which is not guessed."""
     over: bool = False
     """It has ended or is not wanted any more, and leaves with the last of its steps in flight."""
     given_up: bool = False
     """Its owner does not want its blocks any more; a step in flight still writes to them."""
     _counter: TokenCounter | None = None
     _counted: int = 0
-    """Leading tokens that `_counter` knows."""
+    """Leading tokens that `_counter` has counted."""
 
     def __post_init__(self) -> None:
         self.sampling: SamplingParams = self.request.sampling
@@ -78,16 +81,24 @@ class Sequence:
 
     @property
     def num_unscheduled(self) -> int:
-        """Rows that it needs before it can draw its next token."""
+        """Tokens, pending ones included, whose KV no scheduled step computes."""
         return len(self.token_ids) + self.num_pending - self.num_scheduled
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its last token's KV is not scheduled: its next step has that row and those of `draft_ids`."""
+        return len(self.token_ids) + self.num_pending - self.num_scheduled == 1
 
     def full_block_hashes(self) -> list[BlockHash]:
         """Hashes of all full blocks of the present tokens; computes what is not yet known."""
         self.block_hashes = hash_blocks(self.root, self.token_ids, parents=self.block_hashes)
         return self.block_hashes
 
-    def seen_tokens(self) -> SeenTokens | None:
-        """What its penalties, if it has any, are computed from: all tokens up to now."""
+    def seen_tokens(self, num_drafts: int = 0) -> SeenTokens | None:
+        """The tokens that its penalties count: all that are known, and the first `num_drafts` of `draft_ids`.
+
+        None if it has no penalties.
+        """
         if not counts_tokens(self.sampling):
             return None
         if self._counter is None:
@@ -95,7 +106,10 @@ class Sequence:
             self._counted = self.prompt_len
         self._counter.add(self.token_ids[self._counted :])
         self._counted = len(self.token_ids)
-        return self._counter.seen()
+        seen = self._counter.seen()
+        for token_id in self.draft_ids[:num_drafts]:
+            seen = with_token(seen, token_id)
+        return seen
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Why the sequence ends with its last token, or None if it goes on."""

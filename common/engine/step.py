@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.control.messages import AttemptKey, SamplingParams, TokenLogprobs
-from common.engine.sampling.penalties import SeenTokens
+from common.engine.sampling.seen_tokens import SeenTokens
 
 
-@dataclass(frozen=True)
-class SampleSpec:
-    """Draw one token from the logits of the last row of sequence `seq_index`."""
+class SampleSpec(NamedTuple):
+    """Draw one token from the logits of one row. A sequence may have several draws in a step, each from its own row."""
 
     seq_index: int
+    """The sequence that the token belongs to."""
+    row: int
+    """The row whose logits are used, among all rows of the step."""
     params: SamplingParams
     position: int
     """Index in the sequence of the token to be drawn: the sampler's counter, with `params.seed`."""
     num_generated: int
     """Tokens generated before this one; below `params.min_tokens` the stop ids are banned."""
     seen: SeenTokens | None = None
-    """For penalties; None where there are none. A token that the step carries (`StepInput.carried`) is not in it."""
+    """Tokens that penalties count; None without penalties. The token of a placeholder row is not in it."""
+    mask: bytes | None = None
+    """Bit i % 32 of native int32 word i // 32 is set if token i may be drawn; tokens past the end may not. None: all may."""
 
 
 @dataclass(frozen=True)
 class RelayProgress:
     """After this step, blocks [0, `num_blocks`) of this attempt hold final KV in every layer.
 
-    As the step computes, each layer's KV becomes final right after that layer ran.
+    While the step computes, each layer's KV becomes final right after that layer ran.
     """
 
     key: AttemptKey
@@ -54,11 +59,14 @@ class StepInput:
     """[num_seqs], KV length after this step, the new rows included."""
     block_tables: list[list[int]]
     """[num_seqs][blocks], at least enough blocks for `context_lens`."""
-    samples: list[SampleSpec] = field(default_factory=list)
-    relay: list[RelayProgress] = field(default_factory=list)
-    carried_from: int = 0
-    """The step, started before this one and maybe still running, whose drawn tokens `carried` speaks of."""
-    carried: list[tuple[int, int]] = field(default_factory=list)
+    num_decodes: int = 0
+    """The first `num_decodes` sequences decode: they have few rows, and draw at each. The others are prompt chunks."""
+    samples: list[SampleSpec] = field(default_factory=list[SampleSpec])
+    """In the order of sequences, then rows."""
+    relay: list[RelayProgress] = field(default_factory=list[RelayProgress])
+    placeholder_step: int = 0
+    """The step whose drawn tokens `placeholders` name. It started before this one and may still be running."""
+    placeholders: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(row, index in that step's `samples`): the row's token is the one drawn there; `token_ids` has 0 in its place."""
 
 
@@ -69,7 +77,7 @@ class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-    """Why there is none; its sequence cannot go on then, the others of the step do."""
+    """Why there is no token. Its sequence cannot continue then; the others of the step do."""
 
 
 @dataclass(frozen=True)

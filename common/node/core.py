@@ -14,7 +14,16 @@ from common.base.clock import Clock
 from common.base.errors import BadRequest, EngineError, KvRelayError, NoFiniteLogits, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
 from common.control.links import Identity
-from common.control.messages import AttemptFailed, AttemptKey, DecodeRequest, NodeLoad, PeerRef, PrefillRequest
+from common.control.messages import (
+    AttemptFailed,
+    AttemptKey,
+    AttemptStats,
+    DecodeRequest,
+    NodeLoad,
+    PeerRef,
+    PrefillRequest,
+    TokenChunk,
+)
 from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
@@ -37,6 +46,14 @@ class Attempt:
 
 
 AttemptT = TypeVar("AttemptT", bound=Attempt)
+
+
+def token_chunk(done: Progress, stats: AttemptStats | None) -> TokenChunk:
+    """The message that takes a step's new tokens to the router."""
+    seq, tokens = done.seq, done.tokens
+    logprobs = [token.logprobs for token in tokens if token.logprobs is not None] or None
+    token_ids = [token.token_id for token in tokens]
+    return TokenChunk(seq.key, seq.num_generated - len(tokens), token_ids, logprobs, done.finish_reason, stats)
 
 
 class NodeCore(ABC, Generic[AttemptT]):
@@ -77,8 +94,8 @@ class NodeCore(ABC, Generic[AttemptT]):
     # ------------------------------------------------------------ what a role adds
 
     @abstractmethod
-    def _token(self, attempt: AttemptT, done: Progress) -> None:
-        """A step drew its next token: `done.sampled`, without an error."""
+    def _tokens(self, attempt: AttemptT, done: Progress) -> None:
+        """A step drew its next tokens: `done.tokens`, one or more."""
 
     @abstractmethod
     def _fail(self, attempt: AttemptT | None, error: KvRelayError) -> None:
@@ -188,14 +205,15 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     def _step_done(self, output: StepOutput) -> None:
         plan = self._plans.pop(output.step_id)
-        counts = plan.step.query_lens
-        self._meter.end(output.step_id, self.clock(), counts)
-        self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts, strict=True) if n > 1 or seq.relays)
+        counts, num_decodes = plan.step.query_lens, plan.step.num_decodes
+        self._meter.end(output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts))
+        self._prompt_tokens += sum(counts[num_decodes:])
+        self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts[:num_decodes], strict=False) if seq.relays)
         for done in self.scheduler.update(plan, output.sampled):
-            if done.sampled is not None and done.sampled.error is not None:
-                self._fail(self.attempts[done.seq.key], NoFiniteLogits(done.sampled.error))
-            elif done.sampled is not None:
-                self._token(self.attempts[done.seq.key], done)
+            if done.error is not None:
+                self._fail(self.attempts[done.seq.key], NoFiniteLogits(done.error))
+            elif done.tokens:
+                self._tokens(self.attempts[done.seq.key], done)
 
     def _step_failed(self, step_id: int, error: Exception) -> None:
         if isinstance(error, RankLost):

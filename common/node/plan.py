@@ -175,6 +175,7 @@ WARM_UP = StepInput(
     query_lens=[1],
     context_lens=[1],
     block_tables=[[0]],
-    samples=[SampleSpec(0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)],
+    num_decodes=1,
+    samples=[SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)],
 )
 """One row through every layer: the first touch of weights and memory is not some client's to wait for."""

@@ -10,6 +10,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from common.attention.base import AttentionBackend
 from common.control.messages import SamplingParams
 from common.engine.runner import ModelRunner
-from common.engine.sampling.penalties import SeenTokens
+from common.engine.sampling.seen_tokens import SeenTokens
 from common.engine.step import SampleSpec, StepInput
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage
@@ -108,14 +109,15 @@ def largest_steps(largest: Largest) -> list[StepInput]:
 
 def decode_step(largest: Largest, num_seqs: int) -> StepInput:
     """One row each of `num_seqs` sequences."""
-    return _step([1] * num_seqs, largest)
+    return _step([1] * num_seqs, largest, num_decodes=num_seqs)
 
 
-def _step(lens: list[int], largest: Largest) -> StepInput:
+def _step(lens: list[int], largest: Largest, num_decodes: int = 0) -> StepInput:
     rows = [at for length in lens for at in range(length)]
-    samples = [SampleSpec(i, _DEAREST, length, 0, _SEEN) for i, length in enumerate(lens)]
+    last_rows = [end - 1 for end in accumulate(lens)]
+    samples = [SampleSpec(i, last_rows[i], _DEAREST, length, 0, _SEEN) for i, length in enumerate(lens)]
     if len(samples) > 1:
-        samples[-1] = SampleSpec(len(lens) - 1, _CHEAPEST, lens[-1], 0)
+        samples[-1] = SampleSpec(len(lens) - 1, last_rows[-1], _CHEAPEST, lens[-1], 0)
     return StepInput(
         step_id=0,
         token_ids=[0] * len(rows),
@@ -124,6 +126,7 @@ def _step(lens: list[int], largest: Largest) -> StepInput:
         query_lens=lens,
         context_lens=lens,
         block_tables=[list(range(largest.blocks))] * len(lens),
+        num_decodes=num_decodes,
         samples=samples,
     )
 

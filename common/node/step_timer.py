@@ -27,12 +27,12 @@ class StepTimer:
         """A step is handed to the ranks."""
         self._started[step_id] = now_s
 
-    def end(self, step_id: int, now_s: float, query_lens: list[int]) -> None:
-        """Its output is in. `query_lens`: the rows that each of its sequences had."""
+    def end(self, step_id: int, now_s: float, *, decodes: bool, prompts: bool) -> None:
+        """Its output is in. `decodes`, `prompts`: whether it had sequences that decoded, and chunks of prompts."""
         started_s = self._started.pop(step_id, now_s)
-        if any(count > 1 for count in query_lens):
+        if prompts:
             self.prompt_busy_s += now_s - max(started_s, self._last_end_s)
-        if any(count == 1 for count in query_lens):
+        if decodes:
             gain = _GAIN if self.step_s else 1.0
             since_s = started_s if self.depth == 1 else max(started_s, self._last_end_s)
             self.step_s += gain * (now_s - since_s - self.step_s)

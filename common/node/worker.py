@@ -1,7 +1,7 @@
 """One rank with its model loaded: the device it is on, how many KV blocks fit there, its KV memory and its runner.
 
 Runs on the thread that starts the rank. On a card blocks are counted after a profile run (`common.node.profile_run`,
-`common.node.kv_budget`), and a decode node records its decode steps (`common.engine.cuda_graphs`).
+`common.node.kv_budget`), and a decode node captures its decode steps (`common.engine.cuda_graphs`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from common.attention.choose import choose_attention, worth_recording
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
 from common.config.options import NodeConfig
-from common.engine.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder, Recorder, graph_sizes
+from common.engine.cuda_graphs import CudaGraphCapture, DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
-from common.engine.sampling.base import HostSampler
 from common.engine.sampling.device_sampler import DeviceSampler
+from common.engine.sampling.host_sampler import HostSampler
 from common.kernels.library import find_flashinfer
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
@@ -47,12 +47,12 @@ class Worker:
         model: DecoderModel,
         *,
         meter: MemoryMeter | None = None,
-        recorder: Recorder | None = None,
+        graph_capture: GraphCapture | None = None,
     ) -> None:
-        """`meter`: of a card's memory, from which KV blocks are counted there. `recorder`: for decode steps; None
-        leaves them unrecorded. All ranks of the node do this at the same time."""
-        self._recorder = recorder
-        self._spare_blocks = 0 if recorder is None else 1  # what rows that pad a recorded step write to
+        """`meter`: of a card's memory, from which KV blocks are counted there. `graph_capture`: for decode steps; None:
+        they are not captured. All ranks of the node do this at the same time."""
+        self._graph_capture = graph_capture
+        self._spare_blocks = 0 if graph_capture is None else 1  # the rows that pad a captured step write there
         self.device = model.device
         self.plan = plan
         self.config = config
@@ -84,17 +84,17 @@ class Worker:
         self.mesh.agree("weights", "loaded", config.start_timeout_s)
         rows = max(batched_tokens(config, self.plan), config.max_num_seqs)
         largest = Largest(rows, self.plan.model.max_model_len, config.max_num_seqs)
-        kept = self._recorder is not None and self._recorder.keeps_memory
-        use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_record, graphs_kept=kept)
+        kept = self._graph_capture is not None and self._graph_capture.keeps_memory
+        use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_capture, graphs_kept=kept)
         use = replace(use, staging=staging_bytes(config.kv_transport))
         log.info("%s: %s", self.place, use)
         memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
         wish = KvMemoryRequest(config.gpu_memory_utilization, memory, config.kv_blocks)
         return kv_blocks_on_gpu(use, wish, block_bytes, self._spare_blocks)
 
-    def _sizes_to_record(self, attention: AttentionBackend) -> list[int]:
-        """Batch sizes of decode steps; empty where none are recorded."""
-        if self._recorder is None or not worth_recording(attention, self.plan.model.max_model_len):
+    def _sizes_to_capture(self, attention: AttentionBackend) -> list[int]:
+        """Batch sizes of decode steps; empty where none are captured."""
+        if self._graph_capture is None or not worth_recording(attention, self.plan.model.max_model_len):
             return []
         return graph_sizes(self.config.max_num_seqs)
 
@@ -108,10 +108,12 @@ class Worker:
 
         Raises: ConfigError if that fails.
         """
-        if self._recorder is None:
+        if self._graph_capture is None:
             return
-        if not self._sizes_to_record(self._attention):
-            log.warning("decode steps are not recorded: attention on gathered pages is slower so")
+        if not self._sizes_to_capture(self._attention):
+            log.warning(
+                "decode steps are not captured as CUDA graphs: that would slow down attention on gathered pages"
+            )
             return
         layout, seqs = self.plan.layout, self.config.max_num_seqs
         pad_block = self.storage.num_blocks - 1
@@ -120,9 +122,11 @@ class Worker:
             graphs = DecodeGraphs(
                 self._model, self._attention, max_num_seqs=seqs, pad_block=pad_block, block_size=layout.block_size
             )
-            graphs.record(self._recorder)
+            graphs.capture(self._graph_capture)
         except RuntimeError as error:
-            raise ConfigError(f"cannot record decode steps ({error}): --enforce-eager does without") from error
+            raise ConfigError(
+                f"cannot capture decode steps as CUDA graphs ({error}): --enforce-eager runs without them"
+            ) from error
         self.runner = self._model_runner(self.storage, self._attention, graphs)
 
     def _storage(self, num_blocks: int) -> KVStorage:
@@ -140,10 +144,10 @@ class Worker:
     def _model_runner(
         self, storage: KVStorage, attention: AttentionBackend, graphs: DecodeGraphs | None = None
     ) -> ModelRunner:
-        carries = steps_ahead(self.config, self.plan) > 1
+        overlaps = steps_ahead(self.config, self.plan) > 1
         on_gpu = self.device.type == "cuda"
         sampler = DeviceSampler(find_flashinfer(self.device).flashinfer) if on_gpu else HostSampler()
-        return ModelRunner(self._model, storage, attention, graphs, sampler, carries=carries)
+        return ModelRunner(self._model, storage, attention, graphs, sampler, overlaps=overlaps)
 
     def describe(self, peak_bytes: int) -> str:
         """For the log: what this rank got."""
@@ -180,9 +184,9 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
         )
         if device.type == "cpu":
             return Worker(plan, config, mesh, model)
-        recorder = EagerRecorder() if config.enforce_eager else CudaRecorder(device)
-        recorder = recorder if small_batches else None
-        return Worker(plan, config, mesh, model, meter=CudaMeter(device), recorder=recorder)
+        capture = EagerCapture() if config.enforce_eager else CudaGraphCapture(device)
+        capture = capture if small_batches else None
+        return Worker(plan, config, mesh, model, meter=CudaMeter(device), graph_capture=capture)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit on {device}: {_sentence(error)}") from error
 

@@ -73,7 +73,7 @@ class _Engine:
             query_lens=[len(rows)],
             context_lens=[stop],
             block_tables=[list(range(blocks_for(stop)))],
-            samples=[SampleSpec(0, _GREEDY, stop, 0)] if draw else [],
+            samples=[SampleSpec(0, len(rows) - 1, _GREEDY, stop, 0)] if draw else [],
             relay=relay,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import accumulate
 from typing import Any
 
 from bench.overhead_node import OverheadNode, StubRunner
@@ -85,6 +86,11 @@ class Plain:
             query_lens=query_lens,
             context_lens=context_lens,
             block_tables=tables,
-            samples=[SampleSpec(i, _GREEDY, context_lens[i], 0) for i in range(len(query_lens))] if sample else [],
+            num_decodes=len(query_lens) if max(query_lens) == 1 else 0,
+            samples=[
+                SampleSpec(i, end - 1, _GREEDY, context_lens[i], 0) for i, end in enumerate(accumulate(query_lens))
+            ]
+            if sample
+            else [],
         )
         return [drawn.token_id for drawn in self._runner.execute(step).sampled]

@@ -1,4 +1,4 @@
-"""Recorded decode steps on a GPU: bit for bit what the same steps give launched; and the memory that a rank takes there."""
+"""Captured decode steps on a GPU: bit for bit what the same steps give launched; and the memory that a rank takes there."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_fraction_that_others_left_no_room_for_is_refused_in_one_sentence(conf
         started(replace(config, kv_blocks=None, gpu_memory_utilization=0.5 * CONTEXT_BYTES / total))
 
 
-def test_a_prefill_rank_records_nothing(config: DecodeConfig) -> None:
+def test_a_prefill_rank_captures_nothing(config: DecodeConfig) -> None:
     prefill = PrefillConfig(model=config.model, load_format="dummy", device="cuda", kv_blocks=64)
     worker = load_worker(plan_node(prefill), prefill, SOLO, small_batches=False)
     worker.allocate_kv(64)
@@ -123,7 +123,7 @@ def test_a_prefill_rank_records_nothing(config: DecodeConfig) -> None:
     assert worker.runner._graphs is None  # pyright: ignore[reportPrivateUsage]
 
 
-def test_every_size_is_recorded(config: DecodeConfig) -> None:
+def test_every_size_is_captured(config: DecodeConfig) -> None:
     graphs = started(config).runner._graphs  # pyright: ignore[reportPrivateUsage]
     assert graphs is not None
     assert graphs.sizes == graph_sizes(MAX_SEQS) == [1, 2, 4, 8, 16, 20]

@@ -22,11 +22,11 @@ def test_a_gpu_draws_what_the_host_draws(kind: str, coarse: bool) -> None:
     specs, logits = random_specs(ROWS, 21), logits_of(ROWS, 2.0, 22, coarse=coarse)
     unseen = torch.full((ROWS,), -1, device=GPU)
     on_gpu = logits.to(GPU)
-    sampler.draw(on_gpu, specs, unseen).wait()  # kernels are loaded
+    sampler.sample(on_gpu, specs, unseen).wait()  # kernels are loaded
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        draws = sampler.draw(on_gpu, specs, unseen)
+        draws = sampler.sample(on_gpu, specs, unseen)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     got, want = draws.wait(), sample(logits, specs)
@@ -43,7 +43,7 @@ def test_a_step_that_draws_nothing_is_over_when_its_wait_is() -> None:
     torch.cuda._sleep(100_000_000)
     computed = torch.cuda.Event()
     computed.record()
-    draws = DeviceSampler().nothing(GPU)
+    draws = DeviceSampler().empty(GPU)
     assert not computed.query(), "the host did not wait before"
     assert draws.wait() == []
     assert computed.query()

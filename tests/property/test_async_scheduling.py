@@ -27,14 +27,14 @@ class Outcome:
     stops: int = 0
     preemptions: int = 0
     wasted: int = 0
-    carried: int = 0
+    placeholders: int = 0
     rows_of_aborted: int = 0
 
     def add(self, other: Outcome) -> None:
         self.stops += other.stops
         self.preemptions += other.preemptions
         self.wasted += other.wasted
-        self.carried += other.carried
+        self.placeholders += other.placeholders
         self.rows_of_aborted += other.rows_of_aborted
 
 
@@ -86,7 +86,7 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
         plan = scheduler.schedule()
         if plan is not None:
             flying.append(plan)
-            out.carried += len(plan.step.carried)
+            out.placeholders += len(plan.step.placeholders)
         if flying and (plan is None or len(flying) == depth * num_groups):
             # At the last moment, so that a block given away too early is overwritten by its former owner.
             landing = flying.popleft()
@@ -118,5 +118,5 @@ def test_every_answer_is_that_of_an_undisturbed_run(num_groups: int, depth: int)
         assert out.wasted <= (depth - 1) * out.stops + out.rows_of_aborted, "more than one row of one that ended"
         total.add(out)
     assert total.preemptions > 10, "the pool is not too small"
-    assert (total.carried > 500) == (depth == 2)
+    assert (total.placeholders > 500) == (depth == 2)
     assert (total.wasted > total.rows_of_aborted + 10) == (depth == 2)

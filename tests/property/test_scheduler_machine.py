@@ -30,20 +30,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(8, 24),
         budget=st.integers(1, 64),
-        seats=st.integers(1, 5),
+        slots=st.integers(1, 5),
         chunk=st.integers(1, 32),
         layout=st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 2)]),
         late=st.booleans(),
     )
-    def start(self, num_blocks: int, budget: int, seats: int, chunk: int, layout: tuple[int, int], late: bool) -> None:
+    def start(self, num_blocks: int, budget: int, slots: int, chunk: int, layout: tuple[int, int], late: bool) -> None:
         groups, depth = layout
         self.late = late
         self.runner = FakeRunner(num_blocks)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=120,
-                max_num_seqs=seats,
-                max_num_batched_tokens=max(budget, seats),
+                max_num_seqs=slots,
+                max_num_batched_tokens=max(budget, slots),
                 prefill_chunk=chunk,
                 num_groups=groups,
                 depth=depth,
@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(step.token_ids) <= self.scheduler.config.max_num_batched_tokens
         if self.scheduler.config.depth == 1:
             assert not {seq.key for seq in plan.seqs} & {seq.key for other, _ in self.flying for seq in other.seqs}
-            assert not step.carried
+            assert not step.placeholders
         assert len(plan.seqs) == len({seq.key for seq in plan.seqs})
         self.flying.append((plan, None if self.late else self.runner.execute(step).sampled))
         assert len(self.flying) <= self.scheduler.config.num_groups * self.scheduler.config.depth
@@ -168,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if sampled is None:
             sampled = self.runner.execute(plan.step).sampled
         for done in self.scheduler.update(plan, sampled):
-            if done.finish_reason is None and not (done.sampled and done.seq.relays):
+            if done.finish_reason is None and not (done.tokens and done.seq.relays):
                 continue
             seq, expected = self.live.pop(done.seq.key)
             assert seq.token_ids[seq.prompt_len :] == expected

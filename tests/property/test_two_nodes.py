@@ -84,9 +84,9 @@ class Room(RuleBasedStateMachine):
     """The queues between the parts are explicit; each rule moves one thing."""
 
     @initialize(
-        p_blocks=st.integers(10, 30), d_blocks=st.integers(10, 30), seats=st.integers(1, 6), depth=st.integers(1, 2)
+        p_blocks=st.integers(10, 30), d_blocks=st.integers(10, 30), slots=st.integers(1, 6), depth=st.integers(1, 2)
     )
-    def start(self, p_blocks: int, d_blocks: int, seats: int, depth: int) -> None:
+    def start(self, p_blocks: int, d_blocks: int, slots: int, depth: int) -> None:
         self.clock = MockClock()
         self.clients: dict[AttemptKey, Client] = {}
         self.to_p: deque[object] = deque()
@@ -100,7 +100,7 @@ class Room(RuleBasedStateMachine):
             P_REF,
             LAYOUT,
             VOCAB,
-            Scheduler(SchedulerConfig(150, seats, 40, 40, depth=depth), BlockPool(p_blocks)),
+            Scheduler(SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks)),
             executor(p_runner, self.to_p, depth, wire.sender.blocks_final),
             wire.sender,
             SendBuffer(self._from_p),
@@ -112,7 +112,7 @@ class Room(RuleBasedStateMachine):
             D_REF,
             LAYOUT,
             VOCAB,
-            Scheduler(SchedulerConfig(150, seats, 40, 8, depth=depth), BlockPool(d_blocks)),
+            Scheduler(SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks)),
             executor(d_runner, self.to_d, depth),
             wire.receiver,
             SendBuffer(self._from_d),

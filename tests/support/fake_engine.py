@@ -69,7 +69,7 @@ class FakeRunner:
         self.fail_next: Exception | None = None
         self.steps = 0
         self._drawn: dict[int, list[int]] = {}
-        """What each step drew, for one that carries these tokens."""
+        """What each step drew, for placeholders of the next one."""
 
     def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Computed:
         return Computed(self.execute(step, on_layer))
@@ -80,8 +80,8 @@ class FakeRunner:
             raise error
         self.steps += 1
         token_ids = list(step.token_ids)
-        for row, sample in step.carried:
-            token_ids[row] = self._drawn[step.carried_from][sample]
+        for row, sample in step.placeholders:
+            token_ids[row] = self._drawn[step.placeholder_step][sample]
         sequences, row = [], 0
         for query_len, context_len, table in zip(step.query_lens, step.context_lens, step.block_tables, strict=True):
             cached = context_len - query_len
@@ -100,8 +100,8 @@ class FakeRunner:
             on_layer(0)
         sampled = []
         for spec in step.samples:
-            assert spec.position == len(sequences[spec.seq_index])
-            tokens, params = sequences[spec.seq_index], spec.params
+            assert spec.position == step.positions[spec.row] + 1
+            tokens, params = sequences[spec.seq_index][: spec.position], spec.params
             banned = params.stop_token_ids if spec.num_generated < params.min_tokens else ()
             sampled.append(SampledToken(_choose(tokens, banned)))
         self._drawn[step.step_id] = [token.token_id for token in sampled]

@@ -1,7 +1,7 @@
-"""What a CUDA graph does, done on a CPU: records the tensor operations of a function once, and repeats these alone.
+"""What a CUDA graph does, done on a CPU: captures the tensor operations of a function once, and replays these alone.
 
 As with a real graph nothing of Python is repeated: a shape, a list or a number that the function had at its first
-call is what every replay has, and every operation reads and writes the memory of the recording.
+call is what every replay has, and every operation reads and writes the memory of the capture.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ class _Operation:
                 old.copy_(new)
 
 
-class _Recording(TorchDispatchMode):
+class _Capturing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a recorded step waits for a value on the host"
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a captured step waits for a value on the host"
         result = func(*args, **(kwargs or {}))
         self.operations.append(_Operation(func, args, kwargs or {}, result))
         return result
 
 
-class ReplayingRecorder:
-    """A `common.engine.cuda_graphs.Recorder`."""
+class ReplayingCapture:
+    """A `common.engine.cuda_graphs.GraphCapture`."""
 
     keeps_memory = True
 
     def __init__(self) -> None:
-        self.recorded = 0
+        self.captured = 0
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.recorded += 1
-        with _Recording() as recording:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+        with _Capturing() as capturing:
             run()
 
         def replay() -> None:
-            for operation in recording.operations:
+            for operation in capturing.operations:
                 operation.repeat()
 
         return replay

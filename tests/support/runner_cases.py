@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -59,10 +60,13 @@ def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(len(prompts))).tolist()
     sequences = [Sequence(list(p), [free.pop() for _ in range(blocks_for(len(p) + want) + 1)], want) for p in prompts]
     while running := [s for s in sequences if len(s.generated) < s.want]:
+        running.sort(key=lambda s: len(s.tokens) - s.computed != 1)
         lens = [min(chunk, len(s.tokens) - s.computed) for s in running]
         samples = [
-            SampleSpec(i, SamplingParams(0, want, temperature=0.0, logprobs=2), len(s.tokens), len(s.generated))
-            for i, (s, n) in enumerate(zip(running, lens, strict=True))
+            SampleSpec(
+                i, end - 1, SamplingParams(0, want, temperature=0.0, logprobs=2), len(s.tokens), len(s.generated)
+            )
+            for i, (s, n, end) in enumerate(zip(running, lens, accumulate(lens), strict=True))
             if s.computed + n == len(s.tokens)
         ]
         places = [(s, p) for s, n in zip(running, lens, strict=True) for p in range(s.computed, s.computed + n)]
@@ -75,6 +79,7 @@ def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_
                 query_lens=lens,
                 context_lens=[s.computed + n for s, n in zip(running, lens, strict=True)],
                 block_tables=[s.blocks for s in running],
+                num_decodes=sum(len(s.tokens) - s.computed == 1 for s in running),
                 samples=samples,
             )
         )

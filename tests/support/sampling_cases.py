@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from common.control.messages import SamplingParams
-from common.engine.sampling.penalties import TokenCounter, counts_tokens
+from common.engine.sampling.logits_steps import GREEDY_STEPS
+from common.engine.sampling.seen_tokens import TokenCounter, counts_tokens
+from common.engine.sampling.steps.base import DeviceRows, HostRow, Row
+from common.engine.sampling.top_k_top_p import Bisection
 from common.engine.step import SampleSpec
 
 VOCAB = 1999
@@ -39,8 +42,24 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
             counter = TokenCounter([draw.randrange(VOCAB) for _ in range(40)], params)
             counter.add([draw.randrange(20) for _ in range(draw.randrange(30))])
             seen = counter.seen()
-        specs.append(SampleSpec(row, params, draw.randrange(10**6), draw.choice([3, 60]), seen))
+        specs.append(SampleSpec(row, row, params, draw.randrange(10**6), draw.choice([3, 60]), seen))
     return specs
+
+
+def adjusted_on_host(row: Row, spec: SampleSpec) -> Row:
+    """`row` after the steps that apply to greedy draws, too."""
+    on_its_way = HostRow(row)
+    for step in GREEDY_STEPS:
+        step.on_host(on_its_way, spec)
+    return on_its_way.values
+
+
+def adjusted_on_device(logits: Tensor, specs: list[SampleSpec]) -> Tensor:
+    """The same for a batch."""
+    rows = DeviceRows(logits, specs, None, Bisection())
+    for step in GREEDY_STEPS:
+        step.on_device(rows)
+    return rows.values
 
 
 def logits_of(rows: int, spread: float, seed: int, *, coarse: bool = False) -> Tensor:

@@ -1,23 +1,23 @@
-"""Between a step's logits and its tokens: what a sampler is, and the one that draws on the host.
+"""The interface of a sampler, between a step's logits and its tokens.
 
-Runs on the engine thread of the rank that holds the head; `Draws.wait` on any thread.
+Runs on the engine thread of the rank that has the LM head; `SamplerOutput.wait` on any thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from common.engine.sampling.host_sampler import sample
-from common.engine.sampling.penalties import with_token
 from common.engine.step import SampledToken, SampleSpec
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy, as in vLLM: dividing by them would overflow."""
 
-class Draws(Protocol):
-    """One step's tokens, which may still be being drawn."""
+
+class SamplerOutput(Protocol):
+    """One step's tokens, which may still be computed."""
 
     @property
     def token_ids(self) -> Tensor:
@@ -32,44 +32,18 @@ class Draws(Protocol):
 class Sampler(Protocol):
     """Draws one token for each row of logits."""
 
-    def draw(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> Draws:
+    def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> SamplerOutput:
         """logits: [n, vocab] float32, row i for `specs[i]`; not changed.
 
         unseen: [n] int64, for each row a generated token that its `seen` does not know, -1 for none; None: there are none.
         """
         ...
 
-    def nothing(self, device: torch.device) -> Draws:
-        """No token, for a step that draws none; its `wait` ends with the step: only then are blocks free of its writes."""
+    def empty(self, device: torch.device) -> SamplerOutput:
+        """For a step that draws nothing: its `wait` ends with the step, and only then are blocks free of its writes."""
         ...
 
 
-class HostDraws:
-    """Tokens that were drawn at once."""
-
-    def __init__(self, tokens: list[SampledToken]) -> None:
-        self._tokens = tokens
-
-    @property
-    def token_ids(self) -> Tensor:
-        # The next step may carry what was not drawn, in a row that is then discarded.
-        return torch.tensor([max(token.token_id, 0) for token in self._tokens])
-
-    def wait(self) -> list[SampledToken]:
-        return self._tokens
-
-
-class HostSampler:
-    """`common.engine.sampling.host_sampler.sample` as a `Sampler`."""
-
-    def draw(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> HostDraws:
-        if unseen is not None:
-            tokens = unseen.tolist()
-            specs = [
-                replace(spec, seen=with_token(spec.seen, token)) if spec.seen is not None and token >= 0 else spec
-                for spec, token in zip(specs, tokens, strict=True)
-            ]
-        return HostDraws(sample(logits, specs))
-
-    def nothing(self, device: torch.device) -> HostDraws:
-        return HostDraws([])
+def no_token(highest: float, spec: SampleSpec) -> SampledToken:
+    """For a row whose highest logit is not finite."""
+    return SampledToken(-1, error=f"the model computed {highest} as the highest logit at position {spec.position}")

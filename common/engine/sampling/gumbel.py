@@ -1,13 +1,14 @@
-"""Which token is drawn: the winner of a race between all that may be, in NumPy for a host and in tensors for a device.
+"""Gumbel-max sampling with noise that is a pure function, in NumPy for a host and in tensors for a device.
 
-Token i, of weight w_i, arrives after e_i / w_i, where e_i is exponentially distributed. The first to arrive is i with probability
-w_i / sum(w). e_i is a pure function of (seed, position, i): nothing depends on the batch, the node or the attempt.
+Token i, of weight w_i, is drawn if w_i / e_i is the highest, where e_i is exponentially distributed: with probability
+w_i / sum(w). (In logarithms, -log e_i is the Gumbel noise.) e_i depends only on (seed, position, i), and nothing on the
+batch, the node or the attempt.
 
 Why not one uniform number through the inverse of the cumulative distribution: logits that are computed again, beside other
-rows or from a prompt instead of token by token, differ in their last bits. Any such difference moves every border
-between two of the vocabulary's tokens; at 152,000 tokens and float32 one draw in 50 fell into the gap. In the race two distributions at a
-distance t (total variation) draw different tokens with probability 2 t / (1 + t) at most, which is the least that is possible for draws
-that do not know of each other (Bavarian et al., "The Optimality of Correlated Sampling", 2016).
+rows or from a prompt instead of token by token, differ in their last bits. Any such difference moves every border between
+two of the vocabulary's tokens; at 152,000 tokens and float32 one draw in 50 fell into the gap. With this noise two
+distributions at a distance t (total variation) give different tokens with probability 2 t / (1 + t) at most, the least that
+is possible for draws that do not know of each other (Bavarian et al., "The Optimality of Correlated Sampling", 2016).
 """
 
 from __future__ import annotations
@@ -21,49 +22,48 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Key = tuple[int, int]
-"""Of one position of one sequence; two 32-bit numbers."""
+NoiseKey = tuple[int, int]
+"""Selects the noise of one position of one sequence; two 32-bit numbers."""
 
 _STRIDE, _MIX_1, _MIX_2 = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-"""Odd: multiplying by them loses nothing. The last two are those of MurmurHash3's finalizer."""
+"""Odd, so that multiplying by them loses nothing. The last two are those of MurmurHash3's finalizer."""
 _PART = 2**15
-"""So many tokens at a time: their numbers stay in a core's cache, in memory that malloc has at hand."""
+"""Tokens at a time: their numbers fit a core's cache, in memory that malloc reuses."""
 _NEAR_ONE = 1.0 - 2.0**-24
 
 
-def key(seed: int, position: int) -> Key:
-    """Of the token at `position`; a pure function."""
+def noise_key(seed: int, position: int) -> NoiseKey:
+    """The key of the token at `position`."""
     counter = struct.pack("<QQ", seed & (2**64 - 1), position)
     digest = hashlib.blake2b(counter, digest_size=8, person=b"kvrelay-sample-2").digest()
     low, high = struct.unpack("<II", digest)
     return low, high
 
 
-def winner(weights: NDArray[np.float32], of: Key, ids: NDArray[np.int64] | None = None) -> int:
-    """The index of the one that is drawn. weights: [n], not negative and not all 0; ids: [n], the tokens that they belong to, by default
-    0 ... n - 1.
-    """
+def gumbel_argmax(weights: NDArray[np.float32], key: NoiseKey, ids: NDArray[np.int64] | None = None) -> int:
+    """The index that is drawn. weights: [n], not negative and not all 0; ids: [n], their tokens, by default 0 ... n - 1."""
     strides = _strides_of_all(weights.size) if ids is None else strides_of(ids)
-    # e is at least v, and close to it where it is small: few can beat the best of this bound, and only they need a logarithm.
+    # e is at least v, and close to it where it is small: few tokens can beat the best of this bound, and only they need a
+    # logarithm.
     bound = np.empty_like(weights)
     for lo in range(0, weights.size, _PART):
         part = slice(lo, lo + _PART)
-        np.divide(weights[part], uniforms(of, strides[part]), out=bound[part])
+        np.divide(weights[part], uniforms(key, strides[part]), out=bound[part])
     best = bound.argmax()
-    least = _speeds(weights[best], uniforms(of, strides[best, None]))
+    least = _ratios(weights[best], uniforms(key, strides[best, None]))
     likely = np.flatnonzero(bound >= (least * (1 - 1e-6)).astype(np.float32))
     if likely.size <= 1:
         return int(best)
-    return int(likely[_speeds(weights[likely], uniforms(of, strides[likely])).argmax()])
+    return int(likely[_ratios(weights[likely], uniforms(key, strides[likely])).argmax()])
 
 
-def uniforms(of: Key, strides: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """One number in (0, 1] for each token. strides: [n], of `strides_of`."""
-    x = strides + np.uint32(of[0])
+def uniforms(key: NoiseKey, strides: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """One number in (0, 1] for each token. strides: [n], from `strides_of`."""
+    x = strides + np.uint32(key[0])
     shifted = x >> 16
     x ^= shifted
     x *= _MIX_1
-    x ^= np.uint32(of[1])
+    x ^= np.uint32(key[1])
     np.right_shift(x, 15, out=shifted)
     x ^= shifted
     x *= _MIX_2
@@ -77,7 +77,7 @@ def uniforms(of: Key, strides: NDArray[np.uint32]) -> NDArray[np.float32]:
 
 
 def strides_of(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """What `uniforms` makes its numbers from."""
+    """The form of token ids that `uniforms` takes."""
     return ids.astype(np.uint32) * _STRIDE
 
 
@@ -86,21 +86,21 @@ def _strides_of_all(vocab: int) -> NDArray[np.uint32]:
     return strides_of(np.arange(vocab))
 
 
-def _speeds(weights: NDArray[np.float32], v: NDArray[np.float32]) -> NDArray[np.float64]:
-    """w / e, to the last bits; `v` are the numbers that e comes from."""
+def _ratios(weights: NDArray[np.float32], v: NDArray[np.float32]) -> NDArray[np.float64]:
+    """w / e, to the last bits; e = -log(1 - v)."""
     return weights / -np.log1p(-np.minimum(v.astype(np.float64), _NEAR_ONE))
 
 
-def winners(weights: Tensor, of: Tensor) -> Tensor:
-    """The same for each row on a device. weights: [r, vocab] float32, overwritten; of: [r, 2], the keys as int32. Returns [r] int64."""
-    v = uniforms_on_device(of, weights.size(1)).clamp_(max=_NEAR_ONE)
+def gumbel_argmax_on_device(weights: Tensor, keys: Tensor) -> Tensor:
+    """`gumbel_argmax` for each row. weights: [r, vocab] float32, overwritten; keys: [r, 2] int32. Returns [r] int64."""
+    v = uniforms_on_device(keys, weights.size(1)).clamp_(max=_NEAR_ONE)
     return weights.div_(v.neg_().log1p_()).argmin(-1)  # log1p(-v) is -e
 
 
-def uniforms_on_device(of: Tensor, vocab: int) -> Tensor:
-    """`uniforms` for tokens 0 ... vocab - 1 of each row: [r, vocab]. of: [r, 2] int32, whose products wrap around like a uint32's."""
-    first, second = of.split(1, dim=1)
-    x = torch.arange(vocab, dtype=torch.int32, device=of.device) * _signed(_STRIDE) + first
+def uniforms_on_device(keys: Tensor, vocab: int) -> Tensor:
+    """`uniforms` for tokens 0 ... vocab - 1 of each row: [r, vocab]. keys: [r, 2] int32; products wrap around like a uint32's."""
+    first, second = keys.split(1, dim=1)
+    x = torch.arange(vocab, dtype=torch.int32, device=keys.device) * _signed(_STRIDE) + first
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= _signed(_MIX_1)
     x ^= second

@@ -1,7 +1,7 @@
-"""Which tokens top_k and top_p let through, on a device and for whole batches at once.
+"""The thresholds of top_k and top_p, on a device and for whole batches at once.
 
-In tensor operations whose shapes depend on nothing that only the device knows, so that the host never waits. Nothing is
-sorted: a threshold is found by halving the range of float32, or by flashinfer's kernels.
+The shapes of all tensor operations are known to the host, so that it never waits. Nothing is sorted: a threshold is found by
+bisection of the range of float32, or by flashinfer's kernels.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ _TINY = 1e-300
 
 
 class Thresholds(Protocol):
-    """Values of a row at which something is reached from above. x: [r, vocab] float32, at most 0 and 0 somewhere."""
+    """Finds the value of each row above which a count or a mass is reached. x: [r, vocab] float32, each row's maximum 0."""
 
     def of_count(self, x: Tensor, count: Tensor) -> Tensor:
         """The `count`-th highest of each row, [r, 1]. count: [r, 1] int64, 1 ... vocab."""
         ...
 
     def of_mass(self, x: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
-        """The highest value, [r, 1], so that those at least as high weigh more than `mass`: [r, 1] float64, less than all.
+        """The highest value, [r, 1], for which the values at least as high weigh more than `mass`: [r, 1] float64.
+
+        `mass` is less than the weight of the whole row.
 
         weights: [r, vocab] float32, exp(x).
         """
@@ -31,7 +33,7 @@ class Thresholds(Protocol):
 
 
 class Bisection:
-    """Thresholds by halving: 32 passes over the rows, exact."""
+    """Thresholds by bisection: 32 passes over the rows, exact."""
 
     def of_count(self, x: Tensor, count: Tensor) -> Tensor:
         return _highest(x, lambda t: (x >= t).sum(-1, keepdim=True) >= count)
@@ -60,22 +62,22 @@ class FlashInferThresholds:
 def nucleus_edge(x: Tensor, top_p: Tensor, thresholds: Thresholds) -> Tensor:
     """The lowest value, [r, 1], in the shortest leading part of each row that holds `top_p` of its mass.
 
-    x: [r, vocab] float32, at most 0 and 0 somewhere, -inf: not to be drawn; top_p: [r, 1] float64.
+    x: [r, vocab] float32, each row's maximum 0, -inf: not to be drawn; top_p: [r, 1] float64.
     """
     weights = x.exp()
-    # The last that is needed is the first at which *less* than `needed` has been passed.
+    # The last value of the nucleus is the first at which *less* than `needed` lies above.
     needed = (top_p * weights.sum(-1, keepdim=True, dtype=torch.float64)).clamp_(min=_TINY)
     return thresholds.of_mass(x, weights, torch.nextafter(needed, torch.zeros_like(needed)))
 
 
 def ordered(x: Tensor) -> Tensor:
-    """int32 numbers in the order of the float32 numbers `x`; -0 equals 0."""
+    """int32 numbers that sort as the float32 numbers `x` do; -0 equals 0."""
     bits = (x + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _highest(x: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:
-    """The highest float32 t, [r, 1], for which `holds(t)`; it holds for -inf, and whatever is below where it holds."""
+    """The highest float32 t, [r, 1], for which `holds(t)`. It must hold for -inf, and for all values below one that holds."""
     num_rows = x.size(0)
     low = torch.full((num_rows, 1), -torch.inf, device=x.device)
     low, high = ordered(low).long(), torch.ones(num_rows, 1, dtype=torch.int64, device=x.device)

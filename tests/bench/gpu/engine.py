@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from common.base.hashing import BLOCK_SIZE
 from common.base.torch_setup import configure_torch
 from common.config.options import DecodeConfig
 from common.control.messages import SamplingParams
-from common.engine.runner import Launched
+from common.engine.runner import LaunchedStep
 from common.engine.step import SampleSpec, StepInput
 from common.node.plan import plan_node
 from common.node.worker import load_worker
@@ -97,8 +97,10 @@ class Engine:
             nonlocal running, length
             length += 1
             before = running
-            carried = [(row, row) for row in range(batch)]
-            running = self._launch([0] * batch, [1] * batch, [length] * batch, tables, sample=True, carried=carried)
+            placeholders = [(row, row) for row in range(batch)]
+            running = self._launch(
+                [0] * batch, [1] * batch, [length] * batch, tables, sample=True, placeholders=placeholders
+            )
             before.wait()
 
         return step
@@ -114,9 +116,9 @@ class Engine:
         tables: list[list[int]],
         *,
         sample: bool,
-        carried: list[tuple[int, int]] | None = None,
-    ) -> Launched:
-        """`carried`: of the step launched before."""
+        placeholders: list[tuple[int, int]] | None = None,
+    ) -> LaunchedStep:
+        """`placeholders`: for tokens of the step launched before."""
         places = [
             (i, p) for i, (q, c) in enumerate(zip(query_lens, context_lens, strict=True)) for p in range(c - q, c)
         ]
@@ -129,9 +131,14 @@ class Engine:
             query_lens=query_lens,
             context_lens=context_lens,
             block_tables=tables,
-            samples=[SampleSpec(i, _GREEDY, context_lens[i], 0) for i in range(len(query_lens))] if sample else [],
-            carried_from=self._steps - 1 if carried else 0,
-            carried=carried or [],
+            num_decodes=len(query_lens) if max(query_lens) == 1 else 0,
+            samples=[
+                SampleSpec(i, end - 1, _GREEDY, context_lens[i], 0) for i, end in enumerate(accumulate(query_lens))
+            ]
+            if sample
+            else [],
+            placeholder_step=self._steps - 1 if placeholders else 0,
+            placeholders=placeholders or [],
         )
         return self._runner.launch(step)
 

@@ -19,7 +19,7 @@ from common.attention.choose import choose_attention, worth_recording
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, split_bytes, unrecorded_split_bytes, why_not
 from common.attention.gathered import GatheredAttention
-from common.attention.pages import leading_decodes, page_lists
+from common.attention.pages import page_lists
 from common.kernels import library
 from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
@@ -135,11 +135,6 @@ def test_page_lists_have_the_pages_of_the_contexts_and_no_more() -> None:
     assert pages.indices.tolist() == [7, 3, 5, 4]
     assert pages.last_page_len.tolist() == [1, 16, 1]
     assert {tensor.dtype for tensor in (pages.indptr, pages.indices, pages.last_page_len)} == {torch.int32}
-
-
-@pytest.mark.parametrize(("query_lens", "count"), [([], 0), ([1, 1], 2), ([1, 3, 1], 1), ([2, 1], 0)])
-def test_rows_that_decode_at_the_front(query_lens: list[int], count: int) -> None:
-    assert leading_decodes(query_lens) == count
 
 
 def test_a_context_beyond_the_longest_is_refused_rather_than_written_elsewhere() -> None:

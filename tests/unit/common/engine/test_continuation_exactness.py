@@ -62,8 +62,7 @@ def run(runner: ModelRunner, sampling: SamplingParams, known: list[int]) -> tupl
     logprobs: list[TokenLogprobs] = []
     while (plan := scheduler.schedule()) is not None:
         for done in scheduler.update(plan, runner.execute(plan.step).sampled):
-            if done.sampled is not None and done.sampled.logprobs is not None:
-                logprobs.append(done.sampled.logprobs)
+            logprobs += [token.logprobs for token in done.tokens if token.logprobs is not None]
             if done.finish_reason is not None:
                 return seq.token_ids[len(PROMPT) :], logprobs, done.finish_reason
     raise AssertionError("it never finished")

@@ -1,4 +1,4 @@
-"""Recorded decode steps against the plain runner, with a recorder that repeats tensor operations and no Python."""
+"""Captured decode steps against the plain runner, with a capture that replays tensor operations and no Python."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from support.decode_steps import random_decode
 from support.oracle import TINY, make_tiny
-from support.replaying import ReplayingRecorder
+from support.replaying import ReplayingCapture
 
 from common.attention.cpu import CpuAttention
 from common.attention.gathered import GatheredAttention, GatheredDecode
 from common.base.errors import EngineError
 from common.control.messages import AttemptKey
-from common.engine.cuda_graphs import DecodeGraphs, EagerRecorder, Recorder, graph_sizes
+from common.engine.cuda_graphs import DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.step import RelayProgress, StepInput
 from common.kv.layout import KVLayout
@@ -35,7 +35,7 @@ PAD = POOL
 
 
 class PlainOrStatic(CpuAttention):
-    """The CPU's attention, whose recorded sizes are gathered pages: memory that never moves, and tensors only."""
+    """The CPU's attention, whose captured sizes are gathered pages: memory that never moves, and tensors only."""
 
     def for_graph(self, rows: int) -> GatheredDecode:  # pyright: ignore[reportIncompatibleMethodOverride]
         return GatheredAttention(self._storage, self._shape).for_graph(rows)
@@ -43,16 +43,16 @@ class PlainOrStatic(CpuAttention):
 
 @dataclass
 class Rig:
-    """One model over one KV memory, with and without recorded steps."""
+    """One model over one KV memory, with and without captured steps."""
 
     model: DecoderModel
     storage: KVStorage
     plain: ModelRunner
     graphs: DecodeGraphs
-    recorded: ModelRunner
+    captured: ModelRunner
 
 
-def make_rig(path: Path, recorder: Recorder, *, place: RankPlace | None = None) -> Rig:
+def make_rig(path: Path, capture: GraphCapture, *, place: RankPlace | None = None) -> Rig:
     config = load_model_config(path)
     layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
     mesh = SoloMesh()
@@ -66,7 +66,7 @@ def make_rig(path: Path, recorder: Recorder, *, place: RankPlace | None = None) 
     )
     attention = PlainOrStatic(storage, model.attention_shape(BLOCK, MAX_PAGES * BLOCK))
     graphs = DecodeGraphs(model, attention, max_num_seqs=MAX_SEQS, pad_block=PAD, block_size=BLOCK)
-    graphs.record(recorder)
+    graphs.capture(capture)
     return Rig(
         model, storage, ModelRunner(model, storage, attention), graphs, ModelRunner(model, storage, attention, graphs)
     )
@@ -80,7 +80,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def rig(tiny: dict[str, Path]) -> Rig:
-    return make_rig(tiny["llama3"], ReplayingRecorder())
+    return make_rig(tiny["llama3"], ReplayingCapture())
 
 
 def padded(step: StepInput, size: int) -> StepInput:
@@ -94,6 +94,7 @@ def padded(step: StepInput, size: int) -> StepInput:
         query_lens=[1] * size,
         context_lens=step.context_lens + [1] * pad,
         block_tables=step.block_tables + [[PAD]] * pad,
+        num_decodes=size,
         samples=step.samples,
     )
 
@@ -117,30 +118,30 @@ def test_sizes_end_with_the_largest_batch(most: int, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_replays_equal_the_eager_runner_bit_for_bit_at_every_batch_size(name: str, tiny: dict[str, Path]) -> None:
-    recorder = ReplayingRecorder()
-    replaying, eager = make_rig(tiny[name], recorder), make_rig(tiny[name], EagerRecorder())
-    assert recorder.recorded == len(replaying.graphs.sizes)
+    capture = ReplayingCapture()
+    replaying, eager = make_rig(tiny[name], capture), make_rig(tiny[name], EagerCapture())
+    assert capture.captured == len(replaying.graphs.sizes)
     rng = random.Random(7)
     vocab = TINY[name].config.vocab_size
     for num_seqs in [*range(1, MAX_SEQS + 1), *range(MAX_SEQS, 0, -1)]:
         step = random_decode(POOL, MAX_PAGES, rng, num_seqs, vocab)
-        got, want = replaying.recorded.execute(step), eager.recorded.execute(step)
+        got, want = replaying.captured.execute(step), eager.captured.execute(step)
         assert got.sampled == want.sampled
         assert len(got.sampled) == num_seqs
         assert torch.equal(replaying.storage.data[:, :, :POOL], eager.storage.data[:, :, :POOL])
 
 
-def test_recorded_steps_compute_what_the_plain_runner_does_and_leave_other_blocks_alone(rig: Rig) -> None:
+def test_captured_steps_compute_what_the_plain_runner_does_and_leave_other_blocks_alone(rig: Rig) -> None:
     rng = random.Random(8)
     for num_seqs in range(1, MAX_SEQS + 1):
         step = random_decode(POOL, MAX_PAGES, rng, num_seqs, rig.model.config.vocab_size)
         before = rig.storage.data.clone()
-        recorded = rig.recorded.execute(step)
+        captured = rig.captured.execute(step)
         kv = rig.storage.data.clone()
         rig.storage.data.copy_(before)
         plain = rig.plain.execute(step)
-        assert [drawn.token_id for drawn in recorded.sampled] == [drawn.token_id for drawn in plain.sampled]
-        for got, want in zip(recorded.sampled, plain.sampled, strict=True):
+        assert [drawn.token_id for drawn in captured.sampled] == [drawn.token_id for drawn in plain.sampled]
+        for got, want in zip(captured.sampled, plain.sampled, strict=True):
             assert got.logprobs is not None
             assert want.logprobs is not None
             assert got.logprobs.top_ids == want.logprobs.top_ids
@@ -160,7 +161,7 @@ def test_rows_that_pad_change_nothing_whatever_their_block_holds(rig: Rig) -> No
         for garbage in (0.0, 1e30, torch.nan):
             rig.storage.data.copy_(before)
             rig.storage.data[:, :, PAD] = garbage
-            outputs.append(rig.recorded.execute(step).sampled)
+            outputs.append(rig.captured.execute(step).sampled)
         # The very rows that pad, but as sequences that the plain runner is told of.
         rig.storage.data.copy_(before)
         rig.graphs.load(padded(step, rig.graphs.size_for(num_seqs)))
@@ -184,9 +185,9 @@ def test_memory_never_moves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(held) == 1 for held in places.values())
 
 
-def test_the_largest_size_is_recorded_first(tiny: dict[str, Path]) -> None:
-    graphs = make_rig(tiny["llama3"], EagerRecorder()).graphs
-    assert list(graphs._recorded) == sorted(graphs.sizes, reverse=True)  # pyright: ignore[reportPrivateUsage]
+def test_the_largest_size_is_captured_first(tiny: dict[str, Path]) -> None:
+    graphs = make_rig(tiny["llama3"], EagerCapture()).graphs
+    assert list(graphs._captured) == sorted(graphs.sizes, reverse=True)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_token_ids_may_be_put_in_place_on_the_device_after_loading(rig: Rig) -> None:
@@ -200,7 +201,7 @@ def test_token_ids_may_be_put_in_place_on_the_device_after_loading(rig: Rig) -> 
     assert torch.equal(rig.graphs.run(5, None), want)
 
 
-def test_steps_with_prompt_chunks_with_relays_or_too_many_sequences_run_eagerly(rig: Rig) -> None:
+def test_steps_with_prompt_chunks_with_relays_or_too_many_rows_run_eagerly(rig: Rig) -> None:
     vocab = rig.model.config.vocab_size
     step = random_decode(POOL, MAX_PAGES, random.Random(12), 4, vocab)
     assert rig.graphs.takes(step)
@@ -208,25 +209,25 @@ def test_steps_with_prompt_chunks_with_relays_or_too_many_sequences_run_eagerly(
     assert not rig.graphs.takes(StepInput(1, [1, 2], [0, 1], [0, 1], [2], [2], [[0]]))
     crowd = MAX_SEQS + 1
     assert not rig.graphs.takes(
-        StepInput(1, [1] * crowd, [0] * crowd, [0] * crowd, [1] * crowd, [1] * crowd, [[0]] * crowd)
+        StepInput(1, [1] * crowd, [0] * crowd, [0] * crowd, [1] * crowd, [1] * crowd, [[0]] * crowd, num_decodes=crowd)
     )
     chunk = StepInput(1, [1, 2, 3], [0, 1, 0], [0, 1, 16], [2, 1], [2, 1], [[0], [1]])
     layers: list[int] = []
-    rig.recorded.execute(chunk, layers.append)
+    rig.captured.execute(chunk, layers.append)
     assert layers == [0, 1, 2]
 
 
 def test_a_step_that_does_not_fit_together_fails_alone(rig: Rig) -> None:
     step = random_decode(POOL, MAX_PAGES, random.Random(13), 4, rig.model.config.vocab_size)
     with pytest.raises(EngineError, match="do not fit"):
-        rig.recorded.execute(StepInput(**{**vars(step), "positions": step.positions[:3]}))
-    assert len(rig.recorded.execute(step).sampled) == 4
+        rig.captured.execute(StepInput(**{**vars(step), "positions": step.positions[:3]}))
+    assert len(rig.captured.execute(step).sampled) == 4
 
 
 def test_a_later_stage_replays_on_what_it_received(tiny: dict[str, Path]) -> None:
     place = RankPlace(0, 1, 1, 2)
     replaying, eager = (
-        make_rig(tiny["llama3"], recorder, place=place) for recorder in (ReplayingRecorder(), EagerRecorder())
+        make_rig(tiny["llama3"], capture, place=place) for capture in (ReplayingCapture(), EagerCapture())
     )
     hidden_size = replaying.model.config.hidden_size
     for num_seqs in (4, 3, 1, 9):

@@ -1,4 +1,4 @@
-"""Steps whose outputs come as events, and a model whose next step carries tokens that no host has seen."""
+"""Steps whose outputs come as events, and a model whose next step has placeholders for tokens that no host has seen."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from common.base.errors import EngineError, RankLost
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.executor import AsyncExecutor, LocalExecutor, StepDone, StepFailed
-from common.engine.runner import Launched, ModelRunner
-from common.engine.sampling.base import HostDraws, HostSampler, Sampler
+from common.engine.runner import LaunchedStep, ModelRunner
+from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
+from common.engine.sampling.host_sampler import HostSampler, HostSamplerOutput
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken, SampleSpec, StepInput, StepOutput
@@ -84,13 +85,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3", tmp_path_factory.mktemp("tiny") / "qwen3")
 
 
-def make_runner(path: Path, *, carries: bool, sampler: Sampler | None = None) -> ModelRunner:
+def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None) -> ModelRunner:
     config = load_model_config(path)
     layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
     return ModelRunner(
-        model, storage, CpuAttention(storage, model.attention_shape(16)), sampler=sampler, carries=carries
+        model, storage, CpuAttention(storage, model.attention_shape(16)), sampler=sampler, overlaps=overlaps
     )
 
 
@@ -118,11 +119,11 @@ def answers(
 ) -> tuple[dict[AttemptKey, list[SampledToken]], Scheduler]:
     """All sequences to their ends, with `depth` steps in flight whose outputs come as late as they may."""
     scheduler = Scheduler(SchedulerConfig(128, 6, 32, 8, depth=depth), BlockPool(NUM_BLOCKS))
-    runner = make_runner(path, carries=depth > 1, sampler=sampler)
+    runner = make_runner(path, overlaps=depth > 1, sampler=sampler)
     got: dict[AttemptKey, list[SampledToken]] = {}
     for seq in sequences():
         scheduler.add(seq)
-    flying: deque[tuple[Plan, Launched]] = deque()
+    flying: deque[tuple[Plan, LaunchedStep]] = deque()
     while True:
         plan = scheduler.schedule()
         if plan is not None:
@@ -132,8 +133,7 @@ def answers(
         if plan is None or len(flying) == depth:
             landing, launched = flying.popleft()
             for done in scheduler.update(landing, launched.wait().sampled):
-                if done.sampled is not None:
-                    got.setdefault(done.seq.key, []).append(done.sampled)
+                got.setdefault(done.seq.key, []).extend(done.tokens)
     assert scheduler.is_idle()
     assert scheduler.pool.num_used == 0
     return got, scheduler
@@ -155,24 +155,34 @@ def test_a_real_model_answers_the_same_whether_or_not_steps_are_prepared_ahead(
                 assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-4)
 
 
-def test_a_step_that_carries_tokens_of_another_than_the_last_fails(model_path: Path) -> None:
-    runner = make_runner(model_path, carries=True)
+def test_a_step_with_placeholders_of_another_step_than_the_last_fails(model_path: Path) -> None:
+    runner = make_runner(model_path, overlaps=True)
     runner.execute(WARM_UP)
-    with pytest.raises(EngineError, match="carries tokens of step 5"):
-        runner.launch(StepInput(6, [0], [0], [16], [1], [1], [[1]], carried_from=5, carried=[(0, 0)]))
+    with pytest.raises(EngineError, match="placeholder tokens are of step 5"):
+        runner.launch(StepInput(6, [0], [0], [16], [1], [1], [[1]], placeholder_step=5, placeholders=[(0, 0)]))
 
 
 @pytest.mark.parametrize("sampler", [HostSampler(), DeviceSampler()], ids=["host", "device"])
-def test_a_row_without_a_token_can_be_carried_and_costs_the_others_nothing(
+def test_a_placeholder_for_a_token_that_was_not_drawn_costs_the_other_rows_nothing(
     model_path: Path, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was not drawn is known only when the next step, which carries it, has been launched."""
-    runner = make_runner(model_path, carries=True, sampler=sampler)
+    """That a token was not drawn is known only after the next step, which has a placeholder for it, was launched."""
+    runner = make_runner(model_path, overlaps=True, sampler=sampler)
     greedy = SamplingParams(seed=0, max_tokens=9, temperature=0.0)
-    samples = [SampleSpec(seq, greedy, 1, 0) for seq in (0, 1)]
-    first = StepInput(1, [7, 8], [0, 0], [16, 32], [1, 1], [1, 1], [[1], [2]], samples)
+    samples = [SampleSpec(seq, seq, greedy, 1, 0) for seq in (0, 1)]
+    first = StepInput(1, [7, 8], [0, 0], [16, 32], [1, 1], [1, 1], [[1], [2]], 2, samples)
     second = StepInput(
-        2, [0, 0], [1, 1], [17, 33], [1, 1], [2, 2], [[1], [2]], samples, carried_from=1, carried=[(0, 0), (1, 1)]
+        2,
+        [0, 0],
+        [1, 1],
+        [17, 33],
+        [1, 1],
+        [2, 2],
+        [[1], [2]],
+        2,
+        samples,
+        placeholder_step=1,
+        placeholders=[(0, 0), (1, 1)],
     )
     want = [runner.launch(step).wait().sampled[1] for step in (first, second)]
     logits = runner._model.logits
@@ -194,7 +204,7 @@ def test_a_row_without_a_token_can_be_carried_and_costs_the_others_nothing(
 def test_a_card_that_fails_ends_the_rank_and_not_only_the_step(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_runner(model_path, carries=True)
+    runner = make_runner(model_path, overlaps=True)
 
     def fail(*_: object) -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -203,11 +213,11 @@ def test_a_card_that_fails_ends_the_rank_and_not_only_the_step(
     with pytest.raises(RankLost, match="illegal memory access"):
         runner.launch(WARM_UP)
     with pytest.raises(RankLost, match="illegal memory access"):
-        Launched(1, Lost(), 0.0).wait()
+        LaunchedStep(1, LostOutput(), 0.0).wait()
 
 
-class Lost:
-    """Draws that never arrive."""
+class LostOutput:
+    """Tokens that never arrive."""
 
     token_ids = torch.zeros(1, dtype=torch.int64)
 
@@ -221,14 +231,14 @@ class Watched(HostSampler):
     def __init__(self) -> None:
         self.ends = 0
 
-    def nothing(self, device: torch.device) -> HostDraws:
+    def empty(self, device: torch.device) -> HostSamplerOutput:
         self.ends += 1
-        return super().nothing(device)
+        return super().empty(device)
 
 
 def test_a_step_that_draws_nothing_is_waited_for_too(model_path: Path) -> None:
     sampler = Watched()
-    runner = make_runner(model_path, carries=True, sampler=sampler)
+    runner = make_runner(model_path, overlaps=True, sampler=sampler)
     assert runner.execute(replace(WARM_UP, samples=[])).sampled == []
     assert sampler.ends == 1
-    assert DeviceSampler().nothing(torch.device("cpu")).wait() == []
+    assert DeviceSampler().empty(torch.device("cpu")).wait() == []

@@ -12,8 +12,8 @@ from common.engine.step import SampledToken
 from common.kv.pool import BlockPool
 
 
-def make(groups: int = 2, seats: int = 64, blocks: int = 4096) -> Scheduler:
-    return Scheduler(SchedulerConfig(8192, seats, 2048, 2048, groups), BlockPool(blocks))
+def make(groups: int = 2, slots: int = 64, blocks: int = 4096) -> Scheduler:
+    return Scheduler(SchedulerConfig(8192, slots, 2048, 2048, groups), BlockPool(blocks))
 
 
 def sequence(name: int, tokens: int, max_tokens: int = 1000) -> Sequence:
@@ -46,8 +46,8 @@ def test_a_burst_is_shared_among_all_groups_in_their_first_steps(groups: int, co
     assert scheduler.schedule() is None, "all run"
 
 
-def test_a_burst_larger_than_the_seats_is_shared_as_far_as_it_is_let_in() -> None:
-    scheduler = make(seats=10)
+def test_a_burst_larger_than_the_sequence_slots_is_shared_as_far_as_it_is_let_in() -> None:
+    scheduler = make(slots=10)
     for name in range(100):
         scheduler.add(sequence(name, 20))
     assert [len(start(scheduler).seqs) for _ in range(2)] == [5, 5]

@@ -1,4 +1,4 @@
-"""The next step scheduled while one runs: what a sequence may do then, and what happens to its blocks."""
+"""Asynchronous scheduling: which sequences the next step takes while one runs, and what happens to their blocks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from common.kv.pool import BlockPool
 STOP = 99
 
 
-def make(blocks: int = 64, seats: int = 8) -> Scheduler:
-    return Scheduler(SchedulerConfig(1000, seats, 256, 256, depth=2), BlockPool(blocks))
+def make(blocks: int = 64, slots: int = 8) -> Scheduler:
+    return Scheduler(SchedulerConfig(1000, slots, 256, 256, depth=2), BlockPool(blocks))
 
 
 def sequence(name: str, tokens: int, *, relays: bool = False, **params: Any) -> Sequence:
@@ -40,21 +40,21 @@ def land(scheduler: Scheduler, plan: Plan, *tokens: int) -> list[str | None]:
     return [progress.finish_reason for progress in done]
 
 
-def test_the_next_step_carries_the_token_that_is_being_drawn() -> None:
+def test_the_next_step_has_placeholders_for_tokens_that_are_being_drawn() -> None:
     scheduler = make()
     for name in "ab":
         scheduler.add(sequence(name, 20, presence_penalty=1.0))
     first, second = start(scheduler), start(scheduler)
     assert scheduler.schedule() is None, "two are in flight"
-    assert first.step.carried == []
-    assert second.step.carried_from == first.step.step_id
-    assert second.step.carried == [(0, 0), (1, 1)]
+    assert first.step.placeholders == []
+    assert second.step.placeholder_step == first.step.step_id
+    assert second.step.placeholders == [(0, 0), (1, 1)]
     assert second.step.positions == [20, 20]
     assert [(spec.position, spec.num_generated) for spec in second.step.samples] == [(21, 1), (21, 1)]
     assert all(spec.seen is not None and not spec.seen.ids for spec in second.step.samples)
     assert land(scheduler, first, 7, 8) == [None, None]
     third = start(scheduler)
-    assert third.step.carried_from == second.step.step_id
+    assert third.step.placeholder_step == second.step.step_id
     assert [spec.seen and len(spec.seen.ids) for spec in third.step.samples] == [4, 4], "7 and 8 are known by now"
 
 
@@ -72,7 +72,7 @@ def test_the_chunks_of_a_prompt_follow_each_other_without_waiting() -> None:
     assert (third.step.positions, len(third.step.samples)) == (list(range(32, 40)), 1)
 
 
-def test_one_that_stops_wastes_one_row_and_keeps_its_blocks_until_then() -> None:
+def test_a_sequence_that_stops_wastes_one_row_and_keeps_its_blocks_until_then() -> None:
     scheduler = make(blocks=4)
     scheduler.add(sequence("a", 40))
     first, second = start(scheduler), start(scheduler)
@@ -88,7 +88,7 @@ def test_one_that_stops_wastes_one_row_and_keeps_its_blocks_until_then() -> None
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-def test_one_that_surely_ends_with_the_token_being_drawn_wastes_nothing(max_tokens: int) -> None:
+def test_a_sequence_that_surely_ends_with_the_pending_token_wastes_nothing(max_tokens: int) -> None:
     scheduler = make()
     scheduler.add(sequence("a", 20, max_tokens=max_tokens))
     plans = [start(scheduler) for _ in range(max_tokens)]
@@ -98,7 +98,7 @@ def test_one_that_surely_ends_with_the_token_being_drawn_wastes_nothing(max_toke
     assert scheduler.is_idle()
 
 
-def test_a_relayed_one_is_over_with_its_first_token() -> None:
+def test_a_relayed_sequence_ends_with_its_first_token() -> None:
     scheduler = make()
     scheduler.add(sequence("a", 20, relays=True))
     plan = start(scheduler)
@@ -122,7 +122,7 @@ def test_blocks_that_a_transfer_gave_back_are_kept_while_a_step_writes_to_them()
     assert scheduler.is_idle()
 
 
-def test_an_aborted_one_gets_no_more_rows_and_leaves_with_its_last() -> None:
+def test_an_aborted_sequence_gets_no_more_rows_and_leaves_with_its_last() -> None:
     scheduler = make()
     a, b = sequence("a", 20), sequence("b", 20)
     scheduler.add(a)
@@ -137,7 +137,7 @@ def test_an_aborted_one_gets_no_more_rows_and_leaves_with_its_last() -> None:
     assert a.blocks == []
 
 
-def test_the_youngest_sits_a_step_out_before_it_makes_room_for_an_older_one() -> None:
+def test_the_youngest_sequence_skips_a_step_before_it_is_preempted_for_an_older_one() -> None:
     scheduler = make(blocks=6)
     oldest, old, young = sequence("a", 3), sequence("b", 32), sequence("c", 3)
     for seq in (oldest, old, young):
@@ -149,13 +149,13 @@ def test_the_youngest_sits_a_step_out_before_it_makes_room_for_an_older_one() ->
     land(scheduler, first, 5, 6, 7)
     third = start(scheduler)
     assert third.seqs == [oldest, old]
-    assert third.step.carried == [(0, 0)]
+    assert third.step.placeholders == [(0, 0)]
     assert third.step.token_ids[1] == 6
     assert list(scheduler.waiting) == [young]
     assert young.token_ids[-1] == 7, "what it drew meanwhile is not lost"
 
 
-def test_a_failed_step_takes_its_sequences_along_when_the_other_one_is_done() -> None:
+def test_sequences_of_a_failed_step_leave_when_their_other_step_is_done() -> None:
     scheduler = make()
     a = sequence("a", 20)
     scheduler.add(a)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.oracle import make_tiny
+from support.sampling_cases import adjusted_on_device
 
 from common.base.errors import ConfigError
 from common.config.options import DecodeConfig
-from common.engine.cuda_graphs import EagerRecorder, graph_sizes
+from common.engine.cuda_graphs import EagerCapture, graph_sizes
 from common.engine.runner import ModelRunner
-from common.engine.sampling.device_penalties import adjusted_on_device
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.step import StepInput, StepOutput
 from common.kv.layout import blocks_for
@@ -133,11 +133,11 @@ def test_the_largest_steps_use_every_row_and_sample_for_every_sequence(largest: 
 def test_the_largest_steps_sample_in_all_ways_that_take_memory() -> None:
     _, many = largest_steps(Largest(64, 100, 8))
     logits = torch.zeros(8, 512)
-    assert adjusted_on_device(logits, many.samples, None) is not logits, "penalties change a copy"
+    assert adjusted_on_device(logits, many.samples) is not logits, "penalties change a copy"
     drawn = [spec.params for spec in many.samples if spec.params.temperature > 0]
     assert len(drawn) == 7, "one that is greedy, so that the others are copied"
     assert all(p.top_p < 1 and p.top_k and p.min_p and p.logprobs for p in drawn)
-    assert DeviceSampler().draw(logits, many.samples, None).wait()
+    assert DeviceSampler().sample(logits, many.samples, None).wait()
 
 
 class FakeMeter:
@@ -162,7 +162,7 @@ class FakeMeter:
         return 10**9, 2 * 10**9
 
 
-class KeepingRecorder(EagerRecorder):
+class KeepingCapture(EagerCapture):
     """Counts as CUDA graphs do."""
 
     keeps_memory = True
@@ -194,7 +194,7 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
         model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
     )
     meter = FakeMeter()
-    worker = load(config, meter=meter, recorder=KeepingRecorder())
+    worker = load(config, meter=meter, graph_capture=KeepingCapture())
     # The longest chunk, the most sequences, one row, the largest decode step; the card is looked at last, with all of it
     # gone.
     assert ran == [1, 5, 1, 5]
@@ -209,7 +209,7 @@ def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None
     config = DecodeConfig(
         model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
     )
-    eager, kept = (load(config, meter=FakeMeter(), recorder=each()) for each in (EagerRecorder, KeepingRecorder))
+    eager, kept = (load(config, meter=FakeMeter(), graph_capture=each()) for each in (EagerCapture, KeepingCapture))
     use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
     per_block = eager.plan.layout.bytes_per_block
     assert eager.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), per_block, 1)
@@ -221,7 +221,7 @@ def test_buffers_of_relays_by_nccl_are_counted_where_there_may_be_some(model: st
         transport: load(
             DecodeConfig(model=model, max_num_seqs=5, gpu_memory_utilization=0.5, kv_transport=transport),
             meter=FakeMeter(),
-            recorder=EagerRecorder(),
+            graph_capture=EagerCapture(),
         )
         for transport in ("auto", "collective", "cuda_ipc")
     }
@@ -237,33 +237,33 @@ def test_steps_that_will_not_be_recorded_get_no_memory(
     config = DecodeConfig(
         model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
     )
-    worker = load(config, meter=FakeMeter(), recorder=KeepingRecorder())
+    worker = load(config, meter=FakeMeter(), graph_capture=KeepingCapture())
     use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
     assert worker.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), worker.plan.layout.bytes_per_block, 1)
     worker.allocate_kv(20)
     worker.capture_graphs()
-    assert "decode steps are not recorded" in caplog.text
+    assert "decode steps are not captured" in caplog.text
 
 
 def test_a_rank_that_records_has_one_block_more_than_its_pool(model: str) -> None:
     config = DecodeConfig(model=model, max_num_seqs=5, kv_blocks=20)
-    recording, plain = load(config, recorder=EagerRecorder()), load(config)
+    capturing, plain = load(config, graph_capture=EagerCapture()), load(config)
     outputs: list[StepOutput] = []
-    for worker in (recording, plain):
+    for worker in (capturing, plain):
         worker.allocate_kv(worker.max_blocks)
         worker.capture_graphs()
         outputs.append(worker.runner.execute(WARM_UP))
-    assert (recording.max_blocks, recording.storage.num_blocks) == (20, 21)
+    assert (capturing.max_blocks, capturing.storage.num_blocks) == (20, 21)
     assert (plain.max_blocks, plain.storage.num_blocks) == (20, 20)
     assert outputs[0].sampled == outputs[1].sampled
 
 
-def test_a_step_that_cannot_be_recorded_says_what_helps(model: str) -> None:
+def test_a_step_that_cannot_be_captured_says_what_helps(model: str) -> None:
     class Broken:
-        def record(self, run: Any) -> Any:
+        def capture(self, run: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    worker = load(DecodeConfig(model=model, kv_blocks=20), recorder=Broken())
+    worker = load(DecodeConfig(model=model, kv_blocks=20), graph_capture=Broken())
     worker.allocate_kv(20)
-    with pytest.raises(ConfigError, match=r"not permitted when stream is capturing.*--enforce-eager does without"):
+    with pytest.raises(ConfigError, match=r"not permitted when stream is capturing.*--enforce-eager runs without them"):
         worker.capture_graphs()

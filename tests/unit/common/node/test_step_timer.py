@@ -46,7 +46,7 @@ def test_waiting_requests_are_ordered_by_priority_then_arrival() -> None:
 
 
 def test_kv_from_elsewhere_is_let_in_by_priority_then_arrival_among_those_that_wait() -> None:
-    """Else relayed requests would get no seat for as long as prompts to be computed here keep coming."""
+    """Else relayed requests would get no sequence slot for as long as prompts to be computed here keep coming."""
     made = scheduler()
     made.add(sequence("runs", arrival_s=1.0))
     assert made.schedule() is not None
@@ -55,7 +55,7 @@ def test_kv_from_elsewhere_is_let_in_by_priority_then_arrival_among_those_that_w
     assert made.reserve(sequence("same time", arrival_s=3.0)) is None
     assert made.reserve(sequence("less important", 1, arrival_s=2.0)) is None
     assert made.reserve(sequence("more important", -1, arrival_s=9.0)) is not None
-    assert not made._free_seats()  # pyright: ignore[reportPrivateUsage]
+    assert not made._free_slots()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_sequence_that_had_to_make_room_goes_before_kv_from_elsewhere() -> None:
@@ -107,17 +107,17 @@ def test_steps_in_flight_together_are_busy_time_once() -> None:
     meter = StepTimer()
     meter.begin(1, 10.0)
     meter.begin(2, 10.5)
-    meter.end(1, 11.0, [64, 1])
+    meter.end(1, 11.0, decodes=True, prompts=True)
     assert (meter.prompt_busy_s, meter.step_s) == (1.0, 1.0)
-    meter.end(2, 11.5, [64])
+    meter.end(2, 11.5, decodes=False, prompts=True)
     assert meter.prompt_busy_s == 1.5
     meter.begin(3, 12.0)
-    meter.end(3, 14.0, [1, 1])
+    meter.end(3, 14.0, decodes=True, prompts=False)
     assert meter.prompt_busy_s == 1.5, "nothing but decode rows"
     assert meter.step_s == pytest.approx(1.1)
     meter.begin(4, 15.0)
     meter.drop(4)
-    meter.end(4, 16.0, [5])
+    meter.end(4, 16.0, decodes=False, prompts=True)
     assert meter.prompt_busy_s == 1.5
 
 
@@ -128,9 +128,9 @@ def test_steps_in_flight_age_until_one_of_them_ends() -> None:
     meter.begin(1, 10.0)
     meter.begin(2, 10.1)
     assert meter.age_s(40.0) == 30.0
-    meter.end(1, 41.0, [1])
+    meter.end(1, 41.0, decodes=True, prompts=False)
     assert meter.age_s(42.0) == 1.0, "the second could not run before the first had ended"
-    meter.end(2, 43.0, [1])
+    meter.end(2, 43.0, decodes=True, prompts=False)
     assert meter.age_s(99.0) == 0.0
     meter.begin(3, 100.0)
     meter.drop(3)

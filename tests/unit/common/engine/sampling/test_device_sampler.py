@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampling_cases import logits_of, random_specs
+from support.sampling_cases import adjusted_on_device, adjusted_on_host, logits_of, random_specs
 from torch import Tensor
 
 from common.control.messages import SamplingParams
-from common.engine.sampling.base import HostSampler
-from common.engine.sampling.device_penalties import adjusted_on_device
 from common.engine.sampling.device_sampler import DeviceSampler
-from common.engine.sampling.host_sampler import sample
-from common.engine.sampling.penalties import TokenCounter, adjusted, counts_tokens
+from common.engine.sampling.host_sampler import HostSampler, sample
+from common.engine.sampling.seen_tokens import TokenCounter, counts_tokens
 from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, ordered
 from common.engine.step import SampledToken, SampleSpec
 
@@ -64,22 +62,22 @@ def test_draws_what_the_host_draws(name: str, spread: float) -> None:
     specs = random_specs(150, int(10 * spread))
     logits = logits_of(150, spread, 3)
     before = logits.clone()
-    check_equal(SAMPLERS[name].draw(logits, specs, None).wait(), sample(logits, specs))
+    check_equal(SAMPLERS[name].sample(logits, specs, None).wait(), sample(logits, specs))
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_draws_what_the_host_draws_where_many_logits_are_equal(name: str) -> None:
     specs, logits = random_specs(150, 8), logits_of(150, 1.5, 4, coarse=True)
-    check_equal(SAMPLERS[name].draw(logits, specs, None).wait(), sample(logits, specs))
+    check_equal(SAMPLERS[name].sample(logits, specs, None).wait(), sample(logits, specs))
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str)
 def test_one_row_alone_and_in_a_crowd(params: dict[str, Any]) -> None:
     logits = logits_of(20, 3.0, 5)
-    specs = [SampleSpec(i, SamplingParams(**{"seed": i, "max_tokens": 9, **params}), 50 + i, 0) for i in range(20)]
-    together = DeviceSampler().draw(logits, specs, None)
-    alone = [DeviceSampler().draw(logits[i : i + 1], [specs[i]], None).wait()[0] for i in range(20)]
+    specs = [SampleSpec(i, i, SamplingParams(**{"seed": i, "max_tokens": 9, **params}), 50 + i, 0) for i in range(20)]
+    together = DeviceSampler().sample(logits, specs, None)
+    alone = [DeviceSampler().sample(logits[i : i + 1], [specs[i]], None).wait()[0] for i in range(20)]
     check_equal(together.wait(), alone)
     check_equal(alone, sample(logits, specs))
     assert together.token_ids.tolist() == [token.token_id for token in alone]
@@ -104,24 +102,24 @@ def test_a_token_that_the_host_has_not_seen_counts() -> None:
         counters[0].add(generated)
         counters[1].add([*generated, late])
         counted = counts_tokens(params)
-        unknowing, knowing = (SampleSpec(row, params, 30, 5, c.seen() if counted else None) for c in counters)
+        unknowing, knowing = (SampleSpec(row, row, params, 30, 5, c.seen() if counted else None) for c in counters)
         made.append((unknowing, knowing, late if counted and row % 3 else -1))
     logits = logits_of(60, 2.0, 6)
     logits[:, :20] += 6
     given = [unknowing for unknowing, _, _ in made]
     want = sample(logits, [unknowing if late < 0 else knowing for unknowing, knowing, late in made])
     unseen = torch.tensor([late for _, _, late in made])
-    check_equal(DeviceSampler().draw(logits, given, unseen).wait(), want)
-    check_equal(HostSampler().draw(logits, given, unseen).wait(), want)
+    check_equal(DeviceSampler().sample(logits, given, unseen).wait(), want)
+    check_equal(HostSampler().sample(logits, given, unseen).wait(), want)
 
 
 def test_penalties_and_biases_are_the_hosts_to_the_last_bit() -> None:
     specs, logits = random_specs(100, 9), logits_of(100, 4.0, 7)
-    wanted = adjusted_on_device(logits, specs, None)
+    wanted = adjusted_on_device(logits, specs)
     for row, spec in enumerate(specs):
-        assert torch.equal(wanted[row], torch.from_numpy(adjusted(logits[row].numpy(), spec))), row
-    untouched = [SampleSpec(0, SamplingParams(seed=1, max_tokens=1), 1, 0)] * 100
-    assert adjusted_on_device(logits, untouched, None) is logits
+        assert torch.equal(wanted[row], torch.from_numpy(adjusted_on_host(logits[row].numpy(), spec))), row
+    untouched = [SampleSpec(0, 0, SamplingParams(seed=1, max_tokens=1), 1, 0)] * 100
+    assert adjusted_on_device(logits, untouched) is logits
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
@@ -131,8 +129,8 @@ def test_logits_without_a_finite_maximum_are_an_error_of_the_wait_and_a_token_in
 ) -> None:
     logits = torch.full((2, 10), value)
     logits[0] = torch.arange(10.0)
-    specs = [SampleSpec(i, SamplingParams(**{"seed": 1, "max_tokens": 1, **params}), 5, 0) for i in range(2)]
-    draws = DeviceSampler().draw(logits, specs, None)
+    specs = [SampleSpec(i, i, SamplingParams(**{"seed": 1, "max_tokens": 1, **params}), 5, 0) for i in range(2)]
+    draws = DeviceSampler().sample(logits, specs, None)
     assert all(0 <= token < 10 for token in draws.token_ids.tolist()), "the next step may have started with them"
     good, bad = draws.wait()
     assert good.error is None, "the rows beside it are none the worse"
@@ -140,11 +138,11 @@ def test_logits_without_a_finite_maximum_are_an_error_of_the_wait_and_a_token_in
 
 
 def test_nothing_waits_for_a_value_of_the_device_before_the_wait() -> None:
-    from support.replaying import ReplayingRecorder
+    from support.replaying import ReplayingCapture
 
     specs, logits = random_specs(40, 10), logits_of(40, 1.0, 8)
     unseen = torch.full((40,), -1)
-    ReplayingRecorder().record(lambda: SAMPLERS["bisection"].draw(logits, specs, unseen) and None)
+    ReplayingCapture().capture(lambda: SAMPLERS["bisection"].sample(logits, specs, unseen) and None)
 
 
 def test_thresholds_of_both_kinds_agree_with_a_sort() -> None:

@@ -19,7 +19,7 @@ VOCAB = 2000
 
 def spec(position: int = 5, num_generated: int = 3, **params: Any) -> SampleSpec:
     merged: dict[str, Any] = {"seed": 1, "max_tokens": 100, **params}
-    return SampleSpec(0, SamplingParams(**merged), position, num_generated)
+    return SampleSpec(0, 0, SamplingParams(**merged), position, num_generated)
 
 
 def random_logits(rows: int, spread: float, vocab: int = VOCAB) -> Tensor:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.sampling_cases import adjusted_on_host
 
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sampling.host_sampler import sample
-from common.engine.sampling.penalties import TokenCounter, adjusted
+from common.engine.sampling.seen_tokens import TokenCounter
 from common.engine.sequence import Sequence
 from common.engine.step import SampleSpec, StepInput
 from common.node.ranks.messages import MAX_ORDER_BYTES, RankCodec
@@ -27,7 +28,7 @@ def sequence(prompt: list[int], generated: list[int], **params: Any) -> Sequence
 
 
 def spec_of(seq: Sequence) -> SampleSpec:
-    return SampleSpec(0, seq.sampling, seq.num_tokens, seq.num_generated, seq.seen_tokens())
+    return SampleSpec(0, 0, seq.sampling, seq.num_tokens, seq.num_generated, seq.seen_tokens())
 
 
 def restated(row: np.ndarray, prompt: list[int], generated: list[int], params: SamplingParams) -> np.ndarray:
@@ -65,7 +66,7 @@ def test_a_row_is_changed_as_documented_and_greedy_takes_its_maximum(params: dic
         generated = [draw.randrange(40) for _ in range(draw.randrange(60))]
         seq = sequence(prompt, generated, temperature=0.0, **params)
         expected = restated(row.numpy(), prompt, generated, seq.sampling)
-        assert adjusted(row.numpy(), spec_of(seq)) == pytest.approx(expected, abs=1e-4)
+        assert adjusted_on_host(row.numpy(), spec_of(seq)) == pytest.approx(expected, abs=1e-4)
         assert sample(row[None], [spec_of(seq)])[0].token_id == int(expected.argmax())
 
 
@@ -73,7 +74,7 @@ def test_without_any_of_them_the_row_is_not_even_copied() -> None:
     row = np.zeros(VOCAB, np.float32)
     seq = sequence([1, 2], [3], stop_token_ids=[4], min_tokens=1, top_p=0.5, temperature=0.7)
     assert seq.seen_tokens() is None
-    assert adjusted(row, spec_of(seq)) is row
+    assert adjusted_on_host(row, spec_of(seq)) is row
 
 
 @pytest.mark.parametrize("params", PENALTIES[:4], ids=str)
@@ -84,9 +85,9 @@ def test_counting_as_tokens_come_equals_counting_an_attempt_that_continues(param
     growing = sequence(prompt, [], **params)
     row = np.linspace(-3, 3, VOCAB, dtype=np.float32)
     for index, token in enumerate(tokens):
-        before = adjusted(row, spec_of(growing))
+        before = adjusted_on_host(row, spec_of(growing))
         continued = sequence(prompt, tokens[:index], **params)
-        assert np.array_equal(before, adjusted(row, spec_of(continued))), index
+        assert np.array_equal(before, adjusted_on_host(row, spec_of(continued))), index
         growing.token_ids.append(token)
 
 
@@ -100,7 +101,7 @@ def test_what_is_sent_to_other_ranks_is_bounded_by_the_distinct_tokens() -> None
     assert len(only_generated.ids) == 4, "the prompt matters to repetition_penalty only"
     assert MAX_ORDER_BYTES > 256 * 151_936 * 8, "256 sequences that have seen all of a large vocabulary"
     codec = RankCodec()
-    step = StepInput(1, [1], [0], [0], [1], [1], [[0]], [SampleSpec(0, seq.sampling, 1, 1, seen)])
+    step = StepInput(1, [1], [0], [0], [1], [1], [[0]], 1, [SampleSpec(0, 0, seq.sampling, 1, 1, seen)])
     assert codec.decode(codec.encode(step)) == step
 
 

@@ -1,8 +1,7 @@
-"""What changes a row of logits before a token is drawn: bans, biases, penalties for tokens that stood before.
+"""The tokens that penalties count: `TokenCounter` keeps them beside each sequence, on the leader's engine thread.
 
-`TokenCounter` runs on the leader's engine thread, beside the sequence; `adjusted` on the rank that samples. Between
-them goes `SeenTokens`, anew with every step: ranks keep no state, and an attempt that continues another one counts
-the same tokens. Order and meaning are vLLM's: bans, biases, repetition, frequency, presence.
+`SeenTokens` goes to the rank that samples anew with every draw: ranks keep no state, and an attempt that continues
+another one counts the same tokens.
 """
 
 from __future__ import annotations
@@ -10,17 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.control.messages import SamplingParams
-
-if TYPE_CHECKING:
-    from common.engine.step import SampleSpec
-
-Row = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ def with_token(seen: SeenTokens, token_id: int) -> SeenTokens:
 
 
 def counts_tokens(params: SamplingParams) -> bool:
-    """Whether what was generated before matters."""
+    """Whether penalties need the tokens that were generated before."""
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
 
@@ -57,7 +49,7 @@ class TokenCounter:
         self._places = {token_id: place for place, token_id in enumerate(self._ids)}
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """These were generated."""
+        """Count generated tokens."""
         for token_id in token_ids:
             place = self._places.setdefault(token_id, len(self._ids))
             if place == len(self._ids):
@@ -68,36 +60,3 @@ class TokenCounter:
     def seen(self) -> SeenTokens:
         """All that was counted."""
         return SeenTokens(self._ids.tobytes(), self._counts.tobytes())
-
-
-def adjusted(row: Row, spec: SampleSpec) -> Row:
-    """`row` as this request wants it: [vocab] logits. A changed copy, or `row` itself where nothing was asked for."""
-    params = spec.params
-    banned = _inside(params.stop_token_ids, row.size) if spec.num_generated < params.min_tokens else []
-    if not banned and not params.logit_bias and spec.seen is None:
-        return row
-    row = row.copy()
-    if banned:
-        row[banned] = -np.inf
-    for token_id, bias in params.logit_bias:
-        if 0 <= token_id < row.size:
-            row[token_id] += np.float32(bias)
-    if spec.seen is not None:
-        _penalize(row, spec.seen, params)
-    return row
-
-
-def _inside(token_ids: list[int], vocab_size: int) -> list[int]:
-    return [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
-
-
-def _penalize(row: Row, seen: SeenTokens, params: SamplingParams) -> None:
-    ids = np.frombuffer(seen.ids, np.int32)
-    counts = np.frombuffer(seen.counts, np.int32)
-    values: Row = row[ids]
-    if params.repetition_penalty != 1.0:
-        factor = np.float32(params.repetition_penalty)
-        values = np.where(values > 0, values / factor, values * factor)
-    values -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-    values -= np.float32(params.presence_penalty) * (counts > 0)
-    row[ids] = values

@@ -1,0 +1,95 @@
+"""One step of logits processing, in NumPy for one row on the host and in tensors for all rows on a device.
+
+Both forms must do the very same: the same request gives the same token wherever it is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.control.messages import SamplingParams
+from common.engine.sampling.top_k_top_p import Thresholds
+from common.engine.step import SampleSpec
+
+Row = NDArray[np.float32]
+
+
+class HostRow:
+    """One row on its way from logits to a token."""
+
+    __slots__ = ("candidates", "cut", "raw", "top", "values")
+
+    def __init__(self, raw: Row) -> None:
+        self.raw = raw
+        """[vocab], what the model computed; never changed."""
+        self.values = raw
+        """[vocab], `raw` itself until the first change. From `Temperature` on scaled, with 0 as the maximum."""
+        self.top = np.float32(0.0)
+        """The maximum of `values` before scaling."""
+        self.cut = -math.inf
+        """Values below cannot be drawn."""
+        self.candidates: NDArray[np.int64] | None = None
+        """The only tokens that can be drawn; None: all that `cut` leaves."""
+
+    def writable(self) -> Row:
+        """`values`, as a copy of its own."""
+        if self.values is self.raw:
+            self.values = self.raw.copy()
+        return self.values
+
+
+class DeviceRows:
+    """Rows of one step on their way from logits to tokens."""
+
+    def __init__(self, raw: Tensor, specs: list[SampleSpec], unseen: Tensor | None, thresholds: Thresholds) -> None:
+        """unseen: see `common.engine.sampling.base.Sampler.sample`."""
+        self.raw = raw
+        """[n, vocab] float32, what the model computed; never changed."""
+        self.values = raw
+        """[n, vocab], `raw` itself until the first change. From `Temperature` on scaled, with 0 as each row's maximum."""
+        self.specs = specs
+        self.unseen = unseen
+        self.thresholds = thresholds
+        self.most_likely = torch.empty(0, dtype=torch.int64)
+        """[n], of `values` before scaling."""
+        self.cut: Tensor | None = None
+        """[n, 1], values below cannot be drawn; None: not yet any."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.raw.device
+
+    def writable(self) -> Tensor:
+        """`values`, as a copy of their own."""
+        if self.values is self.raw:
+            self.values = self.raw.clone()
+        return self.values
+
+    def apply_cut(self) -> None:
+        """-inf for values below `cut`."""
+        if self.cut is not None:
+            self.values = torch.where(self.values >= self.cut, self.values, -torch.inf)
+            self.cut = None
+
+
+class LogitsStep(ABC):
+    """Changes logits, or leaves out tokens, as a request's parameters want it; does nothing where they do not."""
+
+    for_greedy = False
+    """Whether it may change which logit is the highest, so that greedy draws need it as well."""
+
+    @abstractmethod
+    def on_host(self, row: HostRow, spec: SampleSpec) -> None: ...
+
+    @abstractmethod
+    def on_device(self, rows: DeviceRows) -> None: ...
+
+    def filters(self, params: SamplingParams, vocab: int) -> bool:
+        """Whether it leaves out tokens of a random draw."""
+        return False

@@ -1,0 +1,34 @@
+"""`logit_bias`: what a request adds to single logits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.engine.device_inputs import array_to_device
+from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep
+from common.engine.sampling.steps.places import places
+from common.engine.step import SampleSpec
+
+
+class LogitBias(LogitsStep):
+    """Adds; ids outside of the vocabulary are ignored."""
+
+    for_greedy = True
+
+    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
+        for token_id, bias in spec.params.logit_bias:
+            if 0 <= token_id < row.raw.size:
+                row.writable()[token_id] += np.float32(bias)
+
+    def on_device(self, rows: DeviceRows) -> None:
+        vocab = rows.raw.size(1)
+        biases = [
+            (index, token_id, bias)
+            for index, spec in enumerate(rows.specs)
+            for token_id, bias in spec.params.logit_bias
+            if 0 <= token_id < vocab
+        ]
+        if biases:
+            values = array_to_device(np.array([bias for _, _, bias in biases], np.float32), rows.device)
+            at = places([(index, token_id) for index, token_id, _ in biases], rows.device)
+            rows.writable().index_put_(at, values, accumulate=True)

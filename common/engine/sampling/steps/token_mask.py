@@ -1,0 +1,43 @@
+"""Only the tokens that a draw's mask allows (`SampleSpec.mask`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.engine.device_inputs import array_to_device, to_device
+from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep
+from common.engine.step import SampleSpec
+
+
+class TokenMask(LogitsStep):
+    """-inf for tokens whose bit is not set, and for those past the end of the mask."""
+
+    for_greedy = True
+
+    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
+        if spec.mask is not None:
+            words = _words(spec.mask, row.raw.size)
+            bits = np.unpackbits(words.astype("<i4").view(np.uint8), count=row.raw.size, bitorder="little")
+            row.writable()[bits == 0] = -np.inf
+
+    def on_device(self, rows: DeviceRows) -> None:
+        masked = [index for index, spec in enumerate(rows.specs) if spec.mask is not None]
+        if not masked:
+            return
+        vocab = rows.raw.size(1)
+        words = np.stack([_words(spec.mask, vocab) for spec in rows.specs if spec.mask is not None])
+        shifts = torch.arange(32, dtype=torch.int32, device=rows.device)
+        allowed = (array_to_device(words, rows.device)[:, :, None] >> shifts & 1).flatten(1)[:, :vocab] > 0
+        index = to_device(masked, rows.device)
+        values = rows.writable()
+        values.index_copy_(0, index, torch.where(allowed, values.index_select(0, index), -torch.inf))
+
+
+def _words(mask: bytes, vocab: int) -> NDArray[np.int32]:
+    """Words for exactly `vocab` tokens."""
+    words = np.zeros(-(-vocab // 32), np.int32)
+    given = np.frombuffer(mask, np.int32)[: words.size]
+    words[: given.size] = given
+    return words
