@@ -9,10 +9,10 @@ from common.cli import service_app
 from common.config.options import DecodeConfig
 from common.config.sources import Resolved
 
-_HELP = """Start a decode node: it receives KV caches and generates, with continuous batching.
+_HELP = """Start a decode node: it receives KV caches and generates with continuous batching.
 
-Prompts too short to be worth a relay, and all prompts while no prefill node is alive, it prefills itself, in small
-chunks beside the running streams.
+It prefills a prompt itself, in small chunks beside the running streams, if the prompt is too short for a relay to pay
+off or no prefill node is alive.
 
 [bold]Example:[/bold] kvrelay decode --model ./Qwen2.5-0.5B-Instruct --host 10.0.0.8 --redis-url redis://10.0.0.5:6379/0
 """

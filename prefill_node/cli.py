@@ -11,8 +11,8 @@ from common.config.sources import Resolved
 
 _HELP = """Start a prefill node: it computes prompts and relays their KV cache to decode nodes.
 
-It computes in chunks, keeps what it computed as a prefix cache, and sends every layer of every chunk while the next
-layer computes. It samples the first token of each answer.
+It computes prompts in chunks, keeps their KV as a prefix cache, and sends each layer of a chunk while it computes the
+next one. It samples the first token of each answer.
 
 [bold]Example:[/bold] kvrelay prefill --model ./Qwen2.5-0.5B-Instruct --host 10.0.0.7 --redis-url redis://10.0.0.5:6379/0
 """

@@ -12,8 +12,8 @@ from common.config.sources import Resolved
 
 _HELP = """Start a router: the OpenAI-compatible HTTP address of a cluster.
 
-It finds the prefill and decode nodes in Redis, picks some for every request, and streams the answer. It keeps no
-state that matters: run as many as you like behind a load balancer. It needs no accelerator and no PyTorch.
+It finds prefill and decode nodes in Redis, selects nodes for each request and streams the answer. It keeps no state that
+must survive: run any number of routers behind a load balancer. It needs neither a GPU nor PyTorch.
 
 [bold]Example:[/bold] kvrelay router --port 8000 --redis-url redis://10.0.0.5:6379/0 --api-key $KEY
 """

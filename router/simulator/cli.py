@@ -1,4 +1,4 @@
-"""`kvrelay simulate`. Imports the simulator itself only when it runs."""
+"""`kvrelay simulate`. Imports the simulator only when it runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import typer
 
 from common.base.errors import ConfigError
 from common.cli import check_writable, run_checked
+from common.config.options import RouterConfig
 
 if TYPE_CHECKING:
     from router.simulator.hardware import Hardware
     from router.simulator.run import Outcome, Simulation
 
-_HELP = """Simulate a cluster: the router's own index and policies, nodes in virtual time.
+_HELP = """Simulate a cluster: the router's real index and policies, with nodes in virtual time.
 
 Prints the prefix hit rate, latencies, goodput and imbalance of each policy. Requests come from a trace in Mooncake's
-format, or are made up: conversations that share system prompts. The nodes' costs are formulas; fit them to yours.
+format or are synthetic: conversations that share system prompts. Node costs are formulas that you can fit to your own.
 
 [bold]Examples:[/bold] kvrelay simulate --trace trace.jsonl --prefill 4 --decode 4 --policy kv_aware,round_robin
 
@@ -31,40 +32,68 @@ format, or are made up: conversations that share system prompts. The nodes' cost
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Trace in Mooncake's format (JSON lines); without one, requests are synthetic."),
+]
+Requests = Annotated[
+    int | None, typer.Option(min=1, help="Number of requests; a trace with fewer is overlaid with itself.")
+]
+RateScale = Annotated[float, typer.Option(help="Factor on the trace's request rate.")]
+Rate = Annotated[float, typer.Option(help="Synthetic requests per second.")]
+Prefill = Annotated[int, typer.Option(min=0, help="Number of prefill nodes.")]
+Decode = Annotated[int, typer.Option(min=1, help="Number of decode nodes.")]
+Policy = Annotated[str, typer.Option(help="Policy, or several to compare, separated by commas.")]
+CacheBlocks = Annotated[int, typer.Option(min=1, help="KV blocks of each prefill node.")]
+DecodeBlocks = Annotated[int, typer.Option(min=1, help="KV blocks of each decode node.")]
+BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens per block, as in the trace.")]
+IndexDelay = Annotated[float, typer.Option(min=0, help="Seconds until a new block is in the index.")]
+LocalPrefill = Annotated[int | None, typer.Option(min=0, help="As the router option of this name.")]
+SloTtft = Annotated[float, typer.Option(help="Objective: maximum seconds to the first token.")]
+SloTpot = Annotated[float, typer.Option(help="Objective: maximum seconds per further token.")]
+Admit = Annotated[
+    bool,
+    typer.Option(
+        help="Reject requests (429) as the router does, with the objectives as its --slo-ttft and --slo-tpot."
+    ),
+]
+MaxWaiting = Annotated[int, typer.Option(min=1, help="With --admission: as the router option of this name.")]
+MaxQueueWait = Annotated[float, typer.Option(min=0, help="With --admission: as the router option of this name.")]
+Goodput = Annotated[
+    float | None, typer.Option(help="Find the highest rate at which this share of requests meets both objectives.")
+]
+Costs = Annotated[str, typer.Option(metavar="NAME=VALUE,...", help="Node costs, see router/simulator/hardware.py.")]
+Seed = Annotated[int, typer.Option(help="Random seed; equal seeds give equal runs.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write all figures to this JSON file; - for standard output.")
+]
+Plot = Annotated[Path | None, typer.Option(help="Write a plot to this .png, .svg or .pdf file; needs matplotlib.")]
+
+
 @app.command("simulate", help=_HELP)
 def simulate_command(
-    trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; none: synthetic.")] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="How many; more than a trace has: it is overlaid.")
-    ] = None,
-    rate_scale: Annotated[float, typer.Option(help="Times the trace's rate.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Synthetic requests per second.")] = 4.0,
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = 4,
-    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 4,
-    policy: Annotated[str, typer.Option(help="One policy, or several to compare, with commas.")] = "kv_aware",
-    cache_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a prefill node.")] = 5000,
-    decode_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of a decode node.")] = 5000,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block, as the trace has it.")] = 512,
-    index_delay: Annotated[float, typer.Option(min=0, help="Seconds until the index knows of a block.")] = 0.1,
-    local_prefill_tokens: Annotated[
-        int | None, typer.Option(min=0, help="As the router's option of this name.")
-    ] = None,
-    slo_ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token.")] = 2.0,
-    slo_tpot: Annotated[float, typer.Option(help="Objective: seconds per further token.")] = 0.1,
-    admission: Annotated[
-        bool, typer.Option(help="Answer 429 as the router does, with the objectives as its --slo-ttft and --slo-tpot.")
-    ] = False,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="With --admission, as the router's option of this name.")
-    ] = 256,
-    max_queue_wait_s: Annotated[float, typer.Option(min=0, help="The same.")] = 60.0,
-    goodput: Annotated[float | None, typer.Option(help="Find the highest rate with this share inside both.")] = None,
-    hardware: Annotated[
-        str, typer.Option(metavar="NAME=VALUE,...", help="Costs, see router/simulator/hardware.py.")
-    ] = "",
-    seed: Annotated[int, typer.Option(help="Equal seeds, equal runs.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures there; - for the screen.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw into this .png, .svg or .pdf; needs matplotlib.")] = None,
+    trace: Trace = None,
+    requests: Requests = None,
+    rate_scale: RateScale = 1.0,
+    rate: Rate = 4.0,
+    prefill: Prefill = 4,
+    decode: Decode = 4,
+    policy: Policy = "kv_aware",
+    cache_blocks: CacheBlocks = 5000,
+    decode_blocks: DecodeBlocks = 5000,
+    block_tokens: BlockTokens = 512,
+    index_delay: IndexDelay = 0.1,
+    local_prefill_tokens: LocalPrefill = None,
+    slo_ttft: SloTtft = 2.0,
+    slo_tpot: SloTpot = 0.1,
+    admission: Admit = False,
+    max_waiting: MaxWaiting = RouterConfig.max_waiting,
+    max_queue_wait_s: MaxQueueWait = RouterConfig.max_queue_wait_s,
+    goodput: Goodput = None,
+    hardware: Costs = "",
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    plot: Plot = None,
 ) -> None:
     def run() -> None:
         from router.requests.admission import Objectives
@@ -73,24 +102,11 @@ def simulate_command(
         from router.simulator.simulated_router import Admission
         from router.simulator.workload import read_trace
 
-        for name, value in (("rate-scale", rate_scale), ("rate", rate), ("slo-ttft", slo_ttft), ("slo-tpot", slo_tpot)):
-            if not value > 0:
-                raise ConfigError(f"--{name} must be above 0, not {value:g}")
-        if json_file is not None and json_file != Path("-"):
-            check_writable(json_file)
-        if goodput is not None and plot is not None:
-            raise ConfigError("--goodput looks for one rate: there is nothing to --plot")
-        shape = Shape(
-            prefill=prefill,
-            decode=decode,
-            cache_blocks=cache_blocks,
-            decode_blocks=decode_blocks,
-            block_tokens=block_tokens,
-            index_delay_s=index_delay,
-            hardware=_hardware(hardware),
-        )
+        _check_positive(rate_scale=rate_scale, rate=rate, slo_ttft=slo_ttft, slo_tpot=slo_tpot)
+        _check_output(json_file, goodput, plot)
+        costs = _hardware(hardware)
         base = Simulation(
-            shape=shape,
+            shape=Shape(prefill, decode, cache_blocks, decode_blocks, block_tokens, index_delay, hardware=costs),
             trace=None if trace is None else read_trace(trace, block_tokens),
             requests=requests,
             rate_scale=rate_scale,
@@ -106,8 +122,21 @@ def simulate_command(
     run_checked(run)
 
 
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+
+
+def _check_output(json_file: Path | None, goodput: float | None, plot: Path | None) -> None:
+    if json_file is not None and json_file != Path("-"):
+        check_writable(json_file)
+    if goodput is not None and plot is not None:
+        raise ConfigError("--goodput finds one rate, which cannot be plotted: remove --plot")
+
+
 def _hardware(text: str) -> Hardware:
-    """From NAME=VALUE,... Raises: ConfigError for a name that there is not."""
+    """Parse NAME=VALUE,... Raises: ConfigError for an unknown name."""
     from router.simulator.hardware import Hardware
 
     defaults = {field.name: field.default for field in dataclasses.fields(Hardware)}
@@ -115,7 +144,7 @@ def _hardware(text: str) -> Hardware:
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if name not in defaults:
-            raise ConfigError(f"--hardware knows no {name!r}; there are {', '.join(defaults)}")
+            raise ConfigError(f"--hardware has no cost {name!r}, only {', '.join(defaults)}")
         try:
             given[name] = type(defaults[name])(float(value))
         except (ValueError, OverflowError):
