@@ -54,12 +54,12 @@ class TwoHosts:
     block_bytes: int
 
     def cut(self) -> None:
-        self.prefill.lose_what_goes_to(self.decode)
-        self.decode.lose_what_goes_to(self.prefill)
+        self.prefill.drop_packets_to(self.decode)
+        self.decode.drop_packets_to(self.prefill)
 
     def mend(self) -> None:
-        self.prefill.reach_again(self.decode)
-        self.decode.reach_again(self.prefill)
+        self.prefill.restore_packets_to(self.decode)
+        self.decode.restore_packets_to(self.prefill)
 
 
 @contextlib.contextmanager
@@ -244,9 +244,9 @@ def test_a_dead_link_is_noticed_and_the_answers_are_still_right(hosts: TwoHosts,
     async def lose() -> None:
         await under_way()
         if lost != "to the prefill node":
-            hosts.prefill.lose_what_goes_to(hosts.decode)
+            hosts.prefill.drop_packets_to(hosts.decode)
         if lost != "to the decode node":
-            hosts.decode.lose_what_goes_to(hosts.prefill)
+            hosts.decode.drop_packets_to(hosts.prefill)
 
     answers, wall_s = complete_all(hosts, prompts, lose)
     check_exact(hosts, prompts, answers)

@@ -16,7 +16,7 @@ import pytest
 from support.system import System, running_system, wait_until
 
 LONG = list(range(300, 400))
-"""More tokens than are prefilled locally."""
+"""More tokens than a decode node prefills itself."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Who owns which block: from a node's journal through a real Redis into the index of every router."""
+"""Block ownership: from a node's journal through a real Redis into the index of every router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way in which Redis can be reached: password, ACL user, TLS, Redis Cluster, Sentinel. Real servers."""
+"""Every kind of access to Redis, on real servers: password, ACL user, TLS, Redis Cluster, Sentinel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
 
 
 def works_with(url: str) -> None:
-    """Registration, ownership and following by this URL, and an orderly end."""
+    """Registration, KV events and their subscription through this URL, and a normal end."""
 
     async def scene() -> None:
         await check_redis(url)
@@ -70,7 +70,7 @@ def test_tls_with_an_authority_of_its_own(tmp_path: Path) -> None:
 
 
 def _low_port() -> int:
-    """A free port, whose bus port, 10,000 higher, is one too."""
+    """A free port whose cluster bus port, 10,000 higher, is free too."""
     return next(port for port in iter(free_port, 0) if port < 55_000)
 
 

@@ -1,4 +1,4 @@
-"""docs/redis.md lists every key that a live system has in Redis, and every one that it lists is there."""
+"""docs/redis.md lists exactly the keys that a live system has in Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten minutes without Redis, by a clock that jumps: what everybody goes on with, and what is rebuilt when it is back."""
+"""Ten minutes without Redis, on a mock clock: what continues meanwhile, and what is rebuilt afterwards."""
 
 from __future__ import annotations
 

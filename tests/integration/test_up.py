@@ -1,4 +1,4 @@
-"""`kvrelay up` with the real services: what cannot start says so in one sentence."""
+"""`kvrelay up` with the real services: a service that cannot start reports why in one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.cluster.redis_server import free_port
 
 
 def failed_start(model: Path, *args: str) -> str:
-    """The last line of a `kvrelay up` that must end by itself, with the exit code of a configuration mistake."""
+    """The last line of a `kvrelay up` that ends by itself with the exit code of a configuration error."""
     command = [sys.executable, "-m", "common.cli", "up", "--port", str(free_port()), "--model", str(model), *args]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
     everything = result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""`kvrelay up --routers 2` with the demo model: one service behind two addresses, and a router's death costs only its own clients."""
+"""`kvrelay up --routers 2` with the demo model: two equal routers; the death of one affects only its own clients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from support.system import System, running_system, wait_until
 
 PROMPT = list(range(300, 400))
-"""More tokens than are prefilled locally."""
+"""More tokens than a decode node prefills itself."""
 LONG = 150
-"""Tokens of an answer that is still under way when a router is killed."""
+"""Tokens of an answer that is still streaming when a router is killed."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def text(system: System, max_tokens: int = LONG) -> str:
 
 @contextlib.contextmanager
 def streaming(system: System) -> Iterator[Iterator[str]]:
-    """The pieces of a long answer, as they come."""
+    """The pieces of a long answer, as they arrive."""
     url = f"{system.url}/v1/completions"
     with httpx.stream("POST", url, json=body(LONG, stream=True), timeout=30) as answer:
         events = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {"))

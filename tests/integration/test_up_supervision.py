@@ -1,4 +1,4 @@
-"""`kvrelay up` as a process, with a real Redis and stub services that start in no time (tests/support/stub_services)."""
+"""`kvrelay up` as a process, with a real Redis and stub services that start at once (tests/support/stub_services)."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_ctrl_c_in_a_terminal_stops_in_order_too(start, free_port) -> None:
 
 @contextmanager
 def hangup_signal(action: signal.Handlers) -> Iterator[None]:
-    """What children started here inherit for SIGHUP, whatever the shell that started the tests set."""
+    """Set the SIGHUP disposition that children inherit, whatever the shell of the tests has set."""
     before = signal.signal(signal.SIGHUP, action)
     try:
         yield

@@ -1,7 +1,7 @@
-"""A Docker engine for tests: whether there is one, our image in it, and compose projects that leave nothing behind.
+"""A Docker engine for tests: whether one is there, the kvrelay image, and compose projects that are removed at the end.
 
-The image is built as a user builds it, from a copy of what `.dockerignore` lets through. Where this machine's pip has
-sources of its own (find-links), PyTorch comes from there, by way of compose/wheels: no source is named in the project.
+The image is built as a user builds it, from a copy of what `.dockerignore` allows. If this machine's pip has sources of
+its own (find-links), PyTorch comes from there through compose/wheels: the project names no source.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ IMAGE = "kvrelay:under-test"
 BASE_IMAGE = "python:3.11-slim-bookworm"
 _CONTEXT = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore", "compose")
 _PACKAGES = ("common", "kvtransfer", "router", "prefill_node", "decode_node")
-# The stand-in for a network that has no DNS of its own: packages are fetched as the host fetches them.
+# Build on the host's network, for machines whose Docker network has no DNS.
 _HOST_NETWORK = "services:\n  router: {build: {network: host}}\n"
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> str:
-    """Standard output. Raises: AssertionError with everything that it said if it failed."""
+    """Run a command. Returns its standard output. Raises: AssertionError with all its output if it failed."""
     done = subprocess.run(
         command, env=dict(env) if env else None, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -38,7 +38,7 @@ def run(*command: str, env: Mapping[str, str] | None = None, timeout_s: float = 
 
 
 def why_not() -> str | None:
-    """Why no container can be run here; None if one can."""
+    """Why no container can run here; None if one can."""
     if shutil.which("docker") is None:
         return "no Docker"
     if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
@@ -48,7 +48,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def compose_command() -> tuple[str, ...]:
-    """The plugin, or else the standalone program; empty if there is neither."""
+    """The compose plugin, else the standalone program; empty if there is neither."""
     for command in (("docker", "compose"), ("docker-compose",)):
         if shutil.which(command[0]) and not subprocess.run([*command, "version"], capture_output=True).returncode:
             return command
@@ -58,7 +58,7 @@ def compose_command() -> tuple[str, ...]:
 def build_image(folder: Path) -> Path:
     """Build `IMAGE` from a copy of the sources in `folder`. Returns that folder's compose directory.
 
-    The image stays in the engine, so that the next build finds its layers; the one that it replaces goes.
+    The image stays in the engine, so that the next build finds its layers; the image that it replaces is removed.
     """
     for name in _CONTEXT + _PACKAGES:
         source = ROOT / name
@@ -82,13 +82,13 @@ def build_image(folder: Path) -> Path:
 
 
 def _image_ids() -> set[str]:
-    """What `IMAGE` names now: one id or none."""
+    """The id of the current `IMAGE`, or nothing."""
     return set(run("docker", "images", "-q", "--no-trunc", IMAGE).split())
 
 
 @dataclass
 class Project:
-    """One compose project: on one host everything, else what one host runs."""
+    """One compose project: all services of one host."""
 
     name: str
     file: Path
@@ -96,7 +96,7 @@ class Project:
     _env: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Neither the tester's own settings nor an .env beside the file may have a say.
+        # Neither the tester's own settings nor an .env beside the file must have an effect.
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "DOCKER_HOST") if name in os.environ}
         env_file = self.file.parent / f"{self.name}.env"
         env_file.write_text("".join(f"{name}={value}\n" for name, value in self.settings.items()))
@@ -112,15 +112,15 @@ class Project:
         return self.compose("ps", "-q", service).strip()
 
     def inspect(self, service: str, what: str) -> str:
-        """A Go template over `docker inspect`'s answer."""
+        """A Go template applied to the output of `docker inspect`."""
         return run("docker", "inspect", "-f", what, self.container(service)).strip()
 
     def restarts(self, service: str) -> int:
-        """How often the engine has started the service's container again."""
+        """How often the engine has restarted the service's container."""
         return int(self.inspect(service, "{{.RestartCount}}"))
 
     def history(self) -> list[str]:
-        """What happened so far, the oldest first: `start SERVICE` and `health_status: healthy SERVICE`."""
+        """Events so far, oldest first: `start SERVICE` and `health_status: healthy SERVICE`."""
         mine = f"label=com.docker.compose.project={self.name}"
         kinds = ("--filter", "event=start", "--filter", "event=health_status", "--filter", mine)
         line = '{{.Status}} {{index .Actor.Attributes "com.docker.compose.service"}}'
@@ -137,7 +137,7 @@ class Project:
             raise AssertionError(f"{error}\n{self.compose('ps')}\n{self.compose('logs', '--tail=30')}") from error
 
     def crash(self, service: str) -> None:
-        """Kill -9 the service's own process from inside: to the engine that is a crash, not an operator's stop."""
+        """SIGKILL the service's process from inside: the engine takes that for a crash, not for an operator's stop."""
         code = "import os; os.kill(int(open('/proc/1/task/1/children').read().split()[0]), 9)"
         run("docker", "exec", self.container(service), "python", "-c", code)
 
@@ -150,7 +150,7 @@ class Project:
 
 @contextlib.contextmanager
 def project(name: str, file: Path, settings: dict[str, str], *up: str) -> Iterator[Project]:
-    """`up -d UP...` until the block ends, then `down`; nothing may be left."""
+    """`up -d UP...` until the block ends, then `down`; nothing must be left."""
     running = Project(name, file, settings)
     try:
         running.compose("up", "-d", "--no-build", *up)

@@ -1,7 +1,7 @@
-"""Hosts for tests on one machine: network namespaces, each with one interface on a common switch, and its faults.
+"""Hosts for tests on one machine: network namespaces, each with one interface on a common switch, and network faults.
 
-Linux and root only; `why_not()` says what is missing. The machine's own firewall is not touched and sees none of
-this traffic: the switch is a bridge in a namespace of its own. Leaving the `Network` removes all that it made.
+Linux and root only; `why_not()` says what is missing. The machine's firewall is not changed and sees none of this
+traffic: the switch is a bridge in its own namespace. Leaving the `Network` removes everything that it created.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import IO
 
 from support.system import wait_until
 
-# Of the range that RFC 2544 keeps for tests of networks: no real host has it.
+# From the range that RFC 2544 reserves for network tests: no real host uses it.
 _PREFIX = "198.18"
 _NOBODY = "02:00:00:00:00:fe"
-"""A hardware address that no interface has: what is sent there is lost without a word."""
+"""A hardware address that no interface has: packets to it are lost silently."""
 
 _CABLE_TO = ("type", "veth", "peer", "name")
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have such hosts; None if it can."""
+    """Why this machine cannot create such hosts; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
@@ -36,7 +36,7 @@ def why_not() -> str | None:
     script = f"ip netns add {probe} && ip -n {probe} link add br0 type bridge && ip -n {probe} link add name p0 type veth peer name p1"
     made = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
-    return None if made.returncode == 0 else f"network namespaces cannot be made here: {made.stderr.strip()}"
+    return None if made.returncode == 0 else f"network namespaces cannot be created here: {made.stderr.strip()}"
 
 
 def _ip(*args: str) -> str:
@@ -44,7 +44,7 @@ def _ip(*args: str) -> str:
 
 
 class Host:
-    """One namespace. Its interface is eth0, its address `address`."""
+    """One namespace with the interface eth0 and the address `address`."""
 
     def __init__(self, network: Network, name: str, index: int) -> None:
         self._namespace = f"{network.tag}{name}"
@@ -62,14 +62,14 @@ class Host:
         return ["ip", "netns", "exec", self._namespace, *command]
 
     def start(self, command: list[str], log: IO[bytes], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        """A process on this host; its pid is the command's own."""
+        """Start a process on this host; its pid is that of the command."""
         return subprocess.Popen(
             self.inside(command),
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env,
         )  # fmt: skip
 
-    def lose_what_goes_to(self, other: Host) -> None:
-        """From now on nothing from here reaches `other`; nobody is told. The other direction is as it was."""
+    def drop_packets_to(self, other: Host) -> None:
+        """From now on, packets from here to `other` are lost silently. The other direction still works."""
         _ip(
             "-n",
             self._namespace,
@@ -84,13 +84,13 @@ class Host:
             "permanent",
         )
 
-    def reach_again(self, other: Host) -> None:
-        """Undo `lose_what_goes_to`."""
-        with contextlib.suppress(subprocess.CalledProcessError):  # it was not lost
+    def restore_packets_to(self, other: Host) -> None:
+        """Undo `drop_packets_to`."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # nothing was dropped
             _ip("-n", self._namespace, "neigh", "del", other.address, "dev", "eth0")
 
     def slow_down(self, mbit_s: float | None) -> None:
-        """Limit what this host sends; None lifts the limit."""
+        """Limit the send rate of this host; None removes the limit."""
         command = ["tc", "-n", self._namespace, "qdisc"]
         if mbit_s is None:
             subprocess.run([*command, "del", "dev", "eth0", "root"], check=False, capture_output=True)
@@ -99,16 +99,16 @@ class Host:
         subprocess.run([*command, "replace", "dev", "eth0", "root", *shape], check=True, capture_output=True)
 
     def sent_bytes(self) -> int:
-        """By the interface, since it exists."""
+        """Bytes sent by the interface since it was created."""
         [link] = json.loads(_ip("-n", self._namespace, "-s", "-j", "link", "show", "dev", "eth0"))
         return link["stats64"]["tx"]["bytes"]
 
     def remove(self) -> None:
-        """End what still runs here, and the host."""
+        """Kill all processes on this host and remove it."""
         for pid in _ip("netns", "pids", self._namespace).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-        wait_until(lambda: not self._running(), 10, f"nothing runs on host {self.name} any more")
+        wait_until(lambda: not self._running(), 10, f"nothing runs on host {self.name}")
         _ip("netns", "del", self._namespace)
 
     def _running(self) -> list[str]:
@@ -117,7 +117,7 @@ class Host:
 
 
 class Network:
-    """A switch, the hosts on it, and an interface by which this process reaches them."""
+    """A switch, its hosts, and an interface through which this process reaches them."""
 
     def __init__(self, *names: str) -> None:
         self.tag = f"kv{secrets.token_hex(2)}"
@@ -127,7 +127,7 @@ class Network:
         self._names = names
 
     def unplug(self, name: str) -> None:
-        """From now on whatever a host sends or is sent is lost; its own interface stays up and nobody is told."""
+        """From now on, all packets from and to a host are lost silently; its own interface stays up."""
         _ip("-n", self.switch, "link", "set", name, "nomaster")
 
     def plug_in(self, name: str) -> None:
@@ -156,7 +156,7 @@ class Network:
     def _remove(self) -> None:
         for host in self.hosts.values():
             host.remove()
-        # With the switch go the other ends of all cables.
+        # Removing the switch removes the other ends of all cables.
         for namespace in _ip("netns", "list").splitlines():
             if namespace.split()[0].startswith(self.tag):
                 _ip("netns", "del", namespace.split()[0])

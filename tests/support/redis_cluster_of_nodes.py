@@ -1,4 +1,4 @@
-"""Nodes and routers of a test as far as Redis sees them: registered, publishing, following. No engine, no HTTP."""
+"""Nodes and routers as Redis sees them: registered, publishing, subscribed. No engine, no HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
 
 
 def names(count: int, first: int = 0) -> list[bytes]:
-    """Block hashes that nobody else uses."""
+    """Unique block hashes."""
     return [hashlib.blake2b(str(i).encode(), digest_size=16).digest() for i in range(first, first + count)]
 
 
@@ -46,7 +46,7 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
 
 
 class ANode:
-    """The Redis side of a node, and the journal of a pool that it does not have."""
+    """The Redis side of a node, with a block journal but no pool."""
 
     def __init__(
         self, url: str, cluster: str, record: NodeRecord, lease_s: float = LEASE_S, clock: Clock = monotonic
@@ -74,12 +74,12 @@ class ANode:
         self._tasks = [asyncio.create_task(self.registrar.run()), asyncio.create_task(self.publisher.run())]
 
     async def die(self) -> None:
-        """End without a word, as by SIGKILL."""
+        """End without deregistering, as by SIGKILL."""
         await _end(self._tasks)
         self._tasks = []
 
     async def stop(self) -> None:
-        """End in order."""
+        """End and deregister."""
         await self.die()
         await self.registrar.deregister()
 
@@ -96,7 +96,7 @@ class ARouter:
         self._tasks: list[asyncio.Task[None]] = []
 
     def holds(self, incarnation: str, blocks: list[bytes]) -> bool:
-        """Whether the index knows that it holds these and no others."""
+        """Whether the index contains exactly these blocks of the incarnation."""
         return self.index.held(incarnation) == len(blocks) == self.index.match(blocks).get(incarnation, 0)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Real Redis servers with options that tests choose: passwords, TLS, Redis Cluster, replicas, Sentinels."""
+"""Real Redis servers with options chosen by tests: passwords, TLS, Redis Cluster, replicas, Sentinels."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _START_S = 15.0
 
 
 def binary_with_tls() -> str:
-    """A server program that speaks TLS. Skips the test, counted, where there is none."""
+    """A server program with TLS support; without one, the test is skipped and counted."""
     for candidate in (shutil.which("redis-server"), "/usr/bin/redis-server", shutil.which("valkey-server")):
         if candidate and Path(candidate).exists():
-            said = subprocess.run(
+            probe = subprocess.run(
                 [candidate, "--port", "0", "--tls-port", "1"], capture_output=True, text=True, timeout=10, check=False
             )
-            if "No tls-cert-file" in said.stdout:
+            if "No tls-cert-file" in probe.stdout:
                 return candidate
-    pytest.skip("needs a Redis server that speaks TLS: apt-get install redis-server")
+    pytest.skip("needs a Redis server with TLS support: apt-get install redis-server")
 
 
 def client(port: int, **options: Any) -> redis.Redis:
@@ -37,7 +37,7 @@ def client(port: int, **options: Any) -> redis.Redis:
 
 
 def ask(port: int, *command: str | int | bytes) -> Any:
-    """One command, on a connection of its own."""
+    """Run one command on a new connection."""
     with client(port) as connection:
         return connection.execute_command(*command)
 
@@ -46,7 +46,7 @@ def ask(port: int, *command: str | int | bytes) -> Any:
 def redis_server_with(
     folder: Path, *options: str, port: int = 0, binary: str = "", sentinel: bool = False, tls: bool = False
 ) -> Iterator[int]:
-    """A server on loopback with these options; gives its port once it accepts connections."""
+    """A server on loopback with these options; yields its port once it accepts connections."""
     port = port or free_port()
     home = folder / f"redis-{port}"
     home.mkdir()

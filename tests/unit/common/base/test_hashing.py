@@ -1,4 +1,4 @@
-"""Block hashes must not depend on the process, and must tell apart what must not be shared."""
+"""Block hashes do not depend on the process, and differ for blocks that must not be shared."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ for v in json.load(open(sys.argv[1], encoding="utf-8")):
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_every_process_computes_the_hashes_in_the_file(seed: str) -> None:
-    """The file is part of the protocol: nodes and routers of different versions meet in one cluster."""
+    """The file is part of the protocol: one cluster may have nodes and routers of different versions."""
     env = {**os.environ, "PYTHONHASHSEED": seed}
     command = [sys.executable, "-c", REPLAY, str(VECTORS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)

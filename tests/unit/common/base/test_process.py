@@ -1,4 +1,4 @@
-"""How our processes end: at once, with all that they said and the code that they meant."""
+"""Processes end quickly, with all their output and the right exit code."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ end_process(0)
 
 
 def test_a_zombie_child_is_not_waited_for() -> None:
-    """As the forked ranks of a node whose port is taken, which is to say so at once."""
+    """Such as the forked ranks of a node whose port is taken, which must report that at once."""
     program = """
 import os, subprocess, time
 from common.base.process import end_children

@@ -33,7 +33,7 @@ def a_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
 
 
 class View:
-    """A running `Directory` and all that it ever reported."""
+    """A running `Directory` and everything that it has reported."""
 
     def __init__(self, redis_url: str, cluster: str) -> None:
         self.changes: list[list[NodeRecord]] = []
@@ -186,7 +186,7 @@ def test_exactly_one_of_two_incarnations_with_the_same_start_time_stays(
 def test_failed_renewals_are_retried_within_the_lease(
     redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node's own connection breaks, those of routers do not."""
+    """The node's connection breaks, those of the routers do not."""
 
     async def main() -> None:
         registrar = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=3.0)
@@ -271,7 +271,7 @@ def test_flushed_redis_removes_no_node(redis_server: RedisServer, cluster: str) 
 def test_redis_that_restarts_with_old_data_between_two_polls_removes_no_node(
     redis_server: RedisServer, cluster: str
 ) -> None:
-    """Killed and started anew with its last file: the same epoch, and of all nodes only the ids are left."""
+    """Killed and restarted with its last snapshot: the same epoch, but only the ids of the nodes are left."""
 
     async def main() -> None:
         keys, ids = Keys(cluster), ["d0", "d1"]
@@ -294,7 +294,7 @@ def test_redis_that_restarts_with_old_data_between_two_polls_removes_no_node(
 
 
 def test_redis_that_refuses_writes_removes_no_node_that_answers(cluster: str) -> None:
-    """It is full, or cannot save: reads are answered, records end."""
+    """Redis is full or cannot save: it answers reads, and records expire."""
 
     async def main() -> None:
         with RedisServer() as server:

@@ -1,4 +1,4 @@
-"""The Redis that we run ourselves."""
+"""The Redis server that kvrelay starts."""
 
 from __future__ import annotations
 

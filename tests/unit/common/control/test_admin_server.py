@@ -1,4 +1,4 @@
-"""The admin port: who gets in, and what a bad request meets."""
+"""The admin port: authorization, and responses to bad requests."""
 
 from __future__ import annotations
 

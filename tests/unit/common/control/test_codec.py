@@ -1,4 +1,4 @@
-"""Whatever comes off a socket is either a checked message or a `ProtocolError`, never another exception."""
+"""Whatever is received becomes a checked message or a `ProtocolError`, never another exception."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_message_survives_the_wire(message: object) -> None:
 
 
 def test_fields_shared_by_both_requests_of_an_attempt_are_packed_once_and_never_for_another_attempt() -> None:
-    """Requests of one attempt follow each other; whatever comes between, each arrives as it was sent."""
+    """Each request arrives as it was sent, whatever other messages come in between."""
     requests: list[PrefillRequest | DecodeRequest] = []
     for key in (KEY, AttemptKey("r", 3)):
         for ids in ([1, 2], [1, 2, 3], list(range(20))):

@@ -1,4 +1,4 @@
-"""Control links: what one turn of the loop sends, in order, whatever is among it."""
+"""Control links: order, framing, full queues, foreign peers, reconnecting."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_unsent_messages_of_a_full_queue_are_returned(monkeypatch: pytest.Monkey
 def test_frames_split_at_any_size_arrive_whole_and_other_work_gets_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """TCP keeps no frames together; and a thousand that came at once do not keep the loop from everything else."""
+    """TCP does not preserve frames; and a thousand frames at once must not block the loop."""
 
     async def main() -> None:
         received: list[Message] = []
@@ -166,7 +166,7 @@ def test_a_link_to_something_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_link_that_reached_itself_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TCP connects a socket with itself where nobody listens on the port that it was given by chance."""
+    """TCP may connect a socket to itself if nobody listens on the ephemeral port that it got."""
 
     async def main() -> None:
         with socket.socket() as itself:
@@ -204,7 +204,7 @@ def test_large_messages_of_one_turn_are_not_joined_into_a_frame_that_is_too_larg
 
 
 def test_connecting_is_retried_every_two_seconds_however_long_the_other_end_was_unreachable() -> None:
-    """TCP tries less and less often: after 7 seconds not before the 11th. Here the other end drops what comes for 8."""
+    """TCP retries less and less often: after 7 s not before 11 s. Here the other end drops packets for 8 s."""
 
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as fillers:

@@ -1,4 +1,4 @@
-"""`kvrelay admin`: how it finds a cluster and a node, what it prints, and its exit codes."""
+"""How `kvrelay admin` finds a cluster and a node."""
 
 from __future__ import annotations
 

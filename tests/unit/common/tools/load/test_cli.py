@@ -1,4 +1,4 @@
-"""`kvrelay load run` around the run itself: servers that are none, results that cannot be written."""
+"""`kvrelay load run` before and after the run: wrong servers, unwritable results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.tools.load.outcome import Outcome
 
 @contextmanager
 def answering(raw: bytes) -> Iterator[str]:
-    """A server that says `raw` to whoever connects, once; its URL."""
+    """URL of a server that sends `raw` to the first connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

@@ -1,4 +1,4 @@
-"""What the load generator sends and when: shared prefixes, arrivals, traces, shares of processes."""
+"""What the load generator sends and when: shared prefixes, arrivals, traces."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 
 
 def play(serve: Serve, scene: Callable[[str], Awaitable[None]]) -> int:
-    """Run `scene` against a raw server; how many connections it got."""
+    """Run `scene` against a raw server. Returns the number of its connections."""
 
     async def main() -> int:
         connections = 0

@@ -64,7 +64,7 @@ def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_n
 def test_restart_that_fails_for_lack_of_processes_is_retried_and_affects_no_other_child(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory or processes lack just when a node has died of that: those that live go on, and it is tried again."""
+    """A node may die of the same shortage that prevents its restart: others keep running, the restart is retried."""
 
     async def main() -> None:
         cluster = Supervisor(
