@@ -1,8 +1,8 @@
-"""One transfer over all ranks of a node.
+"""Transfers over all ranks of a node.
 
-The leader uses a `NodeSender` or a `NodeReceiver`. It calls its own rank's end directly and sends the other ranks orders
-over their links (`common.node.ranks.links`); there a `RankSender` or a `RankReceiver` applies them and reports the end's
-events back. An attempt is received when every rank has all its slices, and released when every rank has released it; the
+The leader uses a `NodeSender` or a `NodeReceiver`. It calls its own rank's sender or receiver directly and sends orders to
+the other ranks over their links (`common.node.ranks.links`); there a `RankSender` or a `RankReceiver` applies them and
+reports the events back. An attempt is received when every rank has all its slices, and released when every rank has released it; the
 first failure of any rank fails it for all.
 
 The leader's methods are called by the engine's thread; events come from transfer threads and the link's thread.
@@ -45,7 +45,7 @@ from kvtransfer.traffic import TrafficLog
 
 
 def name_rank(rank: int, event: TransferEvent) -> TransferEvent:
-    """`event`, its error, if it has one, naming the rank and being a `KvRelayError`."""
+    """`event` with its error, if any, as a `KvRelayError` that names the rank."""
     if not isinstance(event, SourceReleased | ReceiveFailed) or event.error is None:
         return event
     error = event.error
@@ -55,7 +55,7 @@ def name_rank(rank: int, event: TransferEvent) -> TransferEvent:
 
 @dataclass
 class _Gathered:
-    """What the ranks have reported of one attempt."""
+    """What the ranks have reported about one attempt."""
 
     peer: tuple[str, str] = ("", "")
     """The other node and its incarnation."""
@@ -95,7 +95,7 @@ class NodeSender:
         self.on_blocks_final: OnBlocksFinal | None = self.local.blocks_final
 
     def open(self, transfer: OutgoingTransfer) -> None:
-        """As `KVSender.open`. Raises: TransferError if it is open already; no rank has heard of it then."""
+        """As `KVSender.open`. Raises: TransferError if it is open already; then no rank was told."""
         with self._lock:
             _check_new(transfer.key, self._open)
             self._open[transfer.key] = _Gathered()
@@ -111,7 +111,7 @@ class NodeSender:
         self.local.grant(grant)
 
     def blocks_final(self, key: AttemptKey, layer: int, num_blocks: int) -> None:
-        """For the leader's rank; every other rank reports its own layers."""
+        """As `KVSender.blocks_final`, for the leader's rank; every other rank reports its own layers."""
         self.local.blocks_final(key, layer, num_blocks)
 
     def abort(self, key: AttemptKey) -> None:
@@ -129,11 +129,11 @@ class NodeSender:
         return self._traffic.describe()
 
     def close(self) -> None:
-        """Close the leader's own end."""
+        """Close the leader's own rank."""
         self.local.close()
 
     def on_event(self, event: TransferEvent) -> None:
-        """One rank's end has released its source blocks."""
+        """One rank has released its source blocks; the node's event follows the last rank's."""
         assert isinstance(event, SourceReleased), event
         with self._lock:
             gathered = self._open[event.key]
@@ -153,7 +153,8 @@ class NodeSender:
 
 
 class NodeReceiver:
-    """`KVReceiver` over all ranks: `Received` when all have all, one `ReceiveFailed`, one `DestinationReleased`.
+    """`KVReceiver` over all ranks: `Received` when every rank has all its slices; one `ReceiveFailed`, one
+    `DestinationReleased`.
 
     A slice must not reach a rank that does not expect it yet, so `open` may be answered later, by `Opened`.
     """
@@ -178,7 +179,7 @@ class NodeReceiver:
     def open(self, transfer: IncomingTransfer) -> bool:
         """As `KVReceiver.open`. Returns whether every rank is open already; if not, `Opened` will follow.
 
-        Raises: TransferError if it is open already; no rank has heard of it then.
+        Raises: TransferError if it is open already; then no rank was told.
         """
         with self._lock:
             _check_new(transfer.key, self._open)
@@ -189,7 +190,7 @@ class NodeReceiver:
 
     @property
     def address(self) -> str:
-        """Of the leader's own rank."""
+        """Where senders reach the leader's own rank."""
         return self.local.address
 
     def abort(self, key: AttemptKey) -> None:
@@ -202,11 +203,11 @@ class NodeReceiver:
         return self._traffic.describe()
 
     def close(self) -> None:
-        """Close the leader's own end."""
+        """Close the leader's own rank."""
         self.local.close()
 
     def on_event(self, event: TransferEvent) -> None:
-        """Take an event of one rank's end; the node's own event follows when it completes the picture."""
+        """Take an event of one rank; the node's own event follows when all ranks have reported."""
         with self._lock:
             of_node = self._gather(event)
         if of_node is not None:
@@ -236,7 +237,7 @@ class NodeReceiver:
                 del self._open[key]
                 return event
             case SourceReleased():
-                raise AssertionError("a receiving end reports no source")
+                raise AssertionError("a receiver reports no source")
 
 
 class RankSender:
@@ -260,10 +261,10 @@ class RankSender:
             case DisconnectOrder(incarnation):
                 self._sender.disconnect(incarnation)
             case OpenDestinationOrder():
-                raise AssertionError("a sending end opens no destination")
+                raise AssertionError("a sender opens no destination")
 
     def close(self) -> None:
-        """Close this rank's end."""
+        """Close this rank's sender."""
         self._sender.close()
 
 
@@ -293,12 +294,12 @@ class RankReceiver:
             case AbortOrder(key):
                 self._receiver.abort(key)
             case OpenSourceOrder() | GrantOrder() | DisconnectOrder():
-                raise AssertionError("a receiving end has no source")
+                raise AssertionError("a receiver has no source")
 
     def _on_event(self, event: ReceiverEvent) -> None:
         with self._lock:
             self._report(name_rank(self._rank, event))
 
     def close(self) -> None:
-        """Close this rank's end."""
+        """Close this rank's receiver."""
         self._receiver.close()
