@@ -55,7 +55,7 @@ def name_rank(rank: int, event: TransferEvent) -> TransferEvent:
 
 @dataclass
 class _Gathered:
-    """What the ranks have reported about one attempt."""
+    """Sums up the reports of the ranks about one attempt."""
 
     peer: tuple[str, str] = ("", "")
     """The other node and its incarnation."""

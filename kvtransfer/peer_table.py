@@ -142,8 +142,8 @@ class PeerTable:
         self._failures.record(address, transport, reason, self._clock())
 
     def _record_pair(self, pair: RankPair) -> None:
-        place = f"{pair.dst_rank}", pair.incarnation
-        if place not in self._pairs:
+        key = f"{pair.dst_rank}", pair.incarnation
+        if key not in self._pairs:
             log.info(
                 "rank %d sends to rank %d of %s (%s) over %s: %s",
                 self._rank,
@@ -155,4 +155,4 @@ class PeerTable:
             )
             if len(self._pairs) >= _MAX_PAIRS:
                 del self._pairs[next(iter(self._pairs))]
-        self._pairs[place] = pair
+        self._pairs[key] = pair

@@ -40,7 +40,7 @@ Ready = set[Any]
 
 @dataclass(frozen=True)
 class TransportContext:
-    """What a connector or a listener gets from its sender or receiver."""
+    """Passed to a connector or listener by its sender or receiver."""
 
     rank: int
     unit_bytes: int
@@ -58,7 +58,7 @@ class TransportContext:
 
 
 def poll(poller: zmq.Poller, timeout_ms: int, device_busy: object) -> Ready:
-    """What is readable within that time; while a device is busy, returns early to look at its marks."""
+    """Wait up to that time for readable sockets; while a device is busy, return early to look at its marks."""
     if not device_busy or not timeout_ms:
         return {socket for socket, _ in poller.poll(timeout_ms)}
     ready = {socket for socket, _ in poller.poll(0)}
@@ -197,7 +197,7 @@ class Connector(Protocol):
 
     @property
     def offer(self) -> TransportOffer:
-        """What this sender can use; without an endpoint."""
+        """This sender's offer, which has no endpoint."""
         ...
 
     def attach(self, context: TransportContext) -> None:

@@ -1,4 +1,4 @@
-"""What a sender and a receiver in two processes build alike: transfers, layouts, transports."""
+"""Transfers, layouts and transports that a sender and a receiver in two processes build alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node reports of its relays: which ranks, over what, why, how much."""
+"""Traffic reports of a node: bytes by pair of ranks, transport and reason."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ NCCL = TransportOffer("nccl", "tcp://10.0.0.1:3")
 
 
 def on_gpu(gpu_id: str, host: str = "host-a") -> list[TransportOffer]:
-    """What a rank with its KV on a GPU offers."""
+    """The offers of a rank with its KV on a GPU."""
     return [
         ZMQ,
         TransportOffer("shm", f"unix://{host}/name", host),

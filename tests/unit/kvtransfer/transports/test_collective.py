@@ -1,4 +1,4 @@
-"""What only process groups guarantee: a group that is never built, or a store that does not answer, affects no other peer."""
+"""Guarantees of the collective transport: a group that is never built, or a store that does not answer, affects no other peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only lending guarantees: the sender can always take blocks back, and a receiver discards what it read too late.
+"""Guarantees of lending blocks: the sender can always take blocks back, and a receiver discards what it read too late.
 
 On a simulated GPU (`host_device`); on a real one: tests/gpu/test_relay_on_gpu.py.
 """
@@ -304,7 +304,7 @@ def test_receiver_that_disconnects_ends_all_loans(make: Any) -> None:
 
 
 def greeting(what: str, device: HostDevice, size: int) -> tuple[bytes, list[int], list[bytes]]:
-    """What a malicious sender sends: its greeting, the descriptors with it, and later messages."""
+    """The greeting of a malicious sender, the descriptors with it, and its later messages."""
     shared, fd, of_ring = ring.create(2, cuda_ipc._LOAN_BYTES)
     pages = [0, 4, 0, 2, 32, size // (4 * 2 * 2 * 32)]
     fds, messages = [fd, device.export()], []

@@ -1,4 +1,4 @@
-"""What only shared memory guarantees: it has no name, nothing of it is left, and peers cannot harm each other with it."""
+"""Guarantees of the shared memory transport: its memory has no name, leaves nothing behind, and lets no peer harm another."""
 
 from __future__ import annotations
 

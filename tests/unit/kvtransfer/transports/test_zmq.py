@@ -1,4 +1,4 @@
-"""What only the ZMQ transport guarantees: bounded memory per peer, isolation of peers, robustness to malformed messages."""
+"""Guarantees of the ZMQ transport: bounded memory per peer, isolation of peers, robustness to malformed messages."""
 
 from __future__ import annotations
 
