@@ -13,6 +13,7 @@ import pytest
 import torch
 import zmq
 from support import transports
+from support.fake_receivers import FakeRouter
 from support.single_transport import gloo_receiver
 from support.transfer_harness import DEADLINE_S, Cluster, wait_until
 
@@ -34,13 +35,9 @@ def cluster() -> Iterator[Cluster]:
         yield make(timeout_s=0.5)
 
 
-class FakeReceiver:
+class FakeReceiver(FakeRouter):
     def __init__(self) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind("tcp://127.0.0.1:*")
-        self.peer = PeerRef("d", "dst-1", "", ["gloo+" + self.socket.getsockopt_string(zmq.LAST_ENDPOINT)])
+        super().__init__("gloo")
 
     def request(self) -> tuple[bytes, GroupRequest]:
         assert self.socket.poll(1000 * DEADLINE_S)
@@ -55,7 +52,7 @@ class FakeReceiver:
 def fake() -> Iterator[FakeReceiver]:
     receiver = FakeReceiver()
     yield receiver
-    receiver.context.destroy(linger=0)
+    receiver.close()
 
 
 def offer_to(cluster: Cluster, peer: PeerRef) -> Any:

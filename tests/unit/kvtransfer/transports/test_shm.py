@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 from support import transports
+from support.fake_receivers import FakeShmReceiver
 from support.transfer_harness import DEADLINE_S, Cluster, layout, wait_until
 
 from common.base.clock import MockClock
-from common.base.errors import DeadlineExceeded, PeerLost, ProtocolError
+from common.base.errors import PeerLost, ProtocolError
 from common.control.messages import AttemptKey, PeerRef
 from common.engine.kv_transfer import SourceReleased
 from kvtransfer import wire
 from kvtransfer.receiver import Receiver
-from kvtransfer.transports.choose import TransportOffer
 from kvtransfer.transports.same_host import host_id
 from kvtransfer.transports.shm import connector, ring
 
@@ -33,47 +33,14 @@ def make() -> Iterator[Any]:
         yield make
 
 
-class FakeReceiver:
-    """A raw socket in place of a receiver."""
-
-    def __init__(self) -> None:
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        name = f"kvrelay-test-{os.urandom(8).hex()}"
-        self.listener.bind("\0" + name)
-        self.listener.listen(1)
-        self.listener.settimeout(DEADLINE_S)
-        offer = TransportOffer("shm", f"unix://{host_id()}/{name}")
-        self.peer = PeerRef("decode", "dst-1", "", [str(offer)])
-
-    def accept(self) -> None:
-        self.connected, _ = self.listener.accept()
-        self.connected.settimeout(DEADLINE_S)
-        data, fds, _, _ = socket.recv_fds(self.connected, 64, 1)
-        self.ring = ring.accept(data, fds[0])
-        os.close(fds[0])
-
-    def next(self) -> tuple[int, wire.SliceHeader, bytes]:
-        page, header_bytes, payload_bytes = struct.unpack("<IIQ", self.connected.recv(64))
-        header = wire.decode_header(self.ring.header(page, header_bytes).tobytes())
-        return page, header, self.ring.payload(page, payload_bytes).tobytes()
-
-    def ack(self, header: wire.SliceHeader) -> None:
-        self.connected.send(wire.encode(wire.SliceAck(header.key, header.sequence)))
-
-    def close(self) -> None:
-        self.listener.close()
-        if hasattr(self, "connected"):
-            self.connected.close()
-
-
 @pytest.fixture
-def fake() -> Iterator[FakeReceiver]:
-    receiver = FakeReceiver()
+def fake() -> Iterator[FakeShmReceiver]:
+    receiver = FakeShmReceiver()
     yield receiver
     receiver.close()
 
 
-def test_pages_are_bounded_and_not_rewritten_before_their_ack(make: Any, fake: FakeReceiver) -> None:
+def test_pages_are_bounded_and_not_rewritten_before_their_ack(make: Any, fake: FakeShmReceiver) -> None:
     cluster = make()
     transfer = cluster.transfer(tokens=100)
     transfer.compute()
@@ -103,34 +70,6 @@ def test_pages_are_bounded_and_not_rewritten_before_their_ack(make: Any, fake: F
     assert cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error is None
 
 
-def test_a_silent_peer_delays_nobody_else_and_ends_at_its_deadline(make: Any, fake: FakeReceiver) -> None:
-    clock = MockClock()
-    cluster = make(clock=clock)
-    stuck = cluster.transfer("stuck", tokens=120, timeout_s=5.0)
-    stuck.open_senders()
-    stuck.grant(fake.peer)
-    stuck.final()
-    cluster.transfer("ok", tokens=60).run()
-    clock.advance(6.0)
-    cluster.senders[0].end.abort(AttemptKey("nobody", 1))
-    assert isinstance(cluster.senders[0].recorder.wait(stuck.key, SourceReleased).error, DeadlineExceeded)
-
-
-def test_connection_that_breaks_with_the_last_slices_in_flight_fails_the_transfer(
-    make: Any, fake: FakeReceiver
-) -> None:
-    cluster = make()
-    transfer = cluster.transfer(tokens=4)
-    transfer.compute()
-    transfer.open_senders()
-    transfer.grant(fake.peer)
-    fake.accept()
-    transfer.final()
-    fake.next()
-    fake.connected.close()
-    assert isinstance(cluster.senders[0].recorder.wait(transfer.key, SourceReleased).error, PeerLost)
-
-
 @pytest.mark.parametrize("place", ["unix://host/kvrelay-nobody-listens", "unix://host/" + "x" * 200])
 def test_unreachable_receiver_fails_the_transfer_at_once(make: Any, place: str) -> None:
     cluster = make()
@@ -142,7 +81,7 @@ def test_unreachable_receiver_fails_the_transfer_at_once(make: Any, place: str) 
 
 
 def test_process_without_descriptors_fails_only_the_transfer_that_needs_a_connection(
-    make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+    make: Any, fake: FakeShmReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make()
     bystander = cluster.transfer("bystander", tokens=60)
@@ -168,7 +107,7 @@ def test_process_without_descriptors_fails_only_the_transfer_that_needs_a_connec
 
 
 def test_socket_of_another_user_in_place_of_the_receiver_gets_no_memory(
-    make: Any, fake: FakeReceiver, monkeypatch: pytest.MonkeyPatch
+    make: Any, fake: FakeShmReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any process that knows the address may bind its name once the receiver has ended."""
     monkeypatch.setattr(connector, "user_of_peer", lambda _: os.geteuid() + 1)
