@@ -7,23 +7,20 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, NotFound
 from common.cluster.membership import Directory
 from common.config.options import RouterConfig
 from common.control.admin_server import AdminRoute, Call
-from router.index.kv_event_subscriber import Follower
+from router.index.kv_event_subscriber import KvEventSubscriber
 from router.model_catalog import ServedModel
 from router.nodes.node import Node
 from router.policy import Fleet
 from router.requests.admission import Objectives
 from router.requests.placement import HashChain, PlacementRequest
-
-if TYPE_CHECKING:
-    from router.service import Router
-
+from router.router import Router
 
 _MAX_LISTED = 1000
 
@@ -50,7 +47,7 @@ class RouterAdmin:
     def _status(self, call: Call) -> Mapping[str, Any]:
         dispatcher, model = self._router.dispatcher, self._router.catalog.model
         placer = dispatcher.placer
-        follower = self._router.follower
+        subscriber = self._router.subscriber
         return {
             "role": "router",
             "pid": os.getpid(),
@@ -69,7 +66,7 @@ class RouterAdmin:
                 "max_blocks": placer.index.max_blocks,
                 "evicted": placer.index.evicted,
                 "nodes": len(placer.index.incarnations),
-                **({} if follower is None else _feed(follower, self._name)),
+                **({} if subscriber is None else _feed(subscriber, self._name)),
             },
             "costs": {role: dataclasses.asdict(model.costs) for role, model in placer.models.items()},
         }
@@ -155,15 +152,15 @@ def _routing(fleet: Fleet, incarnation: str) -> dict[str, float] | None:
     return {name: round(value, 6) for name, value in fleet.values(incarnation).items()}
 
 
-def _feed(follower: Follower, name: Callable[[str], str]) -> dict[str, Any]:
+def _feed(subscriber: KvEventSubscriber, name: Callable[[str], str]) -> dict[str, Any]:
     """How the index is fed."""
     return {
-        "events": follower.blocks,
-        "gaps": follower.gaps,
-        "snapshots": follower.snapshots,
-        "lag_s": round(follower.lag_s, 3),
-        "behind": [name(incarnation) for incarnation in follower.behind],
-        "silent": [name(incarnation) for incarnation in follower.silent],
+        "events": subscriber.blocks,
+        "gaps": subscriber.gaps,
+        "snapshots": subscriber.snapshots,
+        "lag_s": round(subscriber.lag_s, 3),
+        "behind": [name(incarnation) for incarnation in subscriber.behind],
+        "silent": [name(incarnation) for incarnation in subscriber.silent],
     }
 
 

@@ -16,7 +16,7 @@ from common.control.messages import ModelInfo, NodeRecord
 from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import resolve_model
-from router.http.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
+from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

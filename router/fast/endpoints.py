@@ -17,7 +17,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.base.errors import KvRelayError
-from router.http.api import KeyGuard
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +25,15 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 OnError = Callable[[Request, Exception], Awaitable[Response]]
 
 
-class Front:
+class DirectEndpoints:
     """ASGI application over `app`, with the same answers. API keys guard the short way as well."""
 
-    def __init__(
-        self, app: FastAPI, api_keys: tuple[str, ...], count: Callable[[int], None] = lambda status: None
-    ) -> None:
+    def __init__(self, app: FastAPI, guard: Callable[[ASGIApp], ASGIApp]) -> None:
         self._app = app
         routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path in HOT_PATHS]
         self._endpoints = {route.path: cast("Endpoint", route.endpoint) for route in routes}
         self._on_error = cast("OnError", app.exception_handlers[Exception])
-        self._guarded: ASGIApp = KeyGuard(self._call, api_keys, count) if api_keys else self._call
+        self._guarded = guard(self._call)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._endpoints:

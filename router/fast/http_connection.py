@@ -9,14 +9,14 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-CLIENT = "kvrelay.client"
-"""Where a request's scope has its `Client`."""
+DISCONNECT = "kvrelay.client"
+"""Where a request's scope has its `DisconnectListener`."""
 
 _MOST_HEAD_BYTES = 65_536
 """Of a request's line and headers, or of trailers, about: the parser keeps them until they end."""
 
 
-class Client:
+class DisconnectListener:
     """Who is at the other end. Spares each request the task that would wait for ASGI's word that the client is gone."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Client:
             self._on_gone()
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """What uvicorn makes for each connection. Invariant: while no request is being answered, a timer runs that ends it; its
     first bytes, half a request and the rest of a body that was refused do not stop it.
     """
@@ -45,7 +45,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self._client = Client()
+        self._client = DisconnectListener()
         self._endless_bytes = 0
         """Received since a head or a piece of a body was complete."""
         self._got_somewhere = False
@@ -83,7 +83,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        cast("dict[str, Any]", self.scope)[CLIENT] = self._client
+        cast("dict[str, Any]", self.scope)[DISCONNECT] = self._client
 
     def _should_upgrade(self) -> bool:
         return any(name == b"upgrade" for name, _ in self.headers)  # then `_Parser` comes with the request once more
@@ -100,7 +100,7 @@ class _Parser(httptools.HttpRequestParser):
     (RFC 9110, 7.8), and clients that speak HTTP/2 where they can (Java's) make one with every request.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection)
         self._connection = connection
 

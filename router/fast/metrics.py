@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 
-class Count:
+class CounterSeries:
     """One series of a `Counter`. Its owner adds to `value`, never less than 0."""
 
     __slots__ = ("created_s", "value")
@@ -33,14 +33,14 @@ class Counter(Collector):
 
     def __init__(self, name: str, text: str, label_names: Iterable[str] = (), *, registry: CollectorRegistry) -> None:
         self._name, self._text, self._label_names = name, text, tuple(label_names)
-        self._series: dict[tuple[str, ...], Count] = {}
+        self._series: dict[tuple[str, ...], CounterSeries] = {}
         if not self._label_names:
             self.labels()
         registry.register(self)
 
-    def labels(self, *values: str) -> Count:
+    def labels(self, *values: str) -> CounterSeries:
         """The series with these label values, made at its first use."""
-        return self._series.setdefault(values, Count())
+        return self._series.setdefault(values, CounterSeries())
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
@@ -49,7 +49,7 @@ class Counter(Collector):
         return [family]
 
 
-class Distribution:
+class HistogramSeries:
     """One series of a `Histogram`."""
 
     __slots__ = ("_bounds", "counts", "created_s", "sum")
@@ -82,12 +82,12 @@ class Histogram(Collector):
     ) -> None:
         self._name, self._text, self._label_names = name, text, tuple(label_names)
         self._bounds = tuple(map(float, buckets))
-        self._series: dict[tuple[str, ...], Distribution] = {}
+        self._series: dict[tuple[str, ...], HistogramSeries] = {}
         registry.register(self)
 
-    def labels(self, *values: str) -> Distribution:
+    def labels(self, *values: str) -> HistogramSeries:
         """The series with these label values, made at its first use."""
-        return self._series.setdefault(values, Distribution(self._bounds))
+        return self._series.setdefault(values, HistogramSeries(self._bounds))
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)

@@ -8,14 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 from common.base.errors import KvRelayError
-from router.fast.http_connection import Client
+from router.fast.http_connection import DisconnectListener
 from router.fast.yield_turn import yield_turn
 from router.http.openai_format import DONE, Format, FormatOptions, Json, error_body, sse, to_json, usage
-from router.http.response_headers import RawHeaders, how_served
+from router.http.response_headers import serving_details
 from router.requests.generation import Delta, Generation
 
 _PORTION = 32
@@ -35,14 +32,14 @@ class Answer:
         self._news = asyncio.Event()
         self._for_ends = False
         """Only the end of a generation is news."""
-        self._client: Client | None = None
+        self._client: DisconnectListener | None = None
 
     def on_news(self) -> None:
         """To be called by the generations."""
         if not self._for_ends or any(generation.outcome is not None for generation in self.generations):
             self._news.set()
 
-    def watch(self, client: Client) -> None:
+    def watch(self, client: DisconnectListener) -> None:
         """Cancel everything as soon as the client is gone."""
         self._client = client
         client.watch(self._cancel)
@@ -162,7 +159,7 @@ class Answer:
                 if outcome is None:
                     continue
                 if outcome.error is not None:
-                    told = {**error_body(outcome.error), "kvrelay": how_served(generation)}
+                    told = {**error_body(outcome.error), "kvrelay": serving_details(generation)}
                     yield b"".join([*parts, sse(told), DONE]), False
                     return
                 if outcome.finish_reason is None:
@@ -170,7 +167,7 @@ class Answer:
                     return
                 del open_choices[index]
                 # The headers went out with the first token; by now all is known.
-                parts.append(event({**form.closing(outcome, index), "kvrelay": how_served(generation)}))
+                parts.append(event({**form.closing(outcome, index), "kvrelay": serving_details(generation)}))
             if not open_choices:
                 if options.usage_in_stream:
                     parts.append(sse(form.usage_chunk(self.generations)))
@@ -184,53 +181,3 @@ def _joined(lists: list[bytes]) -> bytes:
     if not lists[0].startswith(b"["):
         return lists[0]
     return b"[%b]" % b",".join(each[1:-1] for each in lists if each != b"[]")
-
-
-# Both responses write their headers themselves: the framework's way to them takes longer than all the rest.
-
-
-class EventStream(Response):
-    """An SSE response that owns its answer: however it ends, the answer is closed."""
-
-    def __init__(self, answer: Answer, body: AsyncIterator[tuple[bytes, bool]], headers: RawHeaders) -> None:
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            *headers,
-        ]
-        self._answer = answer
-        self._body = body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await yield_turn()
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data, more in self._body:
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        finally:
-            self._answer.close()
-
-
-class JsonResponse(Response):
-    """A JSON body; bytes are one already."""
-
-    def __init__(self, content: object, status_code: int = 200, headers: RawHeaders | None = None) -> None:
-        self.status_code = status_code
-        self.background = None
-        self.body = content if isinstance(content, bytes) else to_json(content)
-        self.raw_headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(self.body)),
-            *(headers or []),
-        ]
-
-
-def error_response(error: KvRelayError, headers: RawHeaders | None = None) -> JsonResponse:
-    """An error with its status, in OpenAI's shape."""
-    extra = list(headers or [])
-    retry_after = getattr(error, "retry_after_s", 1.0 if error.http_status == 503 else None)
-    if retry_after is not None:
-        extra.append((b"retry-after", b"%d" % max(1, round(retry_after))))
-    return JsonResponse(error_body(error), error.http_status, extra)

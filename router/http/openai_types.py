@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from common.base.errors import BadRequest
 from common.control.messages import SamplingParams
-from router.http.sampling_defaults import NEUTRAL, SamplingDefaults
+from router.sampling_defaults import NEUTRAL, SamplingDefaults
 
 MAX_PROMPTS = 64
 MAX_STOP_CHARS = 256

@@ -44,7 +44,7 @@ def printable(text: str, limit: int = _MAX_HEADER_CHARS) -> str:
     return "".join(char if " " <= char <= "~" else "?" for char in text)
 
 
-def how_served(generation: Generation) -> dict[str, str | int]:
+def serving_details(generation: Generation) -> dict[str, str | int]:
     """Attempt, nodes, policy and reason, prefix hits of either node and relayed bytes, as far as known now."""
     decision, served = generation.decision, generation.served
     if decision is None:
@@ -72,7 +72,7 @@ def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
     out = ids.headers()
     if generation is None:
         return [*out, (b"x-kvrelay-attempt", b"0")]
-    about = how_served(generation)
+    about = serving_details(generation)
     del about["request_id"]  # of one generation; the answer may have several
     for name, value in about.items():
         out.append((_header(name), printable(value).encode() if isinstance(value, str) else b"%d" % value))

@@ -35,7 +35,7 @@ _TIERS: dict[bytes, Tier] = {b"device": "device", b"host": "host", b"disk": "dis
 
 
 @dataclass
-class Followed:
+class NodeStream:
     """One incarnation's stream."""
 
     incarnation: str
@@ -46,7 +46,7 @@ class Followed:
     silent: bool = False
 
 
-class Follower:
+class KvEventSubscriber:
     """Feeds `index`. `loads()` gives what nodes themselves say of their load, by incarnation."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Follower:
         self._index = index
         self._loads = loads
         self._clock = clock
-        self._followed: dict[str, Followed] = {}
+        self._streams: dict[str, NodeStream] = {}
         self._judged_s = clock()
         self.away = False
         """Redis did not answer last time."""
@@ -75,22 +75,22 @@ class Follower:
     @property
     def behind(self) -> list[str]:
         """Incarnations whose blocks the index does not fully know at the moment."""
-        return [followed.incarnation for followed in self._followed.values() if followed.last is None]
+        return [stream.incarnation for stream in self._streams.values() if stream.last is None]
 
     @property
     def silent(self) -> list[str]:
         """Incarnations that hold blocks which never reached the index."""
-        return [followed.incarnation for followed in self._followed.values() if followed.silent]
+        return [stream.incarnation for stream in self._streams.values() if stream.silent]
 
     def set_nodes(self, records: Iterable[NodeRecord]) -> None:
         """Follow these incarnations and no others; the blocks of those that went are forgotten at once."""
         wanted = {record.peer.incarnation for record in records}
-        for incarnation in set(self._followed) - wanted:
-            del self._followed[incarnation]
+        for incarnation in set(self._streams) - wanted:
+            del self._streams[incarnation]
         for incarnation in set(self._index.incarnations) - wanted:
             self._index.drop(incarnation)
-        for incarnation in wanted - set(self._followed):
-            self._followed[incarnation] = Followed(incarnation)
+        for incarnation in wanted - set(self._streams):
+            self._streams[incarnation] = NodeStream(incarnation)
 
     async def run(self) -> None:
         """Follow for ever; through any outage of Redis."""
@@ -115,27 +115,27 @@ class Follower:
             await self._client.aclose()
 
     async def _round(self) -> None:
-        for followed in [f for f in self._followed.values() if f.last is None]:
-            await self._snapshot(followed)
+        for stream in [f for f in self._streams.values() if f.last is None]:
+            await self._snapshot(stream)
         # Who was listed during these snapshots has its own in the next round.
-        streams = {self._keys.events(f.incarnation): f for f in self._followed.values() if f.last is not None}
+        streams = {self._keys.events(f.incarnation): f for f in self._streams.values() if f.last is not None}
         if not streams:
             await self._client.get(self._keys.epoch)  # whether Redis is there
             await asyncio.sleep(_BLOCK_MS / 1000)
         else:
-            after = {key: f"{followed.last}-0" for key, followed in streams.items()}
+            after = {key: f"{stream.last}-0" for key, stream in streams.items()}
             answer: Any = await self._client.xread(after, count=_READ_ENTRIES, block=_BLOCK_MS)
-            for key, entries in _streams(answer):
+            for key, entries in _entries_by_stream(answer):
                 await self._apply(streams[key.decode()], entries)
 
-    def _follows(self, followed: Followed) -> bool:
-        return self._followed.get(followed.incarnation) is followed
+    def _is_current(self, stream: NodeStream) -> bool:
+        return self._streams.get(stream.incarnation) is stream
 
     # -- a snapshot
 
-    async def _snapshot(self, followed: Followed) -> None:
+    async def _snapshot(self, stream: NodeStream) -> None:
         """The stream's last number first, then the set: entries that come meanwhile are applied once more."""
-        incarnation = followed.incarnation
+        incarnation = stream.incarnation
         newest: Any = await self._client.xrevrange(self._keys.events(incarnation), count=1)
         pieces: list[list[bytes]] = []
         cursor = 0
@@ -144,40 +144,40 @@ class Follower:
             pieces.append(list(members))
             if int(cursor) == 0:
                 break
-        if not self._follows(followed):
+        if not self._is_current(stream):
             return
         self._index.replace(incarnation, b"")
         for piece in pieces:
             self._store(incarnation, b"".join(piece), b"")
             await asyncio.sleep(0)
-            if not self._follows(followed):
+            if not self._is_current(stream):
                 self._index.drop(incarnation)
                 return
-        followed.last = _number(newest[0][0]) if newest else 0
+        stream.last = _number(newest[0][0]) if newest else 0
         self.snapshots += 1
 
     # -- the stream
 
-    async def _apply(self, followed: Followed, entries: list[Any]) -> None:
+    async def _apply(self, stream: NodeStream, entries: list[Any]) -> None:
         for entry_id, fields in entries:
-            if not self._follows(followed) or followed.last is None:
+            if not self._is_current(stream) or stream.last is None:
                 return
             number = _number(entry_id)
-            if number != followed.last + 1:
+            if number != stream.last + 1:
                 self.gaps += 1
-                followed.last = None
+                stream.last = None
                 return
             if fields.get(b"kind") == b"reset":
-                self._index.replace(followed.incarnation, b"")
-            followed.last = number
+                self._index.replace(stream.incarnation, b"")
+            stream.last = number
             self.entries += 1
             at: bytes = fields.get(b"at", b"")
             if at.isdigit():  # bytes of another writer must not end the following of all nodes
                 self.lag_s = max(0.0, time.time() - int(at) / 1000)
             tier = _TIERS.get(fields.get(b"tier", b"device"))
             if tier is None:
-                log.error("node %s published blocks of an unknown tier", followed.incarnation)
-            elif self._store(followed.incarnation, fields.get(b"stored", b""), fields.get(b"removed", b""), tier):
+                log.error("node %s published blocks of an unknown tier", stream.incarnation)
+            elif self._store(stream.incarnation, fields.get(b"stored", b""), fields.get(b"removed", b""), tier):
                 await asyncio.sleep(0)
 
     def _store(self, incarnation: str, stored: bytes, removed: bytes, tier: Tier = "device") -> int:
@@ -200,24 +200,24 @@ class Follower:
             return
         self._judged_s = now
         loads = self._loads()
-        for followed in self._followed.values():
-            load = loads.get(followed.incarnation)
-            if self.away or load is None or load.kv_blocks_cached == 0 or self._index.held(followed.incarnation):
-                followed.unseen_since_s, followed.silent = None, False
+        for stream in self._streams.values():
+            load = loads.get(stream.incarnation)
+            if self.away or load is None or load.kv_blocks_cached == 0 or self._index.held(stream.incarnation):
+                stream.unseen_since_s, stream.silent = None, False
                 continue
-            followed.unseen_since_s = followed.unseen_since_s or now
-            if now - followed.unseen_since_s > SILENCE_S and not followed.silent:
-                followed.silent = True
+            stream.unseen_since_s = stream.unseen_since_s or now
+            if now - stream.unseen_since_s > SILENCE_S and not stream.silent:
+                stream.silent = True
                 log.warning(
                     "node incarnation %s holds %d cached blocks, but none of them ever reached the prefix index: "
                     "prompts are routed to it as if it held nothing. Do router and node name the same Redis and cluster?",
-                    followed.incarnation,
+                    stream.incarnation,
                     load.kv_blocks_cached,
                 )
-                followed.last = None
+                stream.last = None
 
 
-def _streams(answer: Any) -> Iterable[tuple[bytes, list[Any]]]:
+def _entries_by_stream(answer: Any) -> Iterable[tuple[bytes, list[Any]]]:
     """An XREAD's answer, which is a map in one version of Redis' protocol and a list in the other."""
     return answer.items() if hasattr(answer, "items") else answer or ()
 

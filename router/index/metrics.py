@@ -1,4 +1,4 @@
-"""What the prefix index and its follower export to Prometheus, read when somebody scrapes."""
+"""What the prefix index and its subscriber export to Prometheus, read when somebody scrapes."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.index.kv_event_subscriber import Follower
+from router.index.kv_event_subscriber import KvEventSubscriber
 from router.index.prefix_index import PrefixIndex
 
 
 class IndexCollector(Collector):
     """Figures of one index."""
 
-    def __init__(self, index: PrefixIndex, follower: Follower) -> None:
+    def __init__(self, index: PrefixIndex, subscriber: KvEventSubscriber) -> None:
         self._index = index
-        self._follower = follower
+        self._subscriber = subscriber
 
     def collect(self) -> Iterable[Metric]:
-        index, follower = self._index, self._follower
+        index, subscriber = self._index, self._subscriber
         gauges: dict[str, tuple[str, float]] = {
-            "kvrelay_redis_away": ("1 while Redis does not answer this router.", follower.away),
+            "kvrelay_redis_away": ("1 while Redis does not answer this router.", subscriber.away),
             "kvrelay_index_blocks": ("Blocks that the prefix index knows.", len(index)),
-            "kvrelay_index_nodes_behind": ("Nodes whose blocks are being read anew.", len(follower.behind)),
+            "kvrelay_index_nodes_behind": ("Nodes whose blocks are being read anew.", len(subscriber.behind)),
             "kvrelay_index_nodes_silent": (
                 "Nodes that hold blocks of which none ever reached the index: prefix routing is off for them.",
-                len(follower.silent),
+                len(subscriber.silent),
             ),
-            "kvrelay_index_lag_seconds": ("Age of the last event when it was applied.", follower.lag_s),
+            "kvrelay_index_lag_seconds": ("Age of the last event when it was applied.", subscriber.lag_s),
         }
         counters: dict[str, tuple[str, float]] = {
-            "kvrelay_index_events": ("Blocks reported as stored or removed.", follower.blocks),
-            "kvrelay_index_batches": ("Stream entries applied.", follower.entries),
-            "kvrelay_index_gaps": ("Gaps found in nodes' streams.", follower.gaps),
-            "kvrelay_index_snapshots": ("Whole sets of blocks read.", follower.snapshots),
+            "kvrelay_index_events": ("Blocks reported as stored or removed.", subscriber.blocks),
+            "kvrelay_index_batches": ("Stream entries applied.", subscriber.entries),
+            "kvrelay_index_gaps": ("Gaps found in nodes' streams.", subscriber.gaps),
+            "kvrelay_index_snapshots": ("Whole sets of blocks read.", subscriber.snapshots),
             "kvrelay_index_evicted_blocks": ("Blocks forgotten because the index was full.", index.evicted),
         }
         for name, (text, value) in gauges.items():

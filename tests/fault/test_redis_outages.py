@@ -52,7 +52,7 @@ class World:
         return False
 
     def degraded(self) -> bool:
-        return any(router.directory.degraded or router.follower.away for router in self.routers)
+        return any(router.directory.degraded or router.subscriber.away for router in self.routers)
 
     async def rebuilt(self, port: int, returned_s: float) -> None:
         """All is as before, within the time, nobody was thought dead, and later changes come through."""
@@ -89,7 +89,7 @@ def test_death_and_an_empty_successor(absence_s: float) -> None:
                 await until(world.known)
                 server.kill()
                 if absence_s:
-                    await until(lambda: all(router.follower.away for router in world.routers))
+                    await until(lambda: all(router.subscriber.away for router in world.routers))
                     assert world.known(), "what is known stays known"
                     gone_s = time.monotonic() + absence_s
                     world.change()

@@ -44,7 +44,7 @@ def test_two_routers_know_within_a_second_what_nodes_store_and_remove(redis_serv
             late = ARouter(url, cluster)
             async with running(late):
                 await until(lambda: late.holds(nodes[0].incarnation, left))
-                await until(lambda: late.follower.snapshots == 3)
+                await until(lambda: late.subscriber.snapshots == 3)
 
     play(scene())
 
@@ -106,14 +106,14 @@ def test_reader_that_fell_behind_the_stream_takes_a_snapshot(redis_server: Redis
         with redis.Redis.from_url(redis_server.url) as client:
             async with running(node, router):
                 await until(lambda: router.holds(node.incarnation, names(10)))
-                followed = router.follower._followed[node.incarnation]
+                stream = router.subscriber._streams[node.incarnation]
                 node.stored(names(10, 10))
                 await until(lambda: router.holds(node.incarnation, names(20)))
-                assert followed.last is not None
-                followed.last -= 1  # as if the last entry had been missed, and then trimmed away
+                assert stream.last is not None
+                stream.last -= 1  # as if the last entry had been missed, and then trimmed away
                 client.xtrim(Keys(cluster).events(node.incarnation), maxlen=1)
                 client.delete(Keys(cluster).events(node.incarnation))
-                await until(lambda: router.follower.gaps >= 1)
+                await until(lambda: router.subscriber.gaps >= 1)
                 await until(lambda: router.holds(node.incarnation, names(20)))
                 assert client.xlen(Keys(cluster).events(node.incarnation)) <= STREAM_LENGTH
 
@@ -128,21 +128,21 @@ def test_node_that_is_listed_during_the_snapshot_of_another(
         router = ARouter(redis_server.url, cluster)
         first.stored(names(100))
         second.stored(names(50))
-        follower = router.follower
-        real_sscan = follower._client.sscan
+        subscriber = router.subscriber
+        real_sscan = subscriber._client.sscan
 
         async def sscan_meanwhile(*args: Any, **options: Any) -> Any:
-            follower.set_nodes([first.record, second.record])
+            subscriber.set_nodes([first.record, second.record])
             return await real_sscan(*args, **options)
 
-        monkeypatch.setattr(follower._client, "sscan", sscan_meanwhile)
+        monkeypatch.setattr(subscriber._client, "sscan", sscan_meanwhile)
         with redis.Redis.from_url(redis_server.url) as client:
             async with running(first, second):
                 for node, count in ((first, 100), (second, 50)):
                     key = Keys(cluster).blocks(node.incarnation)
                     await until(lambda key=key, count=count: client.scard(key) == count)
-                follower.set_nodes([first.record])
-                following = asyncio.create_task(follower.run())
+                subscriber.set_nodes([first.record])
+                following = asyncio.create_task(subscriber.run())
                 try:
                     await until(lambda: router.holds(first.incarnation, names(100)))
                     await until(lambda: router.holds(second.incarnation, names(50)))
@@ -253,7 +253,7 @@ def test_resets_whose_answers_were_lost_do_not_hide_what_is_published_after_them
                     for _ in range(times):
                         await real_eval(*args)
                 newest = int(client.xrevrange(keys.events(node.incarnation), count=1)[0][0].partition(b"-")[0])
-                await until(lambda: router.follower._followed[node.incarnation].last == newest)
+                await until(lambda: router.subscriber._streams[node.incarnation].last == newest)
                 client.delete(keys.events(node.incarnation), keys.blocks(node.incarnation))
             await until(lambda: router.holds(node.incarnation, names(110)))
             for turn in range(5):
@@ -300,13 +300,13 @@ def test_node_whose_blocks_never_come_is_told_aloud(
         async with running(node, router):
             renewal = asyncio.create_task(mute.run())
             try:
-                await until(lambda: len(router.follower._followed) == 2)
-                silent = next(i for i in router.follower._followed if i != node.incarnation)
-                router.loads = {i: NodeLoad(kv_blocks_cached=4) for i in router.follower._followed}
-                await until(lambda: router.follower.silent == [silent])
+                await until(lambda: len(router.subscriber._streams) == 2)
+                silent = next(i for i in router.subscriber._streams if i != node.incarnation)
+                router.loads = {i: NodeLoad(kv_blocks_cached=4) for i in router.subscriber._streams}
+                await until(lambda: router.subscriber.silent == [silent])
                 assert [r for r in caplog.records if "none of them ever reached" in r.getMessage()]
                 router.loads[silent] = NodeLoad()
-                await until(lambda: router.follower.silent == [])
+                await until(lambda: router.subscriber.silent == [])
             finally:
                 renewal.cancel()
                 await asyncio.gather(renewal, return_exceptions=True)

@@ -110,7 +110,7 @@ def test_unreachable_redis_cluster_ends_no_service(tmp_path: Path) -> None:
             with serving("before"):
                 ask(port, "CLUSTER", "ADDSLOTS", *every_slot)
                 await until(lambda: router.holds(node.incarnation, names(100)))
-            await until(lambda: router.follower.away and router.directory.degraded and not node.registrar.reachable)
+            await until(lambda: router.subscriber.away and router.directory.degraded and not node.registrar.reachable)
             node.stored(names(50, 100))
             assert router.holds(node.incarnation, names(100)), "what is known stays known"
             with serving("after"):
@@ -149,7 +149,7 @@ def test_sentinel_names_the_server_and_the_one_after_a_failover(tmp_path: Path) 
             async with running(node, router):
                 await until(lambda: router.holds(node.incarnation, names(100)))
                 crash.close()
-                await until(lambda: router.follower.away)
+                await until(lambda: router.subscriber.away)
                 node.stored(names(50, 100))
                 assert router.holds(node.incarnation, names(100)), "what is known stays known"
                 await until(lambda: ask(second, "ROLE")[0] == b"master", 30)

@@ -41,7 +41,7 @@ def test_ten_minutes_without_redis_change_nothing_and_everything_is_published_ag
                 node.removed(names(10, 10 * step))
                 index.expect(node.incarnation, names(3, 5000 + step))
                 assert index.match(names(3, 5000 + step))[node.incarnation] == 3, "its own decisions are known at once"
-                await until(lambda: router.directory.degraded and router.follower.away)
+                await until(lambda: router.directory.degraded and router.subscriber.away)
                 await asyncio.sleep(0)
             assert [record.peer.node_id for record in router.directory.records] == ["n0", "n1"]
             assert index.match(names(500))[node.incarnation] == 500, "as it was"
@@ -53,7 +53,7 @@ def test_ten_minutes_without_redis_change_nothing_and_everything_is_published_ag
                 back_s = time.monotonic()
                 left = names(300, 200) + names(200, 1000)
                 await until(lambda: router.holds(node.incarnation, left))
-                await until(lambda: not router.directory.degraded and not router.follower.away)
+                await until(lambda: not router.directory.degraded and not router.subscriber.away)
                 assert time.monotonic() - back_s < 10
                 keys = Keys(cluster)
                 assert ask(port, "SCARD", keys.blocks(node.incarnation)) == 500

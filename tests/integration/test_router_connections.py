@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.router_bench import Bench, play
 
-import router.service
-from router.fast.http_connection import Client
+import router.http.server
+from router.fast.http_connection import DisconnectListener
 
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
 """What Java's HttpClient and `curl --http2` send along."""
@@ -73,7 +73,7 @@ UNFINISHED = {
 def test_a_connection_without_a_request_is_closed(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]
 ) -> None:
-    monkeypatch.setattr(router.service, "_IDLE_S", 0.3)
+    monkeypatch.setattr(router.http.server, "_IDLE_S", 0.3)
 
     async def scene(bench: Bench) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
@@ -90,7 +90,7 @@ def test_a_connection_without_a_request_is_closed(
 def test_a_connection_is_kept_while_its_request_is_answered(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router.service, "_IDLE_S", 0.2)
+    monkeypatch.setattr(router.http.server, "_IDLE_S", 0.2)
 
     async def scene(bench: Bench) -> None:
         bench.decode.gate.clear()
@@ -105,7 +105,7 @@ def test_a_connection_is_kept_while_its_request_is_answered(
 
 
 def test_who_asks_too_late_whether_the_client_is_gone_is_told_at_once() -> None:
-    client, told = Client(), list[str]()
+    client, told = DisconnectListener(), list[str]()
     client.leave()
     client.watch(lambda: told.append("gone"))
     assert told == ["gone"]

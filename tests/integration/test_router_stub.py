@@ -15,7 +15,7 @@ from support.router_bench import LONG, Bench, play, script_of
 from support.stub_node import MAX_LEN, StubNode, running_stack
 from tokenizers import Tokenizer
 
-import router.service
+import router.http.server
 from common.config.options import RouterConfig
 from common.control.links import Link
 
@@ -488,7 +488,7 @@ def test_bug_on_the_last_chunk_is_an_error_and_no_endless_wait(
 
 
 def test_body_that_does_not_arrive_is_408_in_openais_shape(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.service, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(router.http.server, "BODY_TIMEOUT_S", 0.2)
 
     async def scene(bench: Bench) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)

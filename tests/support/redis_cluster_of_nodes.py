@@ -14,7 +14,7 @@ from common.cluster.membership import LEASE_IN_REDIS, Directory, Registrar
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.journal import BlockJournal
 from common.kv.layout import KVLayout
-from router.index.kv_event_subscriber import Follower
+from router.index.kv_event_subscriber import KvEventSubscriber
 from router.index.prefix_index import PrefixIndex
 
 LEASE_S = 0.6
@@ -90,9 +90,9 @@ class ARouter:
     def __init__(self, url: str, cluster: str, lease_s: float = LEASE_S, clock: Clock = monotonic) -> None:
         self.index = PrefixIndex(1_000_000, clock=clock)
         self.loads: dict[str, NodeLoad] = {}
-        self.follower = Follower(url, cluster, self.index, loads=lambda: self.loads, clock=clock)
+        self.subscriber = KvEventSubscriber(url, cluster, self.index, loads=lambda: self.loads, clock=clock)
         poll_s = lease_s * (1 - LEASE_IN_REDIS)
-        self.directory = Directory(url, cluster, self.follower.set_nodes, poll_s, grace_s=lease_s, clock=clock)
+        self.directory = Directory(url, cluster, self.subscriber.set_nodes, poll_s, grace_s=lease_s, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
 
     def holds(self, incarnation: str, blocks: list[bytes]) -> bool:
@@ -100,7 +100,7 @@ class ARouter:
         return self.index.held(incarnation) == len(blocks) == self.index.match(blocks).get(incarnation, 0)
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self.directory.run()), asyncio.create_task(self.follower.run())]
+        self._tasks = [asyncio.create_task(self.directory.run()), asyncio.create_task(self.subscriber.run())]
 
     async def stop(self) -> None:
         await _end(self._tasks)

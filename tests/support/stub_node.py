@@ -42,7 +42,8 @@ from common.control.messages import (
     TokenLogprobs,
 )
 from common.kv.layout import KVLayout
-from router.service import Router, bind, http_server
+from router.http.server import bind, http_server
+from router.router import Router
 
 MAX_LEN = 512
 CHAT_TEMPLATE = (

@@ -1,4 +1,4 @@
-"""What the router process is and is not made of, and how it starts."""
+"""What the router process imports, and what ends its start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.stub_node import make_model_folder
 
 from common.base.errors import ConfigError
 from common.config.options import RouterConfig
-from router.service import Router, http_server, serve
+from router.service import serve
 
 
 def test_router_imports_no_torch_no_transformers_and_no_kvtransfer() -> None:
@@ -46,35 +46,3 @@ def test_wrong_configuration_ends_the_start_and_frees_the_port(tmp_path: Path) -
             asyncio.run(serve(config))
     with socket.socket() as again:
         again.bind(("127.0.0.1", port))
-
-
-def test_idle_connections_outlive_those_of_load_balancers() -> None:
-    """Seen at others: one request in thousands gets a 502, whenever it goes out on a connection as the server closes it."""
-
-    async def idle_s() -> float:
-        config = RouterConfig()
-        router = Router(config)
-        try:
-            return http_server(router, config, None).config.timeout_keep_alive
-        finally:
-            router.close()
-
-    assert asyncio.run(idle_s()) > 60
-
-
-def test_connections_leave_descriptors_for_the_links() -> None:
-    """In a shell that allows few, as many do: more are taken where the hard limit allows them, else fewer clients are."""
-    program = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
-from router.service import _most_connections
-print(_most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-"""
-
-    def most(hard: int) -> list[int]:
-        command = [sys.executable, "-c", program, str(hard)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        return list(map(int, done.stdout.split()))
-
-    assert most(10_000) == [10_000 - 4096, 10_000]
-    assert most(1000) == [500, 1000]

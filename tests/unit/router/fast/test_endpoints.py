@@ -11,11 +11,13 @@ import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from common.base.errors import BadRequest
-from router.fast.endpoints import Front
-from router.http.answer import JsonResponse
+from router.fast.endpoints import DirectEndpoints
+from router.http.api_keys import KeyGuard
 from router.http.openai_format import ChatFormat, FormatOptions, TextFormat, sse, to_json
+from router.http.responses import JsonResponse
 from router.requests.generation import Delta
 from router.text.tokenizer import Tokenizer
 
@@ -43,9 +45,13 @@ def app() -> FastAPI:
     return made
 
 
+def guard(inner: ASGIApp) -> ASGIApp:
+    return KeyGuard(inner, ("key",), lambda status: None)
+
+
 def call(path: str, method: str = "POST", body: bytes = b"", key: str = "key") -> tuple[int, str]:
     async def send() -> tuple[int, str]:
-        transport = httpx.ASGITransport(Front(app(), ("key",)))
+        transport = httpx.ASGITransport(DirectEndpoints(app(), guard))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
             answer = await http.request(method, path, content=body, headers={"authorization": f"Bearer {key}"})
             return answer.status_code, answer.text

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 
 from common.base.errors import Unavailable
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
-from router.fast.http_connection import Client
+from router.fast.http_connection import DisconnectListener
 from router.http.answer import Answer
 from router.http.openai_format import ChatFormat, FormatOptions, TextFormat
 from router.metrics import Metrics
@@ -38,7 +38,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def _begin(dispatcher: Dispatcher, name: str, client: Client) -> Answer:
+def _begin(dispatcher: Dispatcher, name: str, client: DisconnectListener) -> Answer:
     answer, request = Answer(), GenerationRequest(EngineRequest([0] * 100, SamplingParams(seed=0, max_tokens=2)))
     answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
     answer.watch(client)
@@ -76,7 +76,7 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
         await scene(answer)
         answer.close()
 
-    client = Client()
+    client = DisconnectListener()
 
     async def main() -> None:
         dispatcher = Dispatcher(DispatchSettings(), Metrics())

@@ -10,7 +10,7 @@ from common.base.clock import MockClock
 from common.base.hashing import hash_blocks, root_hash
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
-from router.index.kv_event_subscriber import SILENCE_S, Followed, Follower
+from router.index.kv_event_subscriber import SILENCE_S, KvEventSubscriber, NodeStream
 from router.index.metrics import IndexCollector
 from router.index.prefix_index import PrefixIndex
 
@@ -48,17 +48,17 @@ def test_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog: pytest.
     """By a metric and in the log. That blocks do arrive is seen with real nodes in every cell of the fault matrix."""
     clock, index = MockClock(), PrefixIndex(clock=MockClock())
     loads = {"a": NodeLoad(kv_blocks_cached=4), "empty": NodeLoad()}
-    follower = Follower("redis://127.0.0.1:1/0", "c", index, loads=lambda: loads, clock=clock)
+    subscriber = KvEventSubscriber("redis://127.0.0.1:1/0", "c", index, loads=lambda: loads, clock=clock)
     layout, model = KVLayout("model", 1, 1, 8, "float32"), ModelInfo("m", "/m", 100, 100)
-    follower.set_nodes(
+    subscriber.set_nodes(
         NodeRecord("prefill", PeerRef(f"node-{name}", name, "tcp://x", []), model, layout, 100, 0.0) for name in loads
     )
     for _ in range(3):
         clock.advance(SILENCE_S * 0.6)
-        follower._judge()
-    assert follower.silent == ["a"]
+        subscriber._judge()
+    assert subscriber.silent == ["a"]
     assert "none of them ever reached the prefix index" in caplog.text
-    samples = {sample.name: sample.value for m in IndexCollector(index, follower).collect() for sample in m.samples}
+    samples = {sample.name: sample.value for m in IndexCollector(index, subscriber).collect() for sample in m.samples}
     assert samples["kvrelay_index_nodes_silent"] == 1
 
 
@@ -72,20 +72,20 @@ def test_one_tenants_blocks_are_not_anothers_hits() -> None:
 def test_a_malformed_stream_entry_is_that_nodes_trouble_alone() -> None:
     async def main() -> None:
         index = PrefixIndex()
-        follower = Follower("redis://127.0.0.1:1", "test", index)
-        followed = follower._followed["a"] = Followed("a", last=0)
+        subscriber = KvEventSubscriber("redis://127.0.0.1:1", "test", index)
+        stream = subscriber._streams["a"] = NodeStream("a", last=0)
         entries = [(b"1-0", {b"at": b"soon", b"stored": b"short"}), (b"2-0", {b"stored": b"".join(chain(0))})]
-        await follower._apply(followed, entries)
-        assert (followed.last, index.match(chain(0))) == (2, {"a": 8})
+        await subscriber._apply(stream, entries)
+        assert (stream.last, index.match(chain(0))) == (2, {"a": 8})
         more = chain(0, 12)
         entries = [
             (b"3-0", {b"tier": b"host", b"stored": b"".join(more[8:10])}),
             (b"4-0", {b"tier": b"tape", b"stored": b"".join(more[10:])}),
         ]
-        await follower._apply(followed, entries)
-        assert (followed.last, index.match(more)) == (4, {"a": 10})
+        await subscriber._apply(stream, entries)
+        assert (stream.last, index.match(more)) == (4, {"a": 10})
         assert index.tiers("a") == {"device": 8, "host": 2}
-        await follower._client.aclose()
+        await subscriber._client.aclose()
 
     asyncio.run(main())
 
@@ -101,14 +101,14 @@ def test_without_redis_the_index_is_kept_tidy_all_the_same(monkeypatch: pytest.M
     assert len(index._numbers) > 200
     clock.advance(60.0)
     index.match(chain(0))  # by now nothing of that is believed any more
-    follower = Follower("redis://127.0.0.1:1/0", "c", index, clock=clock)
+    subscriber = KvEventSubscriber("redis://127.0.0.1:1/0", "c", index, clock=clock)
 
     async def main() -> None:
-        following = asyncio.create_task(follower.run())
+        following = asyncio.create_task(subscriber.run())
         async with asyncio.timeout(10):
             while len(index._numbers) > 64:
                 await asyncio.sleep(0.005)
-        assert follower.away
+        assert subscriber.away
         following.cancel()
         await asyncio.wait([following])
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from common.base.errors import RequestTimeout
-from router.http.api import body_deadlines, read_body
+from router.http.body import body_deadlines, read_body
 from router.requests.deadlines import Deadlines
 
 LONG_S = 0.2

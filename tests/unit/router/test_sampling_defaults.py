@@ -14,10 +14,10 @@ from common.base.errors import BadRequest, ConfigError
 from common.config.groups import GenerationConfig
 from common.control.messages import SamplingParams
 from common.model.hub import DEMO_MODEL_PATH
-from router.http.api import _generation_request, _Origin
+from router.http.build_request import Caller, _generation_request
 from router.http.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase
-from router.http.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.model_catalog import ModelCatalog, ServedModel, load
+from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 
 QWEN25 = {
     "do_sample": True,
@@ -53,7 +53,7 @@ def served(folder: Path, generation_config: GenerationConfig = "auto") -> Served
 
 
 def asked(body: CompletionRequestBase, model: ServedModel, prompt_len: int = 5) -> SamplingParams:
-    return _generation_request(body, model, [7] * prompt_len, "messages", _Origin("", "")).engine.sampling
+    return _generation_request(body, model, [7] * prompt_len, "messages", Caller("", "")).engine.sampling
 
 
 def chat(**fields: Any) -> ChatRequest:

@@ -1,0 +1,70 @@
+"""Reads request bodies: content type, size limit, time limit. Runs on the router's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from common.base.errors import ClientError, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
+from router.http.request_headers import header
+from router.requests.deadlines import Deadlines
+
+_DRAIN_BYTES = 64 * 2**20
+"""How much of a refused body is read and discarded, so that the client reads the refusal; then the router stops reading."""
+
+
+def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
+    """The deadlines that `read_body` needs: each cancels a task that still waits for its body."""
+
+    def late(task: asyncio.Task[Any]) -> None:
+        task.cancel()
+
+    return Deadlines(timeout_s, late)
+
+
+async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]]) -> bytes:
+    """The body of a request whose content type is JSON. Most of a refused body is read and discarded: a client that is still
+    sending would not see the response.
+
+    Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
+    """
+    declared = header(request.scope, b"content-length")
+    refused: ClientError | None = _too_large(limit) if declared.isdigit() and int(declared) > limit else None
+    if header(request.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+        refused = UnsupportedMediaType("the body must be sent with Content-Type: application/json")
+    size = 0
+    parts: list[bytes] = []
+    task = asyncio.current_task()
+    assert task is not None
+    deadlines.add(task)
+    try:
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size > limit and refused is None:
+                refused = _too_large(limit)
+            if refused is None:
+                parts.append(part)
+            else:
+                parts.clear()
+                if size > _DRAIN_BYTES:
+                    break
+    except asyncio.CancelledError:
+        if task in deadlines or task.uncancel():
+            raise  # cancelled for another reason
+        refused = refused or RequestTimeout(f"the body did not arrive within {deadlines.timeout_s:g} s")
+    finally:
+        deadlines.remove(task)
+    if refused is not None:
+        raise refused
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than the {limit} bytes that this server accepts")

@@ -1,0 +1,63 @@
+"""HTTP responses: a stream of events, JSON, errors in OpenAI's shape. Router process, event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.base.errors import KvRelayError
+from router.fast.yield_turn import yield_turn
+from router.http.answer import Answer
+from router.http.openai_format import error_body, to_json
+from router.http.response_headers import RawHeaders
+
+# Both responses write their headers themselves: the framework's way to them takes longer than all the rest.
+
+
+class EventStream(Response):
+    """An SSE response that owns its answer: however it ends, the answer is closed."""
+
+    def __init__(self, answer: Answer, body: AsyncIterator[tuple[bytes, bool]], headers: RawHeaders) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            *headers,
+        ]
+        self._answer = answer
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await yield_turn()
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data, more in self._body:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        finally:
+            self._answer.close()
+
+
+class JsonResponse(Response):
+    """A JSON body; bytes are one already."""
+
+    def __init__(self, content: object, status_code: int = 200, headers: RawHeaders | None = None) -> None:
+        self.status_code = status_code
+        self.background = None
+        self.body = content if isinstance(content, bytes) else to_json(content)
+        self.raw_headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(self.body)),
+            *(headers or []),
+        ]
+
+
+def error_response(error: KvRelayError, headers: RawHeaders | None = None) -> JsonResponse:
+    """An error with its status, in OpenAI's shape."""
+    extra = list(headers or [])
+    retry_after = getattr(error, "retry_after_s", 1.0 if error.http_status == 503 else None)
+    if retry_after is not None:
+        extra.append((b"retry-after", b"%d" % max(1, round(retry_after))))
+    return JsonResponse(error_body(error), error.http_status, extra)

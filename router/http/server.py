@@ -1,0 +1,101 @@
+"""The HTTP server of a router: its listening socket, uvicorn, and the application in it. Router process, event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from common.base.errors import ConfigError
+from common.base.process import allow_files
+from common.cluster.membership import Directory
+from common.config.options import RouterConfig
+from router.fast.endpoints import DirectEndpoints
+from router.fast.http_connection import HttpConnection
+from router.http.api import Services, build
+from router.http.api_keys import KeyGuard
+from router.http.body import body_deadlines
+from router.router import Router
+
+BODY_TIMEOUT_S = 60.0
+"""Time limit for a request body to arrive."""
+_MAX_CONNECTIONS = 16_384
+"""With more open connections (idle ones count) or requests, uvicorn answers 503."""
+_OTHER_FILES = 4096
+"""File descriptors reserved for everything else, mainly the links to the nodes."""
+_UNREAD_S = 60.0
+"""The connection of a client that reads nothing for this long is closed, which frees its place."""
+_IDLE_S = 65
+"""Keep-alive timeout: longer than the minute that is usual for load balancers and clients. A request sent on a connection
+that the router closes at that moment is lost, and the user gets a 502.
+"""
+_GRACE_S = 3.0
+"""Time for connections to end once every request was told that the router stops."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the caller stops it by `should_exit`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises: ConfigError when the address cannot be used.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is not a valid host name
+        raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only; accepted connections inherit it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_S))
+        sock.bind((host, port))
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return sock
+
+
+def _most_connections() -> int:
+    files = allow_files(_MAX_CONNECTIONS + _OTHER_FILES)
+    return min(_MAX_CONNECTIONS, max(files - _OTHER_FILES, files // 2))
+
+
+def http_server(router: Router, config: RouterConfig, directory: Directory | None) -> uvicorn.Server:
+    """The HTTP server of a router; not started."""
+    services = Services(
+        dispatcher=router.dispatcher,
+        catalog=router.catalog,
+        metrics=router.metrics,
+        degraded=lambda: router.degraded(directory),
+        max_body_bytes=int(config.max_body_mb * 1e6),
+        body_deadlines=body_deadlines(BODY_TIMEOUT_S),
+        api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
+    )
+    app = build(services)
+    settings = uvicorn.Config(
+        DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error)),
+        proxy_headers=False,
+        http=HttpConnection,
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=1024,
+        limit_concurrency=_most_connections(),
+        timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=int(_GRACE_S),
+    )
+    return _Server(settings)

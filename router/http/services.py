@@ -1,0 +1,28 @@
+"""What the HTTP routes work with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from router.metrics import Metrics
+from router.model_catalog import ModelCatalog
+from router.requests.deadlines import Deadlines
+from router.requests.dispatch import Dispatcher
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts of the router that routes call."""
+
+    dispatcher: Dispatcher
+    catalog: ModelCatalog
+    metrics: Metrics
+    degraded: Callable[[], str]
+    """What is wrong with Redis; empty if nothing is."""
+    max_body_bytes: int
+    body_deadlines: Deadlines[asyncio.Task[Any]]
+    """As `router.http.body.body_deadlines` makes them."""
+    api_keys: tuple[str, ...] = ()

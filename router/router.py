@@ -1,0 +1,80 @@
+"""The parts of a router, put together: model, metrics, prefix index, dispatcher. Runs on the router's event loop."""
+
+from __future__ import annotations
+
+from common.cluster.membership import Directory
+from common.config.options import RouterConfig
+from common.control.messages import NodeRecord
+from router.index.kv_event_subscriber import KvEventSubscriber
+from router.index.metrics import IndexCollector
+from router.index.prefix_index import PrefixIndex
+from router.metrics import Metrics
+from router.model_catalog import ModelCatalog
+from router.requests.admission import Objectives
+from router.requests.dispatch import Dispatcher, DispatchSettings
+
+
+class Router:
+    """All parts of a router but the HTTP server and the directory of nodes. Must be created on the event loop.
+
+    Raises: ConfigError for an unknown policy.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.metrics = Metrics()
+        self.catalog = ModelCatalog(
+            model=config.model,
+            served_model_name=config.served_model_name,
+            chat_template=config.chat_template,
+            generation_config=config.generation_config,
+        )
+        settings = DispatchSettings(
+            lease_s=config.lease_s,
+            request_timeout_s=config.request_timeout_s,
+            max_waiting=config.max_waiting,
+            local_prefill_tokens=config.local_prefill_tokens,
+            policy=config.policy,
+            max_attempts=config.max_attempts,
+            objectives=Objectives(config.slo_ttft, config.slo_tpot),
+            max_queue_wait_s=config.max_queue_wait_s,
+        )
+        self.index = PrefixIndex(config.index_blocks)
+        self.dispatcher = Dispatcher(settings, self.metrics, index=self.index)
+        self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers)
+        self.subscriber: KvEventSubscriber | None = None
+        self.metrics.watch_queue(
+            lambda: self.dispatcher.running,
+            lambda: self.dispatcher.waiting,
+            lambda: len(self.dispatcher.admission_queue),
+        )
+
+    def set_nodes(self, records: list[NodeRecord]) -> None:
+        """Use these nodes and no others: the ones that membership lists now."""
+        accepted = self.catalog.accept(records)
+        self.dispatcher.set_nodes(accepted)
+        if self.subscriber is not None:
+            self.subscriber.set_nodes(accepted)
+
+    def subscribe(self, redis_url: str, cluster: str) -> KvEventSubscriber:
+        """Feed the prefix index with the KV events that nodes publish in Redis, once the returned subscriber runs."""
+        nodes = self.dispatcher.nodes
+        loads = lambda: {node.incarnation: node.load for node in nodes.known()}  # noqa: E731
+        self.subscriber = KvEventSubscriber(redis_url, cluster, self.index, loads=loads)
+        self.metrics.registry.register(IndexCollector(self.index, self.subscriber))
+        return self.subscriber
+
+    def degraded(self, directory: Directory | None) -> str:
+        """What is wrong with Redis, in a few words; empty if nothing is."""
+        subscriber = self.subscriber
+        if (directory is not None and directory.degraded) or (subscriber is not None and subscriber.away):
+            return "away: serving with the nodes known"
+        if directory is not None and directory.unrenewed:
+            return f"{len(directory.unrenewed)} nodes answer whose records have ended: it takes no writes"
+        if subscriber is not None and subscriber.silent:
+            return f"{len(subscriber.silent)} nodes' blocks never reached the prefix index"
+        return ""
+
+    def close(self) -> None:
+        """End all requests, close all links."""
+        self.catalog.close()
+        self.dispatcher.close()
