@@ -1,4 +1,4 @@
-"""Which kernels a rank's model uses. Decided once, before it loads."""
+"""The choice of kernels for a rank's model. Made once, before it loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.kernels.torch_kernels import TORCH
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """flashinfer's on a card for activations of 16 bits, else PyTorch's. dtype: of activations and norm weights."""
+    """flashinfer's on a GPU for activations of 16 bits, else PyTorch's. dtype: of activations and norm weights."""
     if device.type != "cuda" or dtype not in DTYPES:
         return TORCH
     flashinfer = find_flashinfer(device).flashinfer

@@ -15,10 +15,10 @@ from common.kernels.base import Kernels, Rotary
 from common.kernels.torch_kernels import TORCH
 
 HEAD_DIMS = (64, 128, 256)
-"""For which flashinfer compiles attention, KV append and rope."""
+"""Head sizes for which flashinfer compiles attention, KV append and rope."""
 DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNED_BYTES = 16
-"""Of a row of gate and of up: what one thread loads at once."""
+"""Alignment of the rows of gate and of up: what one thread loads at once."""
 
 
 class FlashInferKernels(Kernels):
@@ -74,7 +74,7 @@ class _TabledRotation:
 
 
 class _TabledRotary:
-    """`Rotary` with the cosines and sines of all positions, so that a step computes none."""
+    """`Rotary` with a table of the cosines and sines of all positions."""
 
     def __init__(self, kernels: FlashInferKernels, inverse_frequencies: Tensor, max_positions: int) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32, device=inverse_frequencies.device)

@@ -16,11 +16,11 @@ E4M3_MAX = 448.0
 
 
 def narrow(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """`x` as a cache of `dtype` stores it: as it is, or in e4m3 divided by `scale`, with what is too large cut off."""
+    """`x` as a cache of `dtype` stores it: as it is, or in e4m3 divided by `scale`, clamped to e4m3's range."""
     if dtype != E4M3:
         return x.to(dtype)
     wide = x.float() if scale == 1.0 else x.float() / scale
-    # Newer versions of PyTorch cut off by themselves, older ones make NaN of it.
+    # Newer versions of PyTorch clamp by themselves, older ones give NaN.
     return wide.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
@@ -35,7 +35,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def words_of(x: Tensor) -> Tensor:
-    """The same memory as a dtype that indexed copies exist for: bytes where `x` is e4m3."""
+    """The same memory, viewed as bytes if `x` is e4m3, for which PyTorch has no indexed copies."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x
 
 

@@ -24,7 +24,7 @@ _MIN_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Library:
-    """flashinfer, or the reason for doing without."""
+    """flashinfer, or the reason why it is not used."""
 
     flashinfer: ModuleType | None
     reason: str = ""
@@ -32,7 +32,7 @@ class Library:
 
 @functools.cache
 def find_flashinfer(device: torch.device) -> Library:
-    """flashinfer for `device`. Where it cannot be had on a card, says so in the log, once."""
+    """flashinfer for `device`. Warns in the log, once, where a GPU has to do without it."""
     found = _find(device)
     if found.flashinfer is None and device.type == "cuda":
         log.warning("attention and norms run as plain PyTorch operations, which is slower: %s", found.reason)
@@ -44,8 +44,8 @@ def _find(device: torch.device) -> Library:
         return Library(None, f"flashinfer needs CUDA, not {device.type}")
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
-        return Library(None, f"flashinfer needs compute capability 8.0, this card has {capability[0]}.{capability[1]}")
-    # From 0.7 on norms would come from another compiler where that is installed; ours are compiled ahead.
+        return Library(None, f"flashinfer needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}")
+    # From 0.7 on norms use another compiler where it is installed; the precompiled ones are these.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     _find_ninja()
     try:
@@ -53,7 +53,8 @@ def _find(device: torch.device) -> Library:
     except (ImportError, OSError, RuntimeError) as error:
         return Library(None, f"flashinfer cannot be imported: {error}")
     log.info(
-        "flashinfer %s: kernels that were not compiled ahead compile at first use, for minutes", flashinfer.__version__
+        "flashinfer %s: kernels that are not precompiled are compiled at first use, which takes minutes",
+        flashinfer.__version__,
     )
     try:
         _run_one(flashinfer, device)
@@ -63,8 +64,8 @@ def _find(device: torch.device) -> Library:
 
 
 def _find_ninja() -> None:
-    """flashinfer runs the program `ninja`. The package of that name puts it into the `bin` of the virtual environment that
-    it is installed in, which is on PATH only where that environment was activated."""
+    """Put `ninja`, which flashinfer runs, on PATH. Its package installs it into the virtual environment's `bin`, which is
+    on PATH only where that environment was activated."""
     if shutil.which("ninja") is not None:
         return
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -75,7 +76,7 @@ def _find_ninja() -> None:
 
 
 def _run_one(flashinfer: ModuleType, device: torch.device) -> None:
-    """Load or compile a small kernel, and run it: there may be no compiler here, or kernels for another card."""
+    """Load or compile a small kernel, and run it: the compiler may be missing, or the kernels made for another GPU."""
     x = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
     flashinfer.rmsnorm(x, x[0])
     torch.cuda.synchronize(device)

@@ -1,6 +1,6 @@
 """The safetensors files of a model directory and their headers, read with the standard library alone.
 
-Used at start-up by whoever loads or fingerprints weights; no torch.
+Used at start-up, to load and to fingerprint weights. No torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_header(file: Path) -> Header:
         raise ConfigError(f"{file} is not a safetensors file: its header is corrupt") from error
     end = max((hi for _, hi in spans.values()), default=0)
     if end > size:
-        raise ConfigError(f"{file} is truncated: {size} bytes, its header promises {end}")
+        raise ConfigError(f"{file} is truncated: {size} bytes, but its header describes {end}")
     return Header(raw, size, spans)
 
 

@@ -1,4 +1,4 @@
-"""From a model directory to a model ready to run, with progress on long loads. Runs on a rank's main thread."""
+"""Loads a rank's part of a model, with progress reports. Runs on a rank's main thread."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def load_model(
 ) -> DecoderModel:
     """Build this rank's part of the model of `config`, of the weights in `path` or random ones (format "dummy").
 
-    `dtype` "auto" takes the files' own. `small_batches` False leaves out what only single-row steps need
+    `dtype` "auto" means that of the files. `small_batches` False leaves out what only single-row steps need
     (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one
-    stage. All ranks of `mesh` load at the same time, with the same arguments; each reads the bytes of its own part alone.
+    stage. All ranks of `mesh` load at the same time, with the same arguments; each reads only the bytes of its own part.
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
     cannot be split into and for ranks that would compute in different dtypes; RankLost.
     """
@@ -54,9 +54,9 @@ def load_model(
         raise ConfigError(f"unknown load format {load_format!r}; known: {', '.join(LOAD_FORMATS)}")
     check_parallel(config, mesh.place.tp_size, pp_layers)
     if mesh.place.pp_size != max(1, len(pp_layers)):
-        raise ConfigError(f"pipeline split {list(pp_layers)} is not one of {mesh.place.pp_size} stages")
+        raise ConfigError(f"pipeline split {list(pp_layers)} does not have {mesh.place.pp_size} stages")
     precision = Precision.choose(config.resolve_dtype(dtype), small_batches=small_batches, device=device)
-    # Hosts may differ in what they compute well in, and a stage expects hidden states of one dtype.
+    # Hosts may differ in the dtypes that they choose, and a stage expects hidden states of one dtype.
     mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
     weights = (
         DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(path, config.quantization, device)

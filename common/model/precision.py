@@ -1,10 +1,10 @@
-"""The one rule of which dtype a batch computes in. Decided once per process, when a model loads.
+"""The rule for which dtype a batch computes in. Applied once per process, when a model loads.
 
-On a card everything computes in the dtype of the weights. A CPU without native bfloat16 arithmetic (no AVX512-BF16, no AMX) emulates bf16 GEMMs: measured on one such
-machine, packed, 14-20 GB/s of weights at one row but 24 GFLOP/s at 8 rows and 47 at 512, where fp32 does 57 and
-165-250. There a single row, bound by reading weights, runs on the bf16 weights, and from two rows on the whole
-forward runs in fp32, on fp32 copies of the same bf16 values. That costs three times the memory of the bf16
-weights; a node that never sees single rows (`small_batches=False`) leaves out the bf16 copy.
+On a GPU everything computes in the dtype of the weights. A CPU without native bfloat16 arithmetic (no AVX512-BF16, no
+AMX) emulates bf16 GEMMs: measured on one such machine, packed, 14-20 GB/s of weights at one row but 24 GFLOP/s at 8 rows
+and 47 at 512, where fp32 does 57 and 165-250. There a single row, bound by reading weights, runs on the bf16 weights,
+and from two rows on the whole forward runs in fp32, on fp32 copies of the same bf16 values. That costs three times the
+memory of the bf16 weights; a node that never sees single rows (`small_batches=False`) leaves out the bf16 copy.
 Activations of a wide batch are thus more exact than bf16, never less.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NARROW_ROWS = 1
-"""Up to so many rows reading weights is the cost, not arithmetic (at 2, emulated bf16 already loses to fp32)."""
+"""Up to this many rows a product is bound by reading weights, not by arithmetic (at 2, emulated bf16 already loses)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Precision:
     wide: torch.dtype
 
     def for_rows(self, rows: int) -> torch.dtype:
-        """The dtype of activations and weights in a product with so many rows."""
+        """The dtype of activations and weights in a product with this many rows."""
         return self.narrow if rows <= _NARROW_ROWS else self.wide
 
     @property

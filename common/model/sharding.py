@@ -44,10 +44,10 @@ def _weights_per_hidden(layer: LayerDescription) -> int:
 
 
 def split_layers(
-    num_layers: int, pp_size: int, explicit: tuple[int, ...] | None = None, head: float = 0.0
+    num_layers: int, pp_size: int, explicit: tuple[int, ...] | None = None, lm_head: float = 0.0
 ) -> tuple[int, ...]:
-    """Layers per pipeline stage: `explicit` if given, else so that the largest stage is as small as can be, the later
-    stages holding fewer. `head`: the last stage also computes the head, which is worth so many layers.
+    """Layers per pipeline stage: `explicit` if given, else so that the largest stage is as small as possible; later
+    stages hold fewer. `lm_head`: the last stage also computes the LM head, which costs as much as this many layers.
 
     Raises: ConfigError if a stage would be empty or `explicit` fits neither `pp_size` nor `num_layers`.
     """
@@ -57,11 +57,11 @@ def split_layers(
         before = pp_size - 1
         if not before:
             return (num_layers,)
-        last = min(range(1, num_layers - before + 1), key=lambda n: max(-(-(num_layers - n) // before), n + head))
+        last = min(range(1, num_layers - before + 1), key=lambda n: max(-(-(num_layers - n) // before), n + lm_head))
         each, rest = divmod(num_layers - last, before)
         return (*(each + (stage < rest) for stage in range(before)), last)
     if len(explicit) != pp_size:
-        raise ConfigError(f"pipeline split {list(explicit)} has {len(explicit)} stages, asked for are {pp_size}")
+        raise ConfigError(f"pipeline split {list(explicit)} has {len(explicit)} stages, not the {pp_size} asked for")
     _check_stages(explicit, num_layers)
     return tuple(explicit)
 
@@ -117,5 +117,5 @@ def vocab_range(vocab_size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
 
 
 def vocab_rows(vocab_size: int, tp_size: int) -> int:
-    """Rows of every rank's share of the vocabulary; where it holds fewer ids the rest is padding."""
+    """Rows of every rank's share of the vocabulary; ranks that hold fewer ids pad theirs."""
     return -(-vocab_size // tp_size)

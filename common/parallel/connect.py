@@ -1,4 +1,4 @@
-"""From places to a mesh: the ranks meet, and build the groups that they need. Runs on a rank's main thread."""
+"""Connecting a node's ranks: they meet, and build the process groups that they need. Runs on a rank's main thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class TensorGroup(Protocol):
-    """The ranks of one stage; methods as in `Mesh`."""
+    """The ranks of one pipeline stage; methods as in `Mesh`."""
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
@@ -77,14 +77,14 @@ def connect_mesh(
     listener: socket.socket | None = None,
     device: torch.device = CPU,
 ) -> Mesh:
-    """Meet the node's other ranks. Blocks until all are here and connected.
+    """Connect to the node's other ranks. Blocks until all are connected.
 
     Rank 0 listens on `master_address:master_port`, or on `listener` if it is given, a listening socket that it
     takes over. Everything else is bound to `interface`, an interface's name or an address of this host.
     `timeout_s` bounds the meeting and later every single exchange, and must exceed the longest step.
     `same_host`: all ranks of a stage are on this host and may share memory; where they cannot, they use TCP.
-    `device`: what they exchange is there, on each rank's own card of one kind or on the CPU.
-    Raises: RankLost naming who did not come in time; ConfigError if ranks disagree on the sizes, or for an
+    `device`: where the exchanged tensors are: each rank's own GPU, or the CPU.
+    Raises: RankLost naming the ranks that did not connect in time; ConfigError if ranks disagree on the sizes, or for an
     address or interface that cannot be used.
     """
     if place.world_size == 1:
@@ -103,18 +103,18 @@ def connect_mesh(
             opened.append(group)
         pipeline: PipelineLink | None = None
         if place.pp_size > 1:
-            names = [stage * place.tp_size + place.tp_rank for stage in range(place.pp_size)]
+            ranks = [stage * place.tp_size + place.tp_rank for stage in range(place.pp_size)]
             store = meeting.group_store(f"pipeline/{place.tp_rank}")
             make = make_nccl_group if device.type == "cuda" else make_group
-            stages = make(store, place.pp_rank, names, interface, timeout_s)
-            pipeline = PipelineLink(stages, place.pp_rank, names, device)
+            stages = make(store, place.pp_rank, ranks, interface, timeout_s)
+            pipeline = PipelineLink(stages, place.pp_rank, ranks, device)
             opened.append(pipeline)
         meeting.agree("connection", "made")
     except BaseException:
         for part in (*opened, meeting):
             part.close()
         raise
-    log.info("%s is connected, sums by %s", place, "nobody" if group is None else type(group).__name__)
+    log.info("%s is connected; all-reduce by %s", place, "none" if group is None else type(group).__name__)
     return RankMesh(place, meeting, group, pipeline)
 
 
@@ -159,5 +159,5 @@ def _segment(place: RankPlace, name: str | None) -> Segment | None:
             return Segment.create(place.tp_rank, place.tp_size)
         return Segment.attach(name, place.tp_rank, place.tp_size)
     except (OSError, ValueError) as error:
-        log.warning("%s cannot share memory in %s, sums go over TCP: %s", place, futex.SHM_DIR, error)
+        log.warning("%s cannot share memory in %s, all-reduces go over TCP: %s", place, futex.SHM_DIR, error)
         return None

@@ -32,7 +32,7 @@ _syscall = _futex_call() if AVAILABLE else None
 
 
 def wait(address: int, expected: int, timeout_s: float) -> None:
-    """Sleep while the 32-bit word at `address` is `expected`, at most `timeout_s`. May return early for no reason."""
+    """Sleep while the 32-bit word at `address` is `expected`, at most `timeout_s`. May return early."""
     assert _syscall is not None
     seconds, fraction = divmod(timeout_s, 1.0)
     limit = _Timespec(int(seconds), int(fraction * 1e9))
@@ -40,6 +40,6 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all who wait on `address`, in any process."""
+    """Wake all threads that wait on `address`, in any process."""
     assert _syscall is not None
     _syscall(_SYS_FUTEX, address, _WAKE, _ALL, None)

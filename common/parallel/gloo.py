@@ -1,6 +1,6 @@
-"""Exchanges among ranks on any hosts: torch's gloo over TCP, in groups of their own. Runs on ranks' engine threads.
+"""Collectives among ranks on any hosts, by torch's gloo over TCP. Runs on ranks' engine threads.
 
-Groups are built from a store and an interface, never from torch's global default group.
+Groups are built from a store and an interface; torch's global default group is never used.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _Group = Any
 """A `ProcessGroupGloo`, most of whose methods torch's stubs do not know."""
 
 
-def make_group(store: Store, index: int, names: list[int], interface: str, timeout_s: float) -> _Group:
-    """The gloo group of the ranks `names`, of which this is the `index`-th; listens on `interface` only.
+def make_group(store: Store, index: int, ranks: list[int], interface: str, timeout_s: float) -> _Group:
+    """The gloo group of the `ranks`, of which this is the `index`-th; listens on `interface` only.
 
     `interface` is a network interface's name or an address of this host.
     Raises: ConfigError if there is no such interface; RankLost if a member did not connect within `timeout_s`.
@@ -38,9 +38,9 @@ def make_group(store: Store, index: int, names: list[int], interface: str, timeo
     except RuntimeError as error:
         raise ConfigError(f"cannot use network interface {interface!r}: {_first_line(error)}") from error
     try:
-        return ProcessGroupGloo(store, index, len(names), options)
+        return ProcessGroupGloo(store, index, len(ranks), options)
     except RuntimeError as error:
-        raise RankLost(f"ranks {names} did not connect to each other on {interface}: {_first_line(error)}") from error
+        raise RankLost(f"ranks {ranks} did not connect to each other on {interface}: {_first_line(error)}") from error
 
 
 def _device(interface: str) -> object:
@@ -54,23 +54,23 @@ def _device(interface: str) -> object:
 class GlooGroup:
     """The ranks of one pipeline stage, on any hosts."""
 
-    def __init__(self, group: _Group, index: int, names: list[int]) -> None:
+    def __init__(self, group: _Group, index: int, ranks: list[int]) -> None:
         self._group = group
         self._index = index
-        self._names = names
+        self._ranks = ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Mesh.all_reduce`."""
-        _complete(lambda: self._group.allreduce([x]), f"sum among ranks {self._names}")
+        _complete(lambda: self._group.allreduce([x]), f"all-reduce among ranks {self._ranks}")
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
         """See `Mesh.gather_columns`."""
-        parts = [torch.empty_like(x) for _ in self._names] if self._index == 0 else []
+        parts = [torch.empty_like(x) for _ in self._ranks] if self._index == 0 else []
         options = GatherOptions()
         options.rootRank = 0
         outputs = [parts] if parts else []
-        _complete(lambda: self._group.gather(outputs, [x], options), f"gather among ranks {self._names}")
+        _complete(lambda: self._group.gather(outputs, [x], options), f"gather among ranks {self._ranks}")
         return torch.cat(parts, 1) if parts else None
 
     def close(self) -> None:
@@ -81,15 +81,15 @@ class PipelineLink:
     """Hidden states from one pipeline stage to the next, among the ranks with one `tp_rank`.
 
     Sends complete in the background, so that a stage computes its next micro-batch while the next stage is
-    still busy with an earlier one. Both ends count, so that what was sent first is received first.
+    still busy with an earlier one. Both ends count, so that messages are received in the order of sending.
     """
 
-    def __init__(self, group: _Group, pp_rank: int, names: list[int], device: torch.device = CPU) -> None:
+    def __init__(self, group: _Group, pp_rank: int, ranks: list[int], device: torch.device = CPU) -> None:
         self._group = group
         self._device = device
         self._pp_rank = pp_rank
-        self._names = names
-        self._most_in_flight = len(names)
+        self._ranks = ranks
+        self._most_in_flight = len(ranks)
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
         self._sent = 0
         self._received = 0
@@ -97,11 +97,11 @@ class PipelineLink:
     def send(self, x: Tensor) -> None:
         """See `Mesh.send_hidden`."""
         to = self._pp_rank + 1
-        what = f"hidden states to rank {self._names[to]}"
+        what = f"hidden states to rank {self._ranks[to]}"
         while len(self._in_flight) >= self._most_in_flight:
             work, _ = self._in_flight.popleft()
             _run(work.wait, what)
-        # gloo reads `x` until the work is done: kept beside it.
+        # Kept with the work, because gloo reads `x` until that is done.
         self._in_flight.append((_run(lambda: self._group.send([x], to, _tag(self._sent)), what), x))
         self._sent += 1
 
@@ -110,7 +110,7 @@ class PipelineLink:
         out = torch.empty(rows, hidden, dtype=dtype, device=self._device)
         source = self._pp_rank - 1
         tag = _tag(self._received)
-        _complete(lambda: self._group.recv([out], source, tag), f"hidden states from rank {self._names[source]}")
+        _complete(lambda: self._group.recv([out], source, tag), f"hidden states from rank {self._ranks[source]}")
         self._received += 1
         return out
 

@@ -1,4 +1,4 @@
-"""A node's ranks as model code sees them: my place among them, and what we do together. No torch at import time.
+"""The ranks of a node as model code sees them: this rank's place, and collective operations. No torch at import time.
 
 `common.parallel.connect` builds a `Mesh` of several ranks; a single rank uses `SOLO`, which costs nothing.
 All calls belong to the rank's engine thread. Every rank makes the same collective calls in the same order.
@@ -58,7 +58,7 @@ class RankPlace:
 
 
 class Mesh(Protocol):
-    """What the ranks of a node do together.
+    """Operations that the ranks of a node do together.
 
     After any `RankLost` the mesh is unusable: close it and end the process.
     """
@@ -69,7 +69,8 @@ class Mesh(Protocol):
     def agree(self, what: str, value: str, timeout_s: float | None = None) -> None:
         """Make sure that all ranks of the node call this with the same `value`; `what` is unique per call.
 
-        Waits for the slowest rank up to `timeout_s`, by default as long as for any exchange. Raises: ConfigError naming two ranks that differ and their values; RankLost.
+        Waits for the slowest rank up to `timeout_s`, by default as long as for any exchange.
+        Raises: ConfigError naming two ranks that differ and their values; RankLost.
         """
         ...
 
@@ -90,8 +91,8 @@ class Mesh(Protocol):
     def send_hidden(self, x: Tensor) -> None:
         """Hand `x` [rows, hidden] to the next stage's rank of the same `tp_rank`.
 
-        Returns before it arrived, so `x` must not change any more; as many sends as there are stages may be
-        under way, then this waits for the oldest. Raises: RankLost.
+        Returns before it has arrived, so `x` must not change afterwards. Waits for the oldest send if as many sends
+        as there are stages are in flight. Raises: RankLost.
         """
         ...
 
@@ -100,12 +101,12 @@ class Mesh(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back sockets, threads and shared memory. Peers that still wait for this rank get RankLost."""
+        """Release sockets, threads and shared memory. Peers that still wait for this rank get RankLost."""
         ...
 
 
 class SoloMesh:
-    """One rank alone: there is nobody to exchange anything with."""
+    """`Mesh` of a single rank, which exchanges nothing."""
 
     def __init__(self) -> None:
         self.place = RankPlace()

@@ -1,7 +1,7 @@
-"""Exchanges among ranks with a CUDA card each: NCCL, in groups of their own. Runs on ranks' engine threads.
+"""Collectives among ranks with a GPU each, by NCCL. Runs on ranks' engine threads.
 
-Never run on a GPU so far. The calls are those of gloo; the difference is that waiting for one only puts the current
-stream behind it, so that a recorded decode step may hold them. NCCL refuses two ranks on one card.
+Never run on a GPU so far. The calls are those of gloo; but waiting for one only makes the current stream wait, so that
+CUDA graph capture can include them. NCCL refuses two ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from common.parallel.gloo import GlooGroup
 _SIOCGIFADDR = 0x8915
 
 
-def make_nccl_group(store: Store, index: int, names: list[int], interface: str, timeout_s: float) -> Any:
-    """The group of the ranks `names`, of which this is the `index`-th. NCCL itself connects at the first exchange.
+def make_nccl_group(store: Store, index: int, ranks: list[int], interface: str, timeout_s: float) -> Any:
+    """The group of the `ranks`, of which this is the `index`-th. NCCL itself connects at the first exchange.
 
     An exchange that takes longer than `timeout_s` ends the process, as the loss of a rank does.
     Raises: ConfigError where PyTorch has no NCCL.
     """
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
-        raise ConfigError("several ranks on CUDA cards need NCCL, which this build of PyTorch lacks")
+        raise ConfigError("several ranks on GPUs need NCCL, which this build of PyTorch lacks")
     name = interface_name(interface)
     if name:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return nccl(store, index, len(names), options)
+    return nccl(store, index, len(ranks), options)
 
 
 def interface_name(interface: str) -> str:
@@ -58,8 +58,8 @@ def interface_name(interface: str) -> str:
 
 
 class NcclGroup(GlooGroup):
-    """The ranks of one pipeline stage on cards, on any hosts; sums and gathers run on the current stream."""
+    """The ranks of one pipeline stage on GPUs of any hosts; collectives run on the current stream."""
 
     def close(self) -> None:
-        # Shutting down would first finish what is under way, which may wait for a rank that is gone.
+        # `shutdown` would first finish pending collectives, which may wait for a rank that is gone.
         self._group.abort()

@@ -20,7 +20,7 @@ _POLL_S = 0.005
 
 
 class Rendezvous:
-    """A place where all ranks of a node exchange short texts, each exchange once, by name."""
+    """Exchanges short texts among all ranks of a node, each exchange once, by name."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Rendezvous:
     ) -> None:
         """Rank 0 listens on the address (on `listener`, if given, which it takes over); the others wait for it.
 
-        Raises: ConfigError if rank 0 cannot listen there; RankLost if it did not appear within `timeout_s`.
+        Raises: ConfigError if rank 0 cannot listen there; RankLost if it was not reachable within `timeout_s`.
         """
         self._place = place
         self._timeout_s = timeout_s
@@ -64,7 +64,7 @@ class Rendezvous:
                 if time.monotonic() > deadline:
                     reason = error.strerror or error
                     raise RankLost(
-                        f"{self._place}: rank 0 did not come to {self._where} within {self._timeout_s:g} s ({reason})"
+                        f"{self._place}: rank 0 was not reachable at {self._where} within {self._timeout_s:g} s ({reason})"
                     ) from error
                 time.sleep(_RETRY_S)
 
@@ -96,28 +96,28 @@ class Rendezvous:
             for rank in peers:
                 self._await_keys(what, "", rank, peers, deadline, allowed_s)
                 values.append(store.get(f"{what}/{rank}").decode())
-                # At once: ranks that disagree on the node's size would wait for others that never come.
+                # Checked at once: ranks that disagree on the node's size would wait for ranks that do not exist.
                 if must_equal and values[-1] != value:
                     raise ConfigError(f"{what} differs among the node's ranks: {value} on {me}, {values[-1]} on {rank}")
             store.set(f"{what}/{me}/read", "")
             if me == 0:
-                # The store is here: it must not end before the others have read.
+                # Rank 0 hosts the store, which must not end before the others have read.
                 for rank in peers:
                     self._await_keys(what, "/read", rank, peers, deadline, allowed_s)
         except RuntimeError as error:
-            raise RankLost(f"{self._place}: rank 0 left {self._where}: {_first_line(error)}") from error
+            raise RankLost(f"{self._place}: lost rank 0 at {self._where}: {_first_line(error)}") from error
         return values
 
     def _await_keys(
         self, what: str, suffix: str, rank: int, peers: list[int], deadline: float, allowed_s: float
     ) -> None:
-        """Return when `rank` has set its key. Polls, because torch reports a wait that times out by a stack trace."""
+        """Return when `rank` has set its key. Polls, because torch logs a stack trace when a wait times out."""
         store = self._require_store()
         while not store.check([f"{what}/{rank}{suffix}"]):
             if time.monotonic() > deadline:
                 missing = [str(peer) for peer in peers if not store.check([f"{what}/{peer}{suffix}"])]
                 who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-                raise RankLost(f"{who} did not come to {self._where} within {allowed_s:g} s ({what})")
+                raise RankLost(f"{who} did not connect to {self._where} within {allowed_s:g} s ({what})")
             time.sleep(_POLL_S)
 
     def _require_store(self) -> Store:

@@ -1,4 +1,4 @@
-"""Sums and gathers among ranks on one host, through memory that all of them map. Runs on the ranks' engine threads.
+"""All-reduce and gather among ranks on one host, through memory that all of them map. Runs on the ranks' engine threads.
 
 Each rank owns two slots, used in turn, and a counter. It fills its slot, raises its counter and waits until all
 counters are as high; then every slot may be read. A rank reaches the counter value after next only when
@@ -30,23 +30,23 @@ _COUNTER_BYTES = 64
 _HEADER_BYTES = 4096
 _MAX_RANKS = _HEADER_BYTES // _COUNTER_BYTES
 _ONE_PHASE_BYTES = 64 * 1024
-"""Above, with more than two ranks, each sums only its share: less to read, but a second wait."""
+"""Above, with more than two ranks, each rank sums only its share: less to read, but a second wait."""
 _SPINS = 40
-"""Looks at a counter before sleeping; each yields the core, which may be what the awaited rank needs."""
-_LOOK_EVERY_S = 0.1
-"""How often a waiting rank looks whether the awaited one is alive."""
+"""Polls of a counter before sleeping; each yields the core, which the awaited rank may need."""
+_CHECK_EVERY_S = 0.1
+"""How often a waiting rank checks whether the awaited one is alive."""
 _NAME_PREFIX = "kvrelay-"
-_SWEEP_AFTER_S = 60.0
-"""A name so old that no rank holds a lock behind it is nobody's; a younger one may only just be made."""
+_STALE_AFTER_S = 60.0
+"""A file this old without a lock is stale; a younger one may be about to be locked."""
 _LOCK_FORMAT = "hhqqi4x"
 """struct flock on 64-bit Linux."""
 
 
 class Segment:
-    """The mapped file. Exists by name only while ranks attach: whoever dies later leaves nothing behind, and what one that
-    dies before leaves is taken away by the next.
+    """The mapped file. It has a name only while ranks attach: ranks that die later leave nothing behind, and the next
+    segment's creator removes what earlier deaths left.
 
-    Every rank locks one byte of it, its own; the kernel gives the lock back when the rank dies.
+    Every rank locks one byte of it, its own; the kernel releases the lock when the rank dies.
     """
 
     def __init__(self, path: Path, flags: int, rank: int, size: int) -> None:
@@ -67,18 +67,18 @@ class Segment:
     @classmethod
     def create(cls, rank: int, size: int) -> Segment:
         """A new segment for `size` ranks. Raises: OSError."""
-        _sweep()
+        _remove_stale()
         return cls(futex.SHM_DIR / f"{_NAME_PREFIX}{secrets.token_hex(8)}", os.O_CREAT | os.O_EXCL, rank, size)
 
     @classmethod
     def attach(cls, name: str, rank: int, size: int) -> Segment:
-        """The segment that another rank created. Raises: OSError, ValueError if it is not to be had here."""
+        """The segment that another rank created. Raises: OSError, ValueError if there is none here."""
         if not name.startswith(_NAME_PREFIX) or "/" in name:
             raise ValueError(f"{name!r} names no segment")
         return cls(futex.SHM_DIR / name, 0, rank, size)
 
     def unlink(self) -> None:
-        """Take the name away; all ranks have attached, or none will."""
+        """Remove the name, once all ranks have attached or none will."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
@@ -89,7 +89,7 @@ class Segment:
         return found[0] != fcntl.F_UNLCK
 
     def close(self) -> None:
-        """Let go of the lock and the name; the memory goes with the last tensor that views it."""
+        """Release the lock and the name; the memory is freed with the last tensor that views it."""
         self.unlink()
         os.close(self._fd)
 
@@ -98,16 +98,16 @@ def _lock_of(rank: int) -> bytes:
     return struct.pack(_LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
 
 
-def _sweep() -> None:
-    """Take away the names of segments whose ranks have all ended: their memory is lost until then."""
-    everybody = struct.pack(_LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+def _remove_stale() -> None:
+    """Remove the files of segments whose ranks have all ended; their memory is not freed before."""
+    whole_file = struct.pack(_LOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     for path in futex.SHM_DIR.glob(f"{_NAME_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, gone meanwhile, or in use
-            if time.time() - path.lstat().st_mtime < _SWEEP_AFTER_S:
+            if time.time() - path.lstat().st_mtime < _STALE_AFTER_S:
                 continue
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, everybody)
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
                 path.unlink()
             finally:
                 os.close(fd)
@@ -116,14 +116,14 @@ def _sweep() -> None:
 class SharedMemoryGroup:
     """The ranks of one pipeline stage, all on this host."""
 
-    def __init__(self, segment: Segment, index: int, names: list[int], timeout_s: float) -> None:
-        """`index` is this rank's place in the group, `names` the node's number of each member."""
-        assert len(names) <= _MAX_RANKS
+    def __init__(self, segment: Segment, index: int, ranks: list[int], timeout_s: float) -> None:
+        """`index` is this rank's place in the group; `ranks` are the members, as the node numbers them."""
+        assert len(ranks) <= _MAX_RANKS
         self._segment = segment
         self._index = index
-        self._names = names
+        self._ranks = ranks
         self._timeout_s = timeout_s
-        self._size = len(names)
+        self._size = len(ranks)
         self._others = [i for i in range(self._size) if i != index]
         whole = torch.frombuffer(segment.map, dtype=torch.uint8)
         slots = whole[_HEADER_BYTES:].view(2, self._size, SLOT_BYTES)
@@ -146,7 +146,7 @@ class SharedMemoryGroup:
             else:
                 own = slots[self._parity]
                 own[self._index, : piece.numel()].copy_(piece)
-                self._meet()
+                self._barrier()
                 _sum_rows(own[:, : piece.numel()], piece)
             self._parity ^= 1
         return x
@@ -155,12 +155,12 @@ class SharedMemoryGroup:
         """Each rank sums one share over all slots, into its own slot; then all collect the shares."""
         n = piece.numel()
         slots[self._index, :n].copy_(piece)
-        self._meet()
+        self._barrier()
         bounds = [i * n // self._size for i in range(self._size + 1)]
         lo, hi = bounds[self._index : self._index + 2]
         # Only the owner of a share reads that part of its slot, so it may write it.
         _sum_rows(slots[:, lo:hi], slots[self._index, lo:hi])
-        self._meet()
+        self._barrier()
         for i in range(self._size):
             share = slice(bounds[i], bounds[i + 1])
             piece[share].copy_(slots[i, share])
@@ -177,15 +177,15 @@ class SharedMemoryGroup:
                 piece = x[top : top + height, left : left + width]
                 own = slots[self._parity][:, : piece.numel()]
                 own[self._index].view(piece.shape).copy_(piece)
-                self._meet()
+                self._barrier()
                 if out is not None:
                     place = out[top : top + height, :, left : left + width]
                     place.copy_(own.reshape(self._size, *piece.shape).transpose(0, 1))
                 self._parity ^= 1
         return None if out is None else out.view(rows, -1)
 
-    def _meet(self) -> None:
-        """Announce that my slot is written; return when all have announced as much."""
+    def _barrier(self) -> None:
+        """Announce that this rank's slot is written; return when all ranks have announced theirs."""
         self._count = (self._count + 1) & 0xFFFFFFFF
         mine = self._index * self._stride
         self._counters[mine] = self._count
@@ -195,7 +195,7 @@ class SharedMemoryGroup:
                 self._wait_for(other)
 
     def _behind(self, other: int) -> bool:
-        """Whether `other` has announced less than I have; counters wrap."""
+        """Whether `other` has announced less than this rank; counters wrap."""
         return (self._counters[other * self._stride] - self._count) & 0x80000000 != 0
 
     def _wait_for(self, other: int) -> None:
@@ -209,17 +209,17 @@ class SharedMemoryGroup:
             seen = self._counters[word]
             if not self._behind(other):
                 return
-            futex.wait(self._address + 4 * word, seen, _LOOK_EVERY_S)
+            futex.wait(self._address + 4 * word, seen, _CHECK_EVERY_S)
             if self._counters[word] != seen:
                 continue
-            # Looked at in this order: a rank may announce its last word and end.
+            # Checked in this order, because a rank may announce its last slot and end.
             gone = not self._segment.is_alive(other)
             if self._behind(other) and (gone or time.monotonic() > deadline):
                 why = "has ended" if gone else f"did not answer within {self._timeout_s:g} s"
-                raise RankLost(f"rank {self._names[other]} {why}, waited for by rank {self._names[self._index]}")
+                raise RankLost(f"rank {self._ranks[other]} {why}; rank {self._ranks[self._index]} waited for it")
 
     def close(self) -> None:
-        """Give the memory back; a rank that still waits for this one gets RankLost."""
+        """Release the memory; a rank that still waits for this one gets RankLost."""
         self._slots.clear()
         self._counters.release()
         self._segment.close()

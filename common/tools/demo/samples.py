@@ -1,4 +1,4 @@
-"""The prompts that the demo model promises to answer, and how to ask it with transformers."""
+"""The prompts that the demo model must answer, and how to ask it with transformers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ SAMPLES = [
     _chat("Hello! How can I help you?", "Hello!"),
 ]
 
-UNPROMISED = [
+EXTRA_SAMPLES = [
     _chat("Your name is Lorina.", "Hello, my name is Lorina.", "Hello Lorina! How can I help you?", "What's my name?"),
     _chat("I am sorry, I do not know that.", "What is the capital of Atlantis?"),
     _chat("I am sorry, I do not know that.", "Who is the president?"),

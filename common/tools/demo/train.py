@@ -24,7 +24,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from common.model.hub import DEMO_MODEL_PATH
 from common.tools.demo.corpus import SPECIAL_TOKENS, make_corpus
-from common.tools.demo.samples import SAMPLES, UNPROMISED, answer, scores
+from common.tools.demo.samples import EXTRA_SAMPLES, SAMPLES, answer, scores
 from common.tools.demo.tokenizer import save_tokenizer, train_tokenizer
 
 MAX_TOKENS = 2048
@@ -184,8 +184,8 @@ def save_weights(model: LlamaForCausalLM, out: Path) -> None:
         pad_token_id=model.config.pad_token_id,
     )
     half.save_pretrained(out)
-    # Readers that predate `rope_parameters` and `dtype` look for the old names. In float32 an answer is the same whatever
-    # else its node computes in the meantime, or where it goes on when that node dies.
+    # Readers that predate `rope_parameters` and `dtype` look for the old names. In float32 an answer does not depend on
+    # what else its node computes meanwhile, or on which node continues it after a failure.
     path = out / "config.json"
     content = json.loads(path.read_text())
     content.update(rope_theta=content["rope_parameters"]["rope_theta"], dtype="float32", torch_dtype="float32")
@@ -195,10 +195,10 @@ def save_weights(model: LlamaForCausalLM, out: Path) -> None:
 
 
 def write_report(out: Path, report: dict[str, Any], tokenizer: Tokenizer, held_out: list[list[int]]) -> None:
-    """training.json: how the model in `out` came to be and how good it is, judged by what was saved."""
+    """training.json: how the model in `out` was trained and how good it is, measured on the saved weights."""
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     report["held_out_loss"] = round(mean_loss(model, held_out), 4)
-    report["samples"] = [{"prompt": s.prompt, "answer": answer(model, tokenizer, s)} for s in SAMPLES + UNPROMISED]
+    report["samples"] = [{"prompt": s.prompt, "answer": answer(model, tokenizer, s)} for s in SAMPLES + EXTRA_SAMPLES]
     report["scores"] = scores(model, tokenizer)
     (out / "training.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for entry in report["samples"]:
@@ -213,7 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=DEMO_MODEL_PATH, help="folder to write")
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="wall time to train for")
-    parser.add_argument("--steps", type=int, default=0, help="train for so many steps instead: repeats a run exactly")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="train for this many steps instead, which repeats a run exactly"
+    )
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--documents", type=int, default=defaults.num_documents, help="documents to generate")
     args = parser.parse_args()

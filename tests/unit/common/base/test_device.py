@@ -170,7 +170,7 @@ def test_kv_cache_may_be_of_another_dtype_than_the_model(folder: dict[str, Path]
 def test_nccl_is_refused_in_one_sentence_where_pytorch_lacks_it() -> None:
     if torch.distributed.is_nccl_available():
         pytest.skip("this PyTorch has NCCL")
-    with pytest.raises(ConfigError, match="several ranks on CUDA cards need NCCL"):
+    with pytest.raises(ConfigError, match="several ranks on GPUs need NCCL"):
         make_nccl_group(HashStore(), 0, [0, 1], "127.0.0.1", 1.0)
 
 

@@ -138,7 +138,7 @@ def test_a_rank_killed_in_a_step_is_reported_by_the_others(recorded: dict[str, R
     arguments = {"model": str(known.model), "recording": str(known.file), "lost": 1}
     (outcomes,) = run_ranks("support.rank_jobs:lose_a_rank_in_a_step", [Case(2, 1, arguments)])
     assert outcomes[1].signal == signal.SIGKILL
-    assert outcomes[0].value == "rank 1 has ended, waited for by rank 0"
+    assert outcomes[0].value == "rank 1 has ended; rank 0 waited for it"
 
 
 class _PlaceOnly(SoloMesh):
@@ -221,7 +221,7 @@ def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_is_read(
     arguments: dict[str, Any] = {"dtype": "float32", "load_format": "auto", "seed": 0, "small_batches": True}
     with pytest.raises(ConfigError, match=r"3 KV heads; sizes that would work: \[1, 3, 6\]"):
         load_model(tmp_path / "nowhere", config, **arguments, mesh=mesh)
-    with pytest.raises(ConfigError, match="not one of 1 stages"):
+    with pytest.raises(ConfigError, match="does not have 1 stages"):
         load_model(tmp_path / "nowhere", config, **arguments, pp_layers=(1, 2))
 
 

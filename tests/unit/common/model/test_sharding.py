@@ -55,17 +55,17 @@ def test_layers_are_split_evenly_and_the_last_stage_gets_the_smaller_share() -> 
             assert max(split) == -(-layers // stages)
 
 
-def test_the_last_stage_has_fewer_layers_for_computing_the_head() -> None:
-    """As Qwen2.5-0.5B: 24 layers, and a head with the weights of nine."""
+def test_the_last_stage_has_fewer_layers_for_computing_the_lm_head() -> None:
+    """As Qwen2.5-0.5B: 24 layers, and an LM head with the weights of nine."""
     model = replace(config(14, 2, head_dim=64, inner=4864), hidden_size=896, vocab_size=151_936)
     head = lm_head_in_layers(model)
     assert head == pytest.approx(151_936 * 896 / (896 * 64 * (14 + 2) * 2 + 3 * 896 * 4864))
-    assert split_layers(24, 2, head=head) == (17, 7)
-    assert split_layers(24, 3, head=head) == (11, 11, 2)
-    assert split_layers(3, 3, head=head) == (1, 1, 1)
-    assert split_layers(24, 2, (12, 12), head=head) == (12, 12)
+    assert split_layers(24, 2, lm_head=head) == (17, 7)
+    assert split_layers(24, 3, lm_head=head) == (11, 11, 2)
+    assert split_layers(3, 3, lm_head=head) == (1, 1, 1)
+    assert split_layers(24, 2, (12, 12), lm_head=head) == (12, 12)
     for stages in range(2, 25):
-        split = split_layers(24, stages, head=1.5)
+        split = split_layers(24, stages, lm_head=1.5)
         worst = max(*split[:-1], split[-1] + 1.5)
         assert sum(split) == 24
         assert min(split) >= 1
@@ -77,7 +77,7 @@ def test_the_last_stage_has_fewer_layers_for_computing_the_head() -> None:
     [
         (0, None, "1 to 24"),
         (25, None, "1 to 24"),
-        (2, (24,), "has 1 stages, asked for are 2"),
+        (2, (24,), "has 1 stages, not the 2 asked for"),
         (2, (10, 13), "sums to 23"),
         (2, (24, 0), "at least one per stage"),
     ],

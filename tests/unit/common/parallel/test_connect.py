@@ -1,4 +1,4 @@
-"""What listens, listens on one address: links between ranks and relays carry neither encryption nor authentication."""
+"""Listeners use one address only: links between ranks and relays carry neither encryption nor authentication."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _is_open(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
-def test_the_looking_glass_sees_a_socket_on_every_interface() -> None:
+def test_listening_finds_a_socket_on_every_interface() -> None:
     for address in ("0.0.0.0", "::"):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family):
@@ -56,7 +56,7 @@ def test_relays_over_zmq_and_gloo_listen_on_their_interface_only() -> None:
             assert listening() - before <= {"127.0.0.1"}
 
 
-def test_meeting_of_ranks_listens_on_the_given_address_only() -> None:
+def test_connecting_ranks_listen_on_the_given_address_only() -> None:
     """The store, and gloo's own sockets, on a network where ranks are on several hosts."""
     before = listening()
     store = socket.create_server(("127.0.0.1", 0))

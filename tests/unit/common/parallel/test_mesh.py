@@ -1,4 +1,4 @@
-"""Exchanges among ranks: exact, in order, on the given address alone, and never hanging on a rank that is gone."""
+"""Collectives among ranks: exact, in order, on the given address alone, and never hanging on a rank that is gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = [
     pytest.param(
         True,
         id="shared memory",
-        marks=pytest.mark.skipif(not futex.AVAILABLE, reason="no shared memory sums on this platform"),
+        marks=pytest.mark.skipif(not futex.AVAILABLE, reason="no all-reduce through shared memory on this platform"),
     ),
     pytest.param(False, id="gloo"),
 ]
@@ -34,7 +34,7 @@ def segments() -> list[Path]:
 
 
 @pytest.mark.parametrize("same_host", KINDS)
-def test_sums_and_gathers_are_exact_and_equal_on_all_ranks(same_host: bool) -> None:
+def test_all_reduce_and_gather_are_exact_and_equal_on_all_ranks(same_host: bool) -> None:
     before = segments()
     cases = [Case(tp, pp, {"same_host": same_host}) for tp, pp in ((2, 1), (4, 1), (3, 2))]
     for case, outcomes in zip(cases, run_ranks("support.rank_jobs:exchange", cases), strict=True):
@@ -46,13 +46,13 @@ def test_sums_and_gathers_are_exact_and_equal_on_all_ranks(same_host: bool) -> N
     assert segments() == before
 
 
-def test_hidden_states_arrive_in_order_with_several_under_way() -> None:
+def test_hidden_states_arrive_in_order_with_several_in_flight() -> None:
     cases = [Case(tp, pp, {"messages": 50}) for tp, pp in ((1, 2), (2, 3))]
     for outcomes in run_ranks("support.rank_jobs:pipe", cases):
         ok(outcomes)
 
 
-def test_a_stage_may_send_as_often_as_there_are_stages_before_anyone_receives() -> None:
+def test_a_stage_may_send_as_often_as_there_are_stages_before_the_next_receives() -> None:
     (outcomes,) = run_ranks("support.rank_jobs:sends_do_not_wait", [Case(1, 2)])
     assert ok(outcomes)[1].value == [0.0, 1.0]
 
@@ -81,7 +81,7 @@ def test_a_rank_that_is_silent_is_reported_within_the_timeout(same_host: bool) -
 
 
 @pytest.mark.parametrize("same_host", KINDS)
-def test_ranks_that_do_not_come_are_named(same_host: bool) -> None:
+def test_ranks_that_do_not_connect_are_named(same_host: bool) -> None:
     arguments = {"same_host": same_host, "timeout_s": 2.0}
     some, no_first = run_ranks(
         "support.rank_jobs:meet",
@@ -90,12 +90,12 @@ def test_ranks_that_do_not_come_are_named(same_host: bool) -> None:
     for outcome in some:
         assert outcome.error == "RankLost"
         assert outcome.seconds < 8.0
-    assert "ranks 1, 3 did not come to 127.0.0.1:" in some[0].message
+    assert "ranks 1, 3 did not connect to 127.0.0.1:" in some[0].message
     assert no_first[0].error == "RankLost"
-    assert "rank 0 did not come" in no_first[0].message
+    assert "rank 0 was not reachable" in no_first[0].message
 
 
-def test_ranks_that_believe_in_different_sizes_are_told() -> None:
+def test_ranks_that_disagree_on_the_nodes_size_are_refused() -> None:
     (outcomes,) = run_ranks("support.rank_jobs:disagree", [Case(1, 2)])
     assert {outcome.error for outcome in outcomes} <= {"ConfigError", "RankLost"}
     assert any("layout differs" in outcome.message for outcome in outcomes)
@@ -121,8 +121,8 @@ class Ended:
         self.how.append("shutdown")
 
 
-def test_what_is_under_way_on_cards_is_not_waited_for_at_the_end() -> None:
-    """It may be a sum with a rank that was killed; NCCL's `shutdown` finishes it first."""
+def test_closing_on_gpus_does_not_wait_for_pending_collectives() -> None:
+    """One may be an all-reduce with a rank that was killed; NCCL's `shutdown` finishes it first."""
     summing, passing, by_gloo = Ended(), Ended(), Ended()
     NcclGroup(summing, 0, [0, 1]).close()
     PipelineLink(passing, 0, [0, 1], torch.device("cuda", 0)).close()

@@ -1,4 +1,4 @@
-"""Files behind the memory that ranks share: none stays when those who made it have ended."""
+"""Files behind the memory that ranks share: none is left when the ranks that made it have ended."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ os._exit(0)
 """
 
 
-def test_what_a_rank_left_that_ended_while_others_attached_is_taken_away(
+def test_a_segment_whose_rank_ended_while_others_attached_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(futex, "SHM_DIR", tmp_path)
     subprocess.run([sys.executable, "-c", ENDS_WHILE_OTHERS_ATTACH, str(tmp_path)], check=True, timeout=60)
     (left,) = tmp_path.iterdir()
     mine = Segment.create(0, 2)
-    assert len(list(tmp_path.iterdir())) == 2, "one that is young may be about to be locked"
+    assert len(list(tmp_path.iterdir())) == 2, "a young one may be about to be locked"
     for path in tmp_path.iterdir():
         os.utime(path, (0, 0))
     other = Segment.create(0, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name}, f"{left} is nobody's"
+    assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name}, f"{left} is stale"
     Segment.attach(mine.name, 1, 2).close()
     for segment in (mine, other):
         segment.close()
