@@ -17,6 +17,7 @@ from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError, ProtocolError
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
+from common.config.groups import MembershipOptions
 from common.control.codec import decode, encode
 from common.control.messages import NodeLoad, NodeRecord
 
@@ -193,7 +194,7 @@ class Directory:
         on_change: Callable[[list[NodeRecord]], None],
         poll_s: float = 0.5,
         *,
-        grace_s: float = 3.0,
+        grace_s: float = MembershipOptions.lease_s,
         answers: Callable[[str], bool] = lambda _: False,
         clock: Clock = monotonic,
     ) -> None:

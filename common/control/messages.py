@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict
 
+from common.config.groups import CapacityOptions
 from common.kv.layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")
@@ -343,7 +344,7 @@ class NodeRecord:
     kv_blocks_total: int
     started_at: float
     """Unix time in seconds."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = CapacityOptions.max_num_seqs
     """Maximum number of concurrent sequences."""
     admin_address: str = ""
     """URL of its admin port; empty without one."""

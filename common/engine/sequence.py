@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks
 from common.control.messages import AttemptKey, EngineRequest, FinishReason, SamplingParams
-from common.engine.sampling.seen_tokens import SeenTokens, TokenCounter, counts_tokens, with_token
+from common.engine.seen_tokens import SeenTokens, TokenCounter, counts_tokens, with_token
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.control.messages import AttemptKey, SamplingParams, TokenLogprobs
-from common.engine.sampling.seen_tokens import SeenTokens
+from common.engine.seen_tokens import SeenTokens
 
 
 class SampleSpec(NamedTuple):

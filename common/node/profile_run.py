@@ -18,7 +18,7 @@ import torch
 from common.attention.base import AttentionBackend
 from common.control.messages import SamplingParams
 from common.engine.runner import ModelRunner
-from common.engine.sampling.seen_tokens import SeenTokens
+from common.engine.seen_tokens import SeenTokens
 from common.engine.step import SampleSpec, StepInput
 from common.kv.layout import blocks_for
 from common.kv.storage import KVStorage

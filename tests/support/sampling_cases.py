@@ -9,9 +9,9 @@ from torch import Tensor
 
 from common.control.messages import SamplingParams
 from common.engine.sampling.logits_steps import GREEDY_STEPS
-from common.engine.sampling.seen_tokens import TokenCounter, counts_tokens
 from common.engine.sampling.steps.base import DeviceRows, HostRow, Row
 from common.engine.sampling.top_k_top_p import Bisection
+from common.engine.seen_tokens import TokenCounter, counts_tokens
 from common.engine.step import SampleSpec
 
 VOCAB = 1999

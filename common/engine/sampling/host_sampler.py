@@ -21,8 +21,8 @@ from common.engine.sampling.base import GREEDY_BELOW, no_token
 from common.engine.sampling.gumbel import gumbel_argmax, noise_key
 from common.engine.sampling.logits_steps import GREEDY_STEPS, RANDOM_STEPS
 from common.engine.sampling.ranking import ranked
-from common.engine.sampling.seen_tokens import with_token
 from common.engine.sampling.steps.base import HostRow, Row
+from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
 
 

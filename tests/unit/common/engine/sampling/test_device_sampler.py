@@ -15,8 +15,8 @@ from torch import Tensor
 from common.control.messages import SamplingParams
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler, sample
-from common.engine.sampling.seen_tokens import TokenCounter, counts_tokens
 from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, ordered
+from common.engine.seen_tokens import TokenCounter, counts_tokens
 from common.engine.step import SampledToken, SampleSpec
 
 

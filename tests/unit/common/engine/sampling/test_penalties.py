@@ -14,7 +14,7 @@ from support.sampling_cases import adjusted_on_host
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.sampling.host_sampler import sample
-from common.engine.sampling.seen_tokens import TokenCounter
+from common.engine.seen_tokens import TokenCounter
 from common.engine.sequence import Sequence
 from common.engine.step import SampleSpec, StepInput
 from common.node.ranks.messages import MAX_ORDER_BYTES, RankCodec
