@@ -1,13 +1,15 @@
-"""`kvrelay decode`. Settles how the process shares the machine, then imports the service, and torch with it."""
+"""`kvrelay decode`. Importing this module does not import torch."""
 
 from __future__ import annotations
 
-import asyncio
+from typing import TYPE_CHECKING
 
-from common.base.process import lasting_imports, prepare_compute, run_service
 from common.cli import service_app
 from common.config.options import DecodeConfig
-from common.config.sources import Resolved
+from common.node.main import main
+
+if TYPE_CHECKING:
+    from decode_node.role import DecodeRole
 
 _HELP = """Start a decode node: it receives KV caches and generates with continuous batching.
 
@@ -18,23 +20,10 @@ off or no prefill node is alive.
 """
 
 
-def _run(resolved: Resolved[DecodeConfig]) -> None:
-    config = resolved.config
-    from common.cluster.redis_client import check_redis
-    from common.model.config import load_model_config
-    from common.model.hub import resolve_model
+def _load_role() -> DecodeRole:
+    from decode_node.role import ROLE
 
-    asyncio.run(check_redis(config.redis_url))
-    load_model_config(resolve_model(config.model))  # what is wrong is told before torch, which takes seconds
-    prepare_compute(config.threads, config.nice)
-    with lasting_imports():
-        from common.node.ranks.launch import fork_ranks
-        from decode_node.rank import run
-        from decode_node.service import plan_of, serve
-
-    plan = plan_of(config)
-    forks = fork_ranks(config, plan, run)
-    run_service(lambda: serve(config, plan, forks))
+    return ROLE
 
 
-app = service_app(DecodeConfig, help=_HELP, run=_run)
+app = service_app(DecodeConfig, help=_HELP, run=lambda resolved: main(resolved.config, _load_role))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from common.base.clock import Clock
 from common.base.errors import (
     CorruptSlice,
     HandshakeRefused,
@@ -33,18 +32,16 @@ from common.control.messages import (
     Grant,
     NodeLoad,
     Offer,
-    PeerRef,
     PrefillDone,
     TransferAbort,
     TransferReceived,
 )
-from common.engine.executor import Executor
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Opened, Received, ReceiveFailed
 from common.engine.priority import insert_by_priority
-from common.engine.scheduler import Progress, Scheduler
-from common.kv.layout import KVLayout, check_compatible
-from common.node.core import Attempt, NodeCore, token_chunk
-from common.node.events import ClientLost, FromClient, SendBuffer
+from common.engine.scheduler import Progress
+from common.kv.layout import check_compatible
+from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
+from common.node.events import ClientLost, FromClient
 from kvtransfer.node_transfers import NodeReceiver
 from kvtransfer.traffic import count_bytes
 
@@ -94,24 +91,10 @@ class _Early:
 class DecodeNode(NodeCore[_Attempt]):
     """All attempts of one decode node. Invariant: when `attempts` is empty, no block is used."""
 
-    def __init__(
-        self,
-        me: PeerRef,
-        layout: KVLayout,
-        vocab_size: int,
-        scheduler: Scheduler,
-        executor: Executor,
-        receiver: NodeReceiver,
-        send_buffer: SendBuffer,
-        clock: Clock,
-        *,
-        max_accepted: int,
-        transfer_timeout_s: float,
-        early_s: float,
-    ) -> None:
-        super().__init__(me, layout, vocab_size, scheduler, executor, send_buffer, clock, max_accepted=max_accepted)
+    def __init__(self, parts: CoreParts, receiver: NodeReceiver, *, early_s: float) -> None:
+        """`early_s`: seconds for which a prefill node's message waits for the router's, or its blocks' withdrawal for a reason."""
+        super().__init__(parts)
         self.receiver = receiver
-        self.transfer_timeout_s = transfer_timeout_s
         self.early_s = early_s
         self.deferred: deque[_Attempt] = deque()
         self.early: dict[AttemptKey, _Early] = {}

@@ -1,13 +1,15 @@
-"""`kvrelay prefill`. Settles how the process shares the machine, then imports the service, and torch with it."""
+"""`kvrelay prefill`. Importing this module does not import torch."""
 
 from __future__ import annotations
 
-import asyncio
+from typing import TYPE_CHECKING
 
-from common.base.process import lasting_imports, prepare_compute, run_service
 from common.cli import service_app
 from common.config.options import PrefillConfig
-from common.config.sources import Resolved
+from common.node.main import main
+
+if TYPE_CHECKING:
+    from prefill_node.role import PrefillRole
 
 _HELP = """Start a prefill node: it computes prompts and relays their KV cache to decode nodes.
 
@@ -18,23 +20,10 @@ next one. It samples the first token of each answer.
 """
 
 
-def _run(resolved: Resolved[PrefillConfig]) -> None:
-    config = resolved.config
-    from common.cluster.redis_client import check_redis
-    from common.model.config import load_model_config
-    from common.model.hub import resolve_model
+def _load_role() -> PrefillRole:
+    from prefill_node.role import ROLE
 
-    asyncio.run(check_redis(config.redis_url))
-    load_model_config(resolve_model(config.model))  # what is wrong is told before torch, which takes seconds
-    prepare_compute(config.threads, config.nice)
-    with lasting_imports():
-        from common.node.ranks.launch import fork_ranks
-        from prefill_node.rank import run
-        from prefill_node.service import plan_of, serve
-
-    plan = plan_of(config)
-    forks = fork_ranks(config, plan, run)
-    run_service(lambda: serve(config, plan, forks))
+    return ROLE
 
 
-app = service_app(PrefillConfig, help=_HELP, run=_run)
+app = service_app(PrefillConfig, help=_HELP, run=lambda resolved: main(resolved.config, _load_role))

@@ -1,16 +1,16 @@
 """The core of a prefill node: what it does on every event. Runs on the engine's thread, does no I/O itself.
 
-One attempt here: queued -> admitted (blocks taken, offered to the decode node) -> computed chunk by chunk,
-each layer relayed as it becomes final -> first token out -> source blocks released -> forgotten.
+The life of an attempt, by `Phase`: queued; admitted (its blocks allocated, an offer sent to the decode node) and computed
+chunk by chunk, each layer relayed as it becomes final; first token out; source blocks released; forgotten.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from common.base.clock import Clock
 from common.base.errors import (
     EngineError,
     KvRelayError,
@@ -26,56 +26,51 @@ from common.control.messages import (
     AttemptStats,
     Grant,
     Offer,
-    PeerRef,
     PrefillDone,
     PrefillRequest,
     TransferAbort,
     TransferReceived,
 )
-from common.engine.executor import Executor
 from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
-from common.engine.scheduler import Progress, Scheduler
-from common.kv.layout import KVLayout, check_compatible
-from common.node.core import Attempt, NodeCore, token_chunk
-from common.node.events import FromClient, FromPeer, PeerGone, SendBuffer
+from common.engine.scheduler import Progress
+from common.kv.layout import check_compatible
+from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
+from common.node.events import FromClient, FromPeer, PeerGone
 from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)
 
 
+class Phase(Enum):
+    """Where an attempt stands on this node. Each value is also what operators read."""
+
+    QUEUED = "waiting"
+    COMPUTING = "computing"
+    """Offered; its KV goes out as it is computed, once the decode node has granted it."""
+    RECEIVED = "computing, the decode node has all KV"
+    """Until `SourceReleased` the sender still holds the source blocks."""
+    RELEASED = "computing, the relay has ended"
+    """The sender holds nothing any more; the first token is still to come."""
+    RELAYING = "first token out, KV is being relayed"
+    ENDING = "ended, its blocks are still being sent"
+
+
+_READ_BY_SENDER = (Phase.COMPUTING, Phase.RECEIVED, Phase.RELAYING)
+"""The sender may read the blocks until it reports `SourceReleased`."""
+
+
 @dataclass(eq=False)
 class _Attempt(Attempt):
     request: PrefillRequest
-    offered: bool = False
-    """The sender knows it: its blocks are free only after `SourceReleased`."""
-    reported: bool = False
-    """The router has had its first token."""
-    received: bool = False
-    """The decode node has every slice."""
-    ended: bool = False
-    """Nobody wants anything of it any more; it only waits for its blocks."""
+    phase: Phase = Phase.QUEUED
 
 
 class PrefillNode(NodeCore[_Attempt]):
     """All attempts of one prefill node. Invariant: when `attempts` is empty, no block is used."""
 
-    def __init__(
-        self,
-        me: PeerRef,
-        layout: KVLayout,
-        vocab_size: int,
-        scheduler: Scheduler,
-        executor: Executor,
-        sender: KVSender,
-        send_buffer: SendBuffer,
-        clock: Clock,
-        *,
-        max_accepted: int,
-        transfer_timeout_s: float,
-    ) -> None:
-        super().__init__(me, layout, vocab_size, scheduler, executor, send_buffer, clock, max_accepted=max_accepted)
+    def __init__(self, parts: CoreParts, sender: KVSender) -> None:
+        super().__init__(parts)
         self.sender = sender
-        self.transfer_timeout_s = transfer_timeout_s
 
     # ------------------------------------------------------------ events
 
@@ -103,18 +98,11 @@ class PrefillNode(NodeCore[_Attempt]):
 
     def _describe(self, attempt: _Attempt) -> dict[str, Any]:
         return {
-            "state": self._state(attempt),
+            "state": attempt.phase.value,
             "prompt_tokens": attempt.seq.num_tokens,
             "computed_tokens": attempt.seq.num_computed,
             "decode_node": attempt.request.decode.node_id,
         }
-
-    def _state(self, attempt: _Attempt) -> str:
-        if attempt.ended:
-            return "ended, its blocks are still being sent"
-        if attempt.reported:
-            return "first token out, KV is being relayed"
-        return "waiting" if attempt.seq.first_step_s is None else "computing"
 
     # ------------------------------------------------------------ one attempt
 
@@ -129,7 +117,7 @@ class PrefillNode(NodeCore[_Attempt]):
         """Offer it to the decode node."""
         seq = attempt.seq
         hashes = hash_blocks(seq.root, seq.token_ids, parents=seq.full_block_hashes(), include_partial=True)
-        attempt.offered = True
+        attempt.phase = Phase.COMPUTING
         self.sender.open(
             OutgoingTransfer(
                 key=seq.key,
@@ -166,39 +154,39 @@ class PrefillNode(NodeCore[_Attempt]):
             computed_tokens=seq.num_tokens - 1 - seq.cached_tokens,
         )
         chunk = token_chunk(done, stats)
-        if not attempt.ended:
-            self.send_buffer.tokens(attempt.identity, chunk)
-            self.send_buffer.to_peer(
-                attempt.request.decode, PrefillDone(seq.key, chunk.token_ids[0], done.finish_reason)
-            )
-        attempt.reported = True
-        # With a finish nobody will decode: what is not yet sent need not be, and no failure matters any more.
-        if not attempt.offered or attempt.received or done.finish_reason is not None:
+        self.send_buffer.tokens(attempt.identity, chunk)
+        self.send_buffer.to_peer(attempt.request.decode, PrefillDone(seq.key, chunk.token_ids[0], done.finish_reason))
+        # After a finish nobody decodes: the rest of the KV need not be sent, and no failure matters any more.
+        if attempt.phase is Phase.COMPUTING and done.finish_reason is None:
+            attempt.phase = Phase.RELAYING
+        else:
             self._end(attempt)
 
     def _received(self, attempt: _Attempt | None) -> None:
-        """The decode node has every slice: whether the last acks still come does not matter any more."""
+        """The decode node has every slice: it no longer matters whether the last acknowledgements arrive."""
         if attempt is None:
             return
-        attempt.received = True
-        if attempt.reported:
+        if attempt.phase is Phase.COMPUTING:
+            attempt.phase = Phase.RECEIVED
+        elif attempt.phase is Phase.RELAYING:
             self._end(attempt)
 
     def _released(self, attempt: _Attempt, bytes_sent: int, error: Exception | None) -> None:
-        attempt.offered = False
+        """The sender reads the source blocks no more."""
         self._relayed_bytes += bytes_sent
-        if error is not None and not (attempt.ended or attempt.received or isinstance(error, TransferAborted)):
+        was, attempt.phase = attempt.phase, Phase.RELEASED
+        failed = error is not None and not isinstance(error, TransferAborted)
+        if failed and was in (Phase.COMPUTING, Phase.RELAYING):
             self._transfers_failed += 1
             self._fail(
                 attempt, error if isinstance(error, KvRelayError) else EngineError(f"the transfer failed: {error}")
             )
-        # Before the first token: the decode node held every block already. It is still to be computed.
-        elif attempt.reported or attempt.ended:
+        elif was in (Phase.RELAYING, Phase.ENDING):
             self._end(attempt)
 
     def _fail(self, attempt: _Attempt | None, error: KvRelayError) -> None:
-        """Tell both the router and the decode node, then forget."""
-        if attempt is None or attempt.ended:
+        """Tell both the router and the decode node, then end it."""
+        if attempt is None or attempt.phase is Phase.ENDING:
             return
         key = attempt.seq.key
         log.warning("%s failed: %s", key, error.message)
@@ -207,14 +195,14 @@ class PrefillNode(NodeCore[_Attempt]):
         self._end(attempt)
 
     def _end(self, attempt: _Attempt | None) -> None:
-        """Free what the attempt holds; what the sender still reads, when it says so."""
-        if attempt is None or (attempt.ended and attempt.offered):
+        """Free what the attempt holds; blocks that the sender still reads are freed when it releases them."""
+        if attempt is None or attempt.phase is Phase.ENDING:
             return
-        attempt.ended = True
         if attempt.seq.key in self.scheduler.running or attempt.seq in self.scheduler.waiting:
             self.scheduler.abort(attempt.seq)
-        if attempt.offered:
+        if attempt.phase in _READ_BY_SENDER:
+            attempt.phase = Phase.ENDING
             self.sender.abort(attempt.seq.key)
         else:
             self.scheduler.free(attempt.seq)
-            self.attempts.pop(attempt.seq.key, None)
+            del self.attempts[attempt.seq.key]

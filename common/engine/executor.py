@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from common.engine.kv_transfer import OnBlocksFinal
 from common.engine.step import StepInput, StepOutput
@@ -105,7 +105,7 @@ class _Counted:
 class AsyncExecutor:
     """Starts steps on the engine's thread and never waits there: a thread of its own does, and posts what became of them."""
 
-    def __init__(self, starter: Starter, post: Callable[[Any], None]) -> None:
+    def __init__(self, starter: Starter, post: Callable[[StepDone | StepFailed], None]) -> None:
         self._starter = starter
         self._post = post
         self._started: queue.SimpleQueue[tuple[int, RunningStep] | None] = queue.SimpleQueue()

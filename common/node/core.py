@@ -56,36 +56,43 @@ def token_chunk(done: Progress, stats: AttemptStats | None) -> TokenChunk:
     return TokenChunk(seq.key, seq.num_generated - len(tokens), token_ids, logprobs, done.finish_reason, stats)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CoreParts:
+    """What the core of either role is built from."""
+
+    me: PeerRef
+    layout: KVLayout
+    vocab_size: int
+    scheduler: Scheduler
+    executor: Executor
+    send_buffer: SendBuffer
+    clock: Clock
+    max_accepted: int
+    """Attempts that the node holds at once; further ones are refused as overload."""
+    transfer_timeout_s: float
+    """Seconds without progress after which a KV transfer is given up."""
+
+
 class NodeCore(ABC, Generic[AttemptT]):
     """All attempts of one node. Invariants: every step begun is entered as done or failed once; when `attempts` is
     empty, no block is used.
     """
 
-    def __init__(
-        self,
-        me: PeerRef,
-        layout: KVLayout,
-        vocab_size: int,
-        scheduler: Scheduler,
-        executor: Executor,
-        send_buffer: SendBuffer,
-        clock: Clock,
-        *,
-        max_accepted: int,
-    ) -> None:
-        self.me = me
-        self.layout = layout
-        self.vocab_size = vocab_size
-        self.scheduler = scheduler
-        self.executor = executor
-        self.send_buffer = send_buffer
-        self.clock = clock
-        self.max_accepted = max_accepted
+    def __init__(self, parts: CoreParts) -> None:
+        self.me = parts.me
+        self.layout = parts.layout
+        self.vocab_size = parts.vocab_size
+        self.scheduler = parts.scheduler
+        self.executor = parts.executor
+        self.send_buffer = parts.send_buffer
+        self.clock = parts.clock
+        self.max_accepted = parts.max_accepted
+        self.transfer_timeout_s = parts.transfer_timeout_s
         self.attempts: dict[AttemptKey, AttemptT] = {}
-        self.load = NodeLoad(kv_blocks_total=scheduler.pool.num_blocks)
+        self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks)
         self._plans: dict[int, Plan] = {}
         """Steps in flight."""
-        self._meter = StepTimer(depth=scheduler.config.depth)
+        self._timer = StepTimer(depth=parts.scheduler.config.depth)
         self._prompt_tokens = 0
         self._relayed_bytes = 0
         self._relayed_by: dict[str, int] = {}
@@ -193,7 +200,7 @@ class NodeCore(ABC, Generic[AttemptT]):
             self._admitted(self.attempts[seq.key])
         self.send_buffer.flush()  # offers and grants must not wait for the step: an answer can be back before it is done
         self._plans[step_id] = plan
-        self._meter.begin(step_id, self.clock())
+        self._timer.begin(step_id, self.clock())
         try:
             output = self.executor.submit(plan.step)
         except Exception as error:  # one step's failure must not end the node
@@ -206,7 +213,7 @@ class NodeCore(ABC, Generic[AttemptT]):
     def _step_done(self, output: StepOutput) -> None:
         plan = self._plans.pop(output.step_id)
         counts, num_decodes = plan.step.query_lens, plan.step.num_decodes
-        self._meter.end(output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts))
+        self._timer.end(output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts))
         self._prompt_tokens += sum(counts[num_decodes:])
         self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts[:num_decodes], strict=False) if seq.relays)
         for done in self.scheduler.update(plan, output.sampled):
@@ -219,7 +226,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         if isinstance(error, RankLost):
             raise error  # the engine loop ends, and the node with it: its ranks share fate
         log.error("step %d failed", step_id, exc_info=error)
-        self._meter.drop(step_id)
+        self._timer.drop(step_id)
         plan = self._plans.pop(step_id)
         self.scheduler.fail(plan)
         for seq in plan.seqs:
@@ -238,10 +245,10 @@ class NodeCore(ABC, Generic[AttemptT]):
             kv_blocks_used=scheduler.pool.num_used,
             kv_blocks_cached=scheduler.pool.num_cached,
             kv_blocks_total=scheduler.pool.num_blocks,
-            step_age_s=self._meter.age_s(self.clock()),
+            step_age_s=self._timer.age_s(self.clock()),
             prompt_tokens=self._prompt_tokens,
-            prompt_busy_s=self._meter.prompt_busy_s,
-            step_s=self._meter.step_s,
+            prompt_busy_s=self._timer.prompt_busy_s,
+            step_s=self._timer.step_s,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,

@@ -1,4 +1,4 @@
-"""A decode node's engine side in this process: the node's real logic, scheduler, executor and send_buffer, no sockets.
+"""A decode node's engine side in this process: the node's real core, scheduler, executor and send buffer, no sockets.
 
 What a round costs beside the model's forward is Python that holds the interpreter lock, so the encoding of what
 goes to the router is counted too, although a real node does it on another thread.
@@ -19,6 +19,7 @@ from common.engine.kv_transfer import IncomingTransfer
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
 from common.kv.layout import KVLayout
+from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer
 from decode_node.node import DecodeNode
 
@@ -63,19 +64,18 @@ class OverheadNode:
         self._executor = LocalExecutor(runner)
         self._send_buffer = SendBuffer(self._deliver)
         self._sent_bytes = 0
-        self._node = DecodeNode(
-            PeerRef("bench", "0" * 16, "none", ["none"]),
-            layout,
-            model.vocab_size,
-            scheduler,
-            self._executor,
-            NoReceiver(),
-            self._send_buffer,
-            monotonic,
+        parts = CoreParts(
+            me=PeerRef("bench", "0" * 16, "none", ["none"]),
+            layout=layout,
+            vocab_size=model.vocab_size,
+            scheduler=scheduler,
+            executor=self._executor,
+            send_buffer=self._send_buffer,
+            clock=monotonic,
             max_accepted=1024,
             transfer_timeout_s=60.0,
-            early_s=3.0,
         )
+        self._node = DecodeNode(parts, NoReceiver(), early_s=3.0)  # type: ignore[arg-type]
 
     def measure(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
         """Run all prompts until each has generated, then time `steps` rounds in which all of them decode."""

@@ -28,13 +28,15 @@ from common.control.messages import AttemptKey, DecodeRequest, EngineRequest, Pe
 from common.engine.executor import Executor, StepDone
 from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
+from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer, ToClient
 from common.node.plan import WARM_UP, make_scheduler, plan_node
-from common.node.ranks.launch import Leader, share_cores
+from common.node.ranks.launch import share_cores
+from common.node.ranks.leader import Leader
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
 from decode_node.node import DecodeNode
-from decode_node.service import plan_of
+from decode_node.role import ROLE
 
 _KV_BLOCKS = 2048
 _TIMEOUT_S = 900.0
@@ -87,7 +89,7 @@ class PipelineNode:
             pp_layers=pp_layers,
             local_prefill_chunk=256,  # prompts are not what is measured: in with them
         )
-        plan = plan_of(config)
+        plan = ROLE.plan(config)
         config = share_cores(config, plan.world_size, os.cpu_count() or 1)
         self._vocab_size = plan.model.vocab_size
         self._crash: BaseException | None = None
@@ -97,27 +99,28 @@ class PipelineNode:
         self._running: set[AttemptKey] = set()
         self._moments: list[_Moment] = []
         """After each round in which all requests generate."""
-        self._leader = Leader(config, "decode", plan)
+        self._leader = Leader(config, ROLE, plan)
         try:
-            asyncio.run(self._leader.start(small_batches=True))
-            asyncio.run(self._leader.begin("0" * 16, "none"))
+            asyncio.run(self._leader.load())
+            asyncio.run(self._leader.start_ranks("0" * 16, "none"))
             me = psutil.Process()
             self._processes = [me, *me.children()]
             self._recorder = _Recorder(self._leader)
             self._send_buffer = SendBuffer(self._on_round)
-            node = DecodeNode(
-                PeerRef("bench", "0" * 16, "none", ["none"]),
-                plan.layout,
-                self._vocab_size,
-                make_scheduler(config, plan, self._leader.num_blocks, prefill_chunk=config.local_prefill_chunk),
-                self._recorder,
-                NoReceiver(),
-                self._send_buffer,
-                monotonic,
+            parts = CoreParts(
+                me=PeerRef("bench", "0" * 16, "none", ["none"]),
+                layout=plan.layout,
+                vocab_size=self._vocab_size,
+                scheduler=make_scheduler(
+                    config, plan, self._leader.num_blocks, prefill_chunk=config.local_prefill_chunk
+                ),
+                executor=self._recorder,
+                send_buffer=self._send_buffer,
+                clock=monotonic,
                 max_accepted=1024,
                 transfer_timeout_s=60.0,
-                early_s=3.0,
             )
+            node = DecodeNode(parts, NoReceiver(), early_s=3.0)  # type: ignore[arg-type]
             self._engine = EngineLoop(node, self._send_buffer.flush, self._on_crash)
             self._leader.watch(self._on_step, lambda report: None, self._on_crash)
             self._engine.start()

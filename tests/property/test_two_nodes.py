@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fake_engine import VOCAB, FakeRunner, FakeWire, generate
+from support.node_pair import core_parts
 
 from common.base.clock import MockClock
 from common.control.messages import (
@@ -97,28 +98,28 @@ class Room(RuleBasedStateMachine):
         wire.on_sender_event = self.to_p.append
         wire.on_receiver_event = self.to_d.append
         self.prefill = PrefillNode(
-            P_REF,
-            LAYOUT,
-            VOCAB,
-            Scheduler(SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks)),
-            executor(p_runner, self.to_p, depth, wire.sender.blocks_final),
+            core_parts(
+                P_REF,
+                LAYOUT,
+                Scheduler(SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks)),
+                executor(p_runner, self.to_p, depth, wire.sender.blocks_final),
+                SendBuffer(self._from_p),
+                self.clock,
+                max_accepted=100,
+            ),
             wire.sender,
-            SendBuffer(self._from_p),
-            self.clock,
-            max_accepted=100,
-            transfer_timeout_s=60.0,
         )
         self.decode = DecodeNode(
-            D_REF,
-            LAYOUT,
-            VOCAB,
-            Scheduler(SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks)),
-            executor(d_runner, self.to_d, depth),
+            core_parts(
+                D_REF,
+                LAYOUT,
+                Scheduler(SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks)),
+                executor(d_runner, self.to_d, depth),
+                SendBuffer(self._from_d),
+                self.clock,
+                max_accepted=100,
+            ),
             wire.receiver,
-            SendBuffer(self._from_d),
-            self.clock,
-            max_accepted=100,
-            transfer_timeout_s=60.0,
             early_s=5.0,
         )
 

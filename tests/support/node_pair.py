@@ -6,7 +6,7 @@ from typing import Any
 
 from support.fake_engine import VOCAB, FakeRunner, FakeWire
 
-from common.base.clock import MockClock
+from common.base.clock import Clock, MockClock
 from common.control.messages import (
     AttemptKey,
     DecodeRequest,
@@ -17,10 +17,11 @@ from common.control.messages import (
     SamplingParams,
     TokenBatch,
 )
-from common.engine.executor import LocalExecutor
+from common.engine.executor import Executor, LocalExecutor
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
+from common.node.core import CoreParts
 from common.node.events import FromClient, FromPeer, OutgoingMessage, SendBuffer, ToClient, ToPeer
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
@@ -33,6 +34,29 @@ KEY = AttemptKey("r", 1)
 PROMPT = list(range(40))
 
 
+def core_parts(
+    me: PeerRef,
+    layout: KVLayout,
+    scheduler: Scheduler,
+    executor: Executor,
+    send_buffer: SendBuffer,
+    clock: Clock,
+    max_accepted: int = 4,
+) -> CoreParts:
+    """What both cores are built from, with the fake model's vocabulary."""
+    return CoreParts(
+        me=me,
+        layout=layout,
+        vocab_size=VOCAB,
+        scheduler=scheduler,
+        executor=executor,
+        send_buffer=send_buffer,
+        clock=clock,
+        max_accepted=max_accepted,
+        transfer_timeout_s=60.0,
+    )
+
+
 class Pair:
     """Both nodes; messages are carried by hand."""
 
@@ -43,28 +67,26 @@ class Pair:
         self.p_runner, self.d_runner = FakeRunner(p_blocks), FakeRunner(d_blocks)
         self.wire = FakeWire(self.p_runner, self.d_runner)
         self.p = PrefillNode(
-            P_REF,
-            LAYOUT,
-            VOCAB,
-            Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(p_blocks)),
-            LocalExecutor(self.p_runner, self.wire.sender.blocks_final),
+            core_parts(
+                P_REF,
+                LAYOUT,
+                Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(p_blocks)),
+                LocalExecutor(self.p_runner, self.wire.sender.blocks_final),
+                SendBuffer(self.p_out.extend),
+                self.clock,
+            ),
             self.wire.sender,
-            SendBuffer(self.p_out.extend),
-            self.clock,
-            max_accepted=4,
-            transfer_timeout_s=60.0,
         )
         self.d = DecodeNode(
-            D_REF,
-            d_layout,
-            VOCAB,
-            Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(d_blocks)),
-            LocalExecutor(self.d_runner),
+            core_parts(
+                D_REF,
+                d_layout,
+                Scheduler(SchedulerConfig(200, 8, chunk, chunk), BlockPool(d_blocks)),
+                LocalExecutor(self.d_runner),
+                SendBuffer(self.d_out.extend),
+                self.clock,
+            ),
             self.wire.receiver,
-            SendBuffer(self.d_out.extend),
-            self.clock,
-            max_accepted=4,
-            transfer_timeout_s=60.0,
             early_s=3.0,
         )
         self.wire.on_sender_event = self.p.handle

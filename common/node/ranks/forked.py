@@ -1,6 +1,6 @@
-"""Ranks forked from a process that has imported torch already: importing it anew costs each of them seconds.
+"""Ranks forked from a process that has imported torch already, because importing it again takes seconds for each.
 
-Only while that process is one thread without an event loop, and where no card is used: neither survives a fork.
+Works only while that process has one thread and no event loop, and without GPUs: these do not survive a fork.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from typing import Any, NoReturn
 from common.base.process import die_with_parent, end_process, flush_output
 
 RunRank = Callable[[dict[str, Any], int, str], None]
-"""(the configuration's fields, the rank's number, its leader's address): runs the rank to its end."""
+"""(fields of the configuration, rank, address of its leader): runs the rank to its end."""
 
-_LOOK_EVERY_S = 0.01
+_POLL_S = 0.01
 
 
 class ForkedRank:
-    """A child that waits for `begin`, and dies with its parent. Has what `RankLinks` uses of `subprocess.Popen`.
+    """A child process that waits for `begin` and dies with its parent. Has the part of `subprocess.Popen` that `RankLinks`
+    uses.
 
-    Make it in the main thread, before there is another.
+    Must be created in the main thread, before there is a second one.
     """
 
     def __init__(self, run: RunRank) -> None:
         orders, self._orders = os.pipe()
         parent_pid = os.getpid()
-        flush_output()  # else the child would write it, too
+        flush_output()  # otherwise the child would write it too
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self.pid = os.fork()
@@ -42,13 +43,13 @@ class ForkedRank:
         os.close(orders)
 
     def begin(self, fields: dict[str, Any], rank: int, leader: str) -> None:
-        """Have it run as this rank."""
+        """Have the child run as this rank."""
         with os.fdopen(self._orders, "w") as orders:
             orders.write(json.dumps([fields, rank, leader]) + "\n")
 
     def poll(self) -> int | None:
         """Its exit code, minus the signal that killed it; None while it runs. Any thread."""
-        with self._lock:  # who ended can be asked for once only
+        with self._lock:  # waitpid returns the status once only
             if self.returncode is None:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
@@ -60,7 +61,7 @@ class ForkedRank:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline_s:
                 raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
         return code
 
     def terminate(self) -> None:
@@ -72,13 +73,13 @@ class ForkedRank:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        with self._lock:  # its number is its own until it was asked for
+        with self._lock:  # until waitpid has returned the status, the process id is not reused
             if self.returncode is None:
                 os.kill(self.pid, number)
 
 
 def _be_rank(run: RunRank, orders: int, parent_pid: int) -> NoReturn:
-    """The child's life. Nothing of the parent's stack may run in it."""
+    """All that the child runs. Nothing of the parent's stack may run in it."""
     code: str | int | None = 1
     try:
         die_with_parent(parent_pid)
@@ -88,7 +89,7 @@ def _be_rank(run: RunRank, orders: int, parent_pid: int) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code
-    except BaseException:  # whatever it is, it ends here
+    except BaseException:  # whatever it is, the child ends here
         traceback.print_exc()
-    finally:  # even where the traceback cannot be written
+    finally:  # even if the traceback cannot be written
         end_process(code)

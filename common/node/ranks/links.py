@@ -1,4 +1,4 @@
-"""The other ranks of a node, as its leader sees them: starting them, giving orders, hearing reports.
+"""The leader's links to the other ranks of its node: starting their processes, sending orders, receiving reports.
 
 Ranks share fate: when one ends, fails or falls silent, `on_dead` is called and the node must end. Reports are
 read by a thread of their own.
@@ -46,17 +46,18 @@ ReportT = TypeVar("ReportT", RankHello, RankReady, RankStarted)
 ResultT = TypeVar("ResultT")
 
 _PROGRESS_EVERY_S = 5.0
-_MOMENT_S = 1.0
-_LAST_WORDS_S = 0.5
-"""What a rank said before it ended may take so long to be read here, on a busy machine."""
+_LAST_LOOK_S = 1.0
+"""Time to read reports that are there already, when the deadline has passed."""
+_LAST_REPORT_S = 0.5
+"""On a busy machine the last report of a rank may take this long to be read after the rank has ended."""
 _CRASHES = {-signal.SIGSEGV, -signal.SIGBUS}
-"""Ends that no other rank brings about."""
+"""Exit codes that no other rank can cause."""
 _END_S = 1.0
-"""SIGTERM ends a rank at once; one that is still there then stands still and wants SIGKILL."""
+"""SIGTERM ends a running rank at once; one that is still there after this time is stopped and needs SIGKILL."""
 
 
 class RankLinks:
-    """Sockets to ranks 1 ... `world_size` - 1. Use: make, `spawn`, `collect` and `broadcast` in turn, then `run`."""
+    """Sockets to ranks 1 ... `world_size` - 1. Use: `spawn`, then `collect` and `broadcast` in turn, then `run`."""
 
     def __init__(self, world_size: int, host: str, port: int) -> None:
         self.world_size = world_size
@@ -73,7 +74,7 @@ class RankLinks:
         """As of each other rank's last beat."""
         self.address: str = self._reports.getsockopt_string(zmq.LAST_ENDPOINT)
         self._orders: dict[int, zmq.Socket[bytes]] = {}
-        self._beats: dict[int, zmq.Socket[bytes]] = {}
+        self._heartbeats: dict[int, zmq.Socket[bytes]] = {}
         self._children: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -82,16 +83,27 @@ class RankLinks:
 
     # ------------------------------------------------------------ start-up
 
-    def spawn(self, role: str, ranks: range, config: NodeConfig, leader: str, forks: Sequence[ForkedRank] = ()) -> None:
-        """Start local rank processes, from `forks` where there are any; they die with the calling thread. Their
-        configuration goes in by a pipe."""
+    def spawn(
+        self, role_module: str, ranks: range, config: NodeConfig, leader: str, forked: Sequence[ForkedRank] = ()
+    ) -> None:
+        """Start local rank processes, in `forked` as far as it reaches; they die with the calling thread. They get their
+        configuration through a pipe."""
         fields = dataclasses.asdict(config)
-        for rank, fork in zip(ranks, forks, strict=False):
-            fork.begin(fields, rank, leader)
-            self._children[rank] = fork
+        for rank, child in zip(ranks, forked, strict=False):
+            child.begin(fields, rank, leader)
+            self._children[rank] = child
         payload = json.dumps(fields).encode()
-        for rank in ranks[len(forks) :]:
-            argv = [sys.executable, "-m", f"{role}_node.rank", "--rank", str(rank), "--leader", leader]
+        for rank in ranks[len(forked) :]:
+            argv = [
+                sys.executable,
+                "-m",
+                "common.node.ranks.main",
+                role_module,
+                "--rank",
+                str(rank),
+                "--leader",
+                leader,
+            ]
             child = subprocess.Popen(tied_command(argv), stdin=subprocess.PIPE)
             assert child.stdin is not None
             child.stdin.write(payload)
@@ -101,11 +113,11 @@ class RankLinks:
     def collect(
         self, kind: type[ReportT], timeout_s: float, what: str, *, since_s: float | None = None
     ) -> dict[int, ReportT]:
-        """One report of `kind` from every other rank, within `timeout_s` from `since_s` (None: from now) on, or a moment
-        for those that are there already.
+        """One report of `kind` from every other rank, within `timeout_s` of `since_s` (None: now). After that deadline only
+        reports that are there already are read.
 
-        Raises: ConfigError naming the ranks that did not come in time; a rank's own error if one failed; RankLost if one
-        ended, or at `close`.
+        Raises: ConfigError naming the ranks that did not report in time; a rank's own error if one failed; RankLost if
+        one ended, or at `close`.
         """
         with self._reading:
             return self._collect(kind, timeout_s, what, since_s)
@@ -113,14 +125,14 @@ class RankLinks:
     def _collect(self, kind: type[ReportT], timeout_s: float, what: str, since_s: float | None) -> dict[int, ReportT]:
         got: dict[int, ReportT] = {}
         told_s = time.monotonic()
-        deadline_s = told_s + timeout_s if since_s is None else max(since_s + timeout_s, told_s + _MOMENT_S)
+        deadline_s = told_s + timeout_s if since_s is None else max(since_s + timeout_s, told_s + _LAST_LOOK_S)
         while len(got) < self.world_size - 1:
             if self._closing:
                 raise RankLost("the node ends")
             missing = [rank for rank in range(1, self.world_size) if rank not in got]
             now_s = time.monotonic()
             if now_s > deadline_s:
-                raise ConfigError(f"ranks {missing} did not come within {timeout_s:.0f} s: {what}")
+                raise ConfigError(f"no report from ranks {missing} within {timeout_s:.0f} s: {what}")
             if now_s > told_s + _PROGRESS_EVERY_S:
                 told_s = now_s
                 log.info("waiting for ranks %s: %s", missing, what)
@@ -130,33 +142,34 @@ class RankLinks:
                     self._connect(report)
                 if isinstance(report, kind):
                     got[report.rank] = report
-            with self.last_words():
+            with self.prefer_rank_error():
                 self.check_children()
         return got
 
     def _connect(self, hello: RankHello) -> None:
-        for sockets in (self._orders, self._beats):
+        for sockets in (self._orders, self._heartbeats):
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.connect(hello.address)
             sockets[hello.rank] = socket
 
     def pids(self) -> dict[int, int]:
-        """Of the ranks on this host but 0."""
+        """Process ids of the ranks on this host but the leader."""
         return {rank: child.pid for rank, child in self._children.items()}
 
     def check_children(self) -> None:
-        """Raises: RankLost naming a local rank whose process ended; of several, one that was killed: the cause of the rest."""
+        """Raises: RankLost naming a local rank whose process ended. If several did, one that was killed is named: it caused the
+        end of the others."""
         codes = self._exit_codes()
         if codes:
             rank = min(codes, key=codes.__getitem__)
             raise RankLost(f"rank {rank} (pid {self._children[rank].pid}) ended with {codes[rank]}")
 
     @contextlib.contextmanager
-    def last_words(self) -> Iterator[None]:
-        """Around what may find that a rank is lost, on the thread that reads reports: if a rank said why it ended, or still
-        does, that is raised instead. A rank that was killed says nothing, and is not waited for; where one crashed, others
-        tell only what followed.
+    def prefer_rank_error(self) -> Iterator[None]:
+        """Replace a RankLost raised inside by the error that a rank reported, if one did or still does. To be used on the
+        thread that reads reports. A killed rank reports nothing and is not waited for; after a crash, the errors of
+        other ranks are only consequences and are ignored.
 
         Raises: a rank's own error in place of RankLost.
         """
@@ -167,7 +180,7 @@ class RankLinks:
             if -signal.SIGKILL in codes.values():
                 raise
             crashed = {rank for rank, code in codes.items() if code in _CRASHES}
-            until_s = time.monotonic() + (_LAST_WORDS_S if codes else 0.0)
+            until_s = time.monotonic() + (_LAST_REPORT_S if codes else 0.0)
             with self._reading:
                 while not self._closing:
                     for report in self._receive(timeout_ms=20):
@@ -178,7 +191,7 @@ class RankLinks:
             raise
 
     def _exit_codes(self) -> dict[int, int]:
-        """Of the local ranks whose processes have ended."""
+        """Exit codes of the local ranks whose processes have ended."""
         return {rank: code for rank, child in self._children.items() if (code := child.poll()) is not None}
 
     def _receive(self, timeout_ms: int) -> Iterator[RankReport]:
@@ -190,7 +203,7 @@ class RankLinks:
             except zmq.Again:
                 return
             except ProtocolError as error:
-                log.warning("dropped a rank's report: %s", error)
+                log.warning("discarding a malformed report of a rank: %s", error)
 
     # ------------------------------------------------------------ running
 
@@ -204,7 +217,7 @@ class RankLinks:
     def run(
         self, on_report: Callable[[RankReport], None], on_dead: Callable[[BaseException], None], lease_s: float
     ) -> None:
-        """From now on hand every report to `on_report`, on a thread of its own, until `close`."""
+        """From now on pass every report to `on_report`, on a thread of its own, until `close`."""
         self._thread = threading.Thread(
             target=self._listen, args=(on_report, on_dead, lease_s), name="rank-reports", daemon=True
         )
@@ -213,25 +226,25 @@ class RankLinks:
     def _listen(
         self, on_report: Callable[[RankReport], None], on_dead: Callable[[BaseException], None], lease_s: float
     ) -> None:
-        heard_s = dict.fromkeys(range(1, self.world_size), time.monotonic())
-        beat_s = 0.0
+        last_heard_s = dict.fromkeys(range(1, self.world_size), time.monotonic())
+        heartbeat_s = 0.0
         try:
             while not self._closing:
                 for report in self._receive(timeout_ms=int(lease_s * 100)):
                     if isinstance(report, RankBeat):
-                        heard_s[report.rank] = time.monotonic()
+                        last_heard_s[report.rank] = time.monotonic()
                         self.busy[report.rank] = report.busy
                     else:
                         _raise_if_failed(report)
                         on_report(report)
                 now_s = time.monotonic()
-                if now_s > beat_s + lease_s / 6:
-                    beat_s = now_s
-                    for rank, socket in self._beats.items():
+                if now_s > heartbeat_s + lease_s / 6:
+                    heartbeat_s = now_s
+                    for rank, socket in self._heartbeats.items():
                         socket.send(self._codec.encode(LeaderBeat(rank)))
-                with self.last_words():
+                with self.prefer_rank_error():
                     self.check_children()
-                for rank, last_s in heard_s.items():
+                for rank, last_s in last_heard_s.items():
                     if now_s > last_s + lease_s:
                         raise RankLost(f"rank {rank} was silent for {lease_s:g} s")
         except Exception as error:  # whatever it is, the node cannot go on without its ranks
@@ -239,12 +252,12 @@ class RankLinks:
                 on_dead(error)
 
     def close(self) -> None:
-        """End the local ranks and close the sockets, once no other thread is at them any more."""
+        """End the local ranks, and close the sockets once no other thread uses them."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()
         for child in self._children.values():
-            if child.poll() is None:  # its number is its own
+            if child.poll() is None:  # its process id is still its own
                 end_children(child.pid)
             child.terminate()
         for child in self._children.values():
@@ -253,20 +266,20 @@ class RankLinks:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        with self._reading:  # what stopped the start left its thread behind
+        with self._reading:  # a start that was stopped may have left its reading thread behind
             self._context.destroy(linger=0)
 
 
 def _raise_if_failed(report: RankReport) -> None:
-    """Raises: the error by which a rank says that it ends."""
+    """Raises: the error of a rank that ends."""
     if isinstance(report, RankFailed):
         raise from_code(report.code, f"rank {report.rank}: {report.message}")
 
 
 class MultiRankExecutor:
-    """All ranks of a node: orders the step everywhere, runs the leader's own part here.
+    """Runs a step on all ranks of a node: sends it to the others and computes the leader's own part here.
 
-    With one pipeline stage the leader samples and the output comes at once; with more the last stage reports it.
+    With one pipeline stage the leader samples and returns the output; with more stages the last one reports it.
     """
 
     def __init__(self, links: RankLinks, local: LocalExecutor, *, samples_here: bool) -> None:
@@ -280,7 +293,7 @@ class MultiRankExecutor:
         return output if self._samples_here else None
 
     def start(self, step: StepInput) -> RunningStep:
-        """Order the step everywhere and launch the leader's part. Raises: RankLost, as the result's `wait` does."""
+        """Send the step to all ranks and launch the leader's part. Raises: RankLost, as the result's `wait` does."""
         self._links.broadcast(step)
         return _SharedStep(_fail_as_rank_lost(lambda: self._local.start(step)))
 
@@ -294,8 +307,8 @@ class _SharedStep:
 
 
 def _fail_as_rank_lost(part: Callable[[], ResultT]) -> ResultT:
-    """What the leader does of a step. The other ranks compute theirs, or wait for this one in the middle of it: if it
-    fails, none can go on."""
+    """Run the leader's part of a step. The other ranks compute theirs, or wait inside it for this one: if it fails, none of
+    them can go on."""
     try:
         return part()
     except RankLost:

@@ -16,8 +16,8 @@ from support.stub_node import make_model_folder
 from common.base.errors import ConfigError
 from common.base.process import on_own_thread
 from common.config.options import PrefillConfig
-from common.node.plan import plan_node
-from common.node.ranks.launch import Leader
+from common.node.ranks.leader import Leader
+from prefill_node.role import ROLE
 
 
 class Hang:
@@ -36,13 +36,13 @@ class Hang:
 @pytest.fixture(autouse=True)
 def own_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start settles how its thread computes, which here is the thread of all tests."""
-    monkeypatch.setattr("common.node.ranks.launch.configure_torch", lambda _: None)
+    monkeypatch.setattr("common.node.ranks.leader.configure_torch", lambda _: None)
 
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     made = Hang()
-    monkeypatch.setattr("common.node.ranks.launch.load_worker", made)
+    monkeypatch.setattr("common.node.ranks.leader.load_worker", made)
     yield made
     made.over.set()
     for thread in threading.enumerate():
@@ -53,12 +53,12 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 def leader(tmp_path: Path, start_timeout_s: float) -> Leader:
     model = str(make_model_folder(tmp_path / "model"))
     config = PrefillConfig(model=model, load_format="dummy", start_timeout_s=start_timeout_s)
-    return Leader(config, "prefill", plan_node(config))
+    return Leader(config, ROLE, ROLE.plan(config))
 
 
 def test_a_model_that_never_loads_ends_the_start_at_its_deadline(tmp_path: Path, hang: Hang) -> None:
-    with pytest.raises(ConfigError, match="the model was not loaded within 1 s; --start-timeout-s allows more"):
-        asyncio.run(asyncio.wait_for(leader(tmp_path, 1.0).start(small_batches=False), 30))
+    with pytest.raises(ConfigError, match="the model was not loaded within 1 s; raise --start-timeout-s to allow more"):
+        asyncio.run(asyncio.wait_for(leader(tmp_path, 1.0).load(), 30))
     assert hang.began.is_set()
     assert not hang.over.is_set(), "the process would have ended while the load still hung"
 
@@ -75,7 +75,7 @@ class OneOther:
     def broadcast(self, order: object) -> None:
         pass
 
-    def last_words(self) -> AbstractContextManager[None]:
+    def prefer_rank_error(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None:
@@ -83,8 +83,8 @@ class OneOther:
 
 
 def of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_timeout_s: float) -> tuple[Leader, OneOther]:
-    monkeypatch.setattr("common.node.ranks.launch._NAMING_S", 0.5)
-    monkeypatch.setattr("common.node.ranks.launch.connect_mesh", lambda *_, **__: None)
+    monkeypatch.setattr("common.node.ranks.leader._GRACE_S", 0.5)
+    monkeypatch.setattr("common.node.ranks.leader.join_mesh", lambda *_, **__: None)
     made, links = leader(tmp_path, start_timeout_s), OneOther()
     made.links = links  # type: ignore[assignment]
     return made, links
@@ -95,7 +95,7 @@ def test_a_leader_of_ranks_whose_own_part_never_loads_has_the_deadline_too(
 ) -> None:
     made, links = of_two_ranks(tmp_path, monkeypatch, 1.0)
     with pytest.raises(ConfigError, match="the model was not loaded within 1 s"):
-        asyncio.run(asyncio.wait_for(made.start(small_batches=False), 30))
+        asyncio.run(asyncio.wait_for(made.load(), 30))
     assert links.closed
 
 
@@ -105,14 +105,14 @@ def test_the_end_of_a_start_has_what_its_beginning_left(tmp_path: Path, monkeypa
     made.worker = SimpleNamespace(capture_graphs=lambda: over.wait(60))  # type: ignore[assignment]
     made._since_s -= 600.0
     with pytest.raises(ConfigError, match="the model was not loaded within 600 s"):
-        asyncio.run(asyncio.wait_for(made.begin("an-incarnation", "here"), 30))
+        asyncio.run(asyncio.wait_for(made.start_ranks("an-incarnation", "here"), 30))
     assert made.data_addresses == ["here"]
     over.set()
 
 
 def test_a_start_that_hangs_can_be_stopped(tmp_path: Path, hang: Hang) -> None:
     async def scene() -> None:
-        start = asyncio.create_task(leader(tmp_path, 600.0).start(small_batches=False))
+        start = asyncio.create_task(leader(tmp_path, 600.0).load())
         assert await asyncio.to_thread(hang.began.wait, 30)
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -126,9 +126,9 @@ def test_another_timeout_of_the_start_keeps_its_own_words(tmp_path: Path, monkey
     def times_out(*args: Any, **kwargs: Any) -> None:
         raise TimeoutError("a socket of the start")
 
-    monkeypatch.setattr("common.node.ranks.launch.load_worker", times_out)
+    monkeypatch.setattr("common.node.ranks.leader.load_worker", times_out)
     with pytest.raises(TimeoutError, match="a socket of the start"):
-        asyncio.run(leader(tmp_path, 30.0).start(small_batches=False))
+        asyncio.run(leader(tmp_path, 30.0).load())
 
 
 def test_what_fails_on_its_own_thread_fails_here() -> None:

@@ -1,0 +1,32 @@
+"""The process of a node up to the import of torch, which takes seconds: what can be checked is checked before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from common.base.process import lasting_imports, prepare_compute
+from common.config.options import NodeConfig
+
+if TYPE_CHECKING:
+    from common.node.role import NodeRole
+
+
+def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> None:
+    """Settle how the process shares the machine, then load the role, and torch with it, and run the node.
+
+    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
+    """
+    from common.cluster.redis_client import check_redis
+    from common.model.config import load_model_config
+    from common.model.hub import resolve_model
+
+    asyncio.run(check_redis(config.redis_url))
+    load_model_config(resolve_model(config.model))
+    prepare_compute(config.threads, config.nice)
+    with lasting_imports():
+        from common.node.run import run_node
+
+        role = load_role()
+    run_node(role, config)

@@ -1,0 +1,243 @@
+"""The leader of a node's ranks: starts the others, loads its own shard, runs steps on all of them.
+
+Runs on the leader process's asyncio loop, blocking work on a thread beside it. With one rank there are no processes, no
+mesh and no links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from common.base.errors import ConfigError
+from common.base.process import on_own_thread
+from common.base.torch_setup import configure_torch
+from common.cluster.address import rank_host
+from common.cluster.redis_server import free_port
+from common.config.options import NodeConfig
+from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
+from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent
+from common.engine.step import StepOutput
+from common.node.plan import WARM_UP, NodePlan, peak_memory_bytes, resident_bytes, steps_ahead
+from common.node.ranks.forked import ForkedRank
+from common.node.ranks.launch import join_mesh, ranks_of_host
+from common.node.ranks.links import MultiRankExecutor, RankLinks
+from common.node.ranks.messages import (
+    RankBusy,
+    RankHello,
+    RankOrder,
+    RankReady,
+    RankReport,
+    RankSetup,
+    RankStart,
+    RankStarted,
+)
+from common.node.role import NodeRole
+from common.node.worker import Worker, load_worker
+from common.parallel.mesh import SOLO
+
+log = logging.getLogger(__name__)
+
+ReportT = TypeVar("ReportT", RankHello, RankReady, RankStarted)
+
+_GRACE_S = 5.0
+"""The start as a whole ends this much later than the waits for single ranks, whose errors name the missing ranks."""
+
+
+class Leader:
+    """Rank 0 of a node and its links to the others. Use: `load`, `start_ranks`, `executor`; `close` at the end."""
+
+    def __init__(
+        self, config: NodeConfig, role: NodeRole[Any, Any], plan: NodePlan, forked: Sequence[ForkedRank] = ()
+    ) -> None:
+        """Starts the processes of this host's other ranks, in `forked` if that is not empty."""
+        self._config = config
+        self._plan = plan
+        self._small_batches = role.small_batches
+        self._since_s = time.monotonic()
+        self.links: RankLinks | None = None
+        if plan.world_size > 1:
+            ranks = ranks_of_host(config, plan.world_size)
+            host = config.master_addr if config.nnodes > 1 else rank_host(config)
+            self.links = RankLinks(plan.world_size, host, config.master_port)
+            self.links.spawn(type(role).__module__, ranks[1:], config, self.links.address, forked)
+        self.worker: Worker
+        self.num_blocks = 0
+        self.data_addresses: list[str] = []
+        """Of all ranks that receive, in rank order."""
+        self._local: LocalExecutor | None = None
+        self._outputs: AsyncExecutor | None = None
+        self._serving_since_s = 0.0
+
+    async def load(self) -> None:
+        """Load every shard, agree on the number of KV blocks (that of the rank with the least room), and allocate the
+        leader's own.
+
+        Raises: ConfigError or a rank's error, naming the ranks at fault or missing; ConfigError after `start_timeout_s`.
+        """
+        # On this thread, because the engine's thread inherits its floating-point environment.
+        configure_torch(self._config.threads)
+        try:
+            await self._before_deadline(self._load if self.links is None else self._load_with_others)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _before_deadline(self, work: Callable[[], None]) -> None:
+        """Run `work` beside the loop. Raises: ConfigError after the start's deadline; what `work` raises."""
+        timeout_s = self._config.start_timeout_s
+        grace_s = 0.0 if self.links is None else _GRACE_S
+        deadline = asyncio.timeout(self._since_s + timeout_s + grace_s - time.monotonic())
+        try:
+            async with deadline:
+                await on_own_thread(work, "start")
+        except BaseException:
+            if deadline.expired():
+                raise ConfigError(
+                    f"the model was not loaded within {timeout_s:g} s; raise --start-timeout-s to allow more"
+                ) from None
+            raise
+
+    def _collect(self, links: RankLinks, kind: type[ReportT], what: str) -> dict[int, ReportT]:
+        """Raises: as `RankLinks.collect`, with the start's deadline."""
+        return links.collect(kind, self._config.start_timeout_s, what, since_s=self._since_s)
+
+    def _load(self) -> None:
+        self.worker = load_worker(self._plan, self._config, SOLO, small_batches=self._small_batches)
+        self.num_blocks = self.worker.max_blocks
+        self.worker.allocate_kv(self.num_blocks)
+        self.worker.capture_graphs()
+        self.worker.runner.execute(WARM_UP)
+        self._log_memory()
+
+    def _load_with_others(self) -> None:
+        links, config, plan = self.links, self._config, self._plan
+        assert links is not None
+        self._collect(links, RankHello, "their processes are starting")
+        same_host = config.nnodes == 1
+        setup = RankSetup(rank_host(config) if same_host else config.master_addr, free_port(), same_host)
+        links.broadcast(setup)
+        with links.prefer_rank_error():
+            mesh = join_mesh(config, plan, 0, setup)
+            self.worker = load_worker(plan, config, mesh, small_batches=self._small_batches)
+        ready = self._collect(links, RankReady, "they are loading their shards")
+        self.num_blocks = min(self.worker.max_blocks, *(report.max_blocks for report in ready.values()))
+        for rank, report in sorted(ready.items()):
+            peak_gb = report.peak_bytes / 1e9
+            log.info(
+                "%s: peak memory %.2f GB while loading, room for %d KV blocks",
+                plan.place(rank),
+                peak_gb,
+                report.max_blocks,
+            )
+        self.worker.allocate_kv(self.num_blocks)
+        self._log_memory()
+
+    def _log_memory(self) -> None:
+        log.info(self.worker.describe(peak_memory_bytes()))
+        layout = self._plan.layout
+        log.info(
+            "model %s, %s, %d KV blocks (%.2f GB, %d tokens)",
+            self._plan.model.name,
+            layout.dtype,
+            self.num_blocks,
+            self.num_blocks * layout.bytes_per_block / 1e9,
+            self.num_blocks * layout.block_size,
+        )
+
+    async def start_ranks(self, incarnation: str, own_data_address: str) -> None:
+        """Have the other ranks allocate KV memory and open their transfer ends. `data_addresses` is complete after it.
+
+        Raises: as `load`.
+        """
+        self.data_addresses = [own_data_address] if own_data_address else []
+        links = self.links
+        if links is None:
+            return
+
+        def wait_for_ranks() -> None:
+            self.worker.capture_graphs()
+            started = self._collect(links, RankStarted, "they are opening their transfer ends")
+            self.data_addresses += [report.data_address for _, report in sorted(started.items()) if report.data_address]
+
+        links.broadcast(RankStart(self.num_blocks, incarnation))
+        await self._before_deadline(wait_for_ranks)
+
+    def broadcast(self, order: RankOrder) -> None:
+        """Send an order to every other rank, if there are any. Any thread."""
+        if self.links is not None:
+            self.links.broadcast(order)
+
+    def executor(
+        self, on_blocks_final: OnBlocksFinal | None = None, post: Callable[[StepDone | StepFailed], None] | None = None
+    ) -> Executor:
+        """An executor over all ranks. With asynchronous scheduling, outputs of steps go to `post`."""
+        self._serving_since_s = time.monotonic()
+        local = self._local = LocalExecutor(self.worker.runner, on_blocks_final)
+        links = self.links
+        ranks = local if links is None else MultiRankExecutor(links, local, samples_here=self.worker.samples)
+        if post is None or steps_ahead(self._config, self._plan) == 1:
+            return ranks
+        self._outputs = AsyncExecutor(ranks, post)
+        return self._outputs
+
+    def watch(
+        self,
+        post: Callable[[StepDone], None],
+        on_transfer: OnTransferEvent,
+        on_dead: Callable[[BaseException], None],
+    ) -> None:
+        """From now on receive the other ranks' reports, on a thread of its own: outputs of steps go to `post`, transfer
+        events to `on_transfer`; the end of any rank goes to `on_dead`."""
+
+        def on_report(report: RankReport) -> None:
+            if isinstance(report, StepOutput):
+                post(StepDone(report))
+            elif isinstance(report, TransferEvent):
+                on_transfer(report)
+
+        if self.links is not None:
+            self.links.run(on_report, on_dead, self._config.lease_s)
+
+    def busy(self) -> list[RankBusy]:
+        """How busy each rank has been since `executor`, the other ranks as of their latest heartbeat. Any thread."""
+        if self._local is None:
+            return []
+        own = RankBusy(time.monotonic() - self._serving_since_s, self._local.busy_s)
+        return [own, *(busy for _, busy in sorted(self.links.busy.items()))] if self.links is not None else [own]
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """For operators: each rank's place, process, memory and how busy it has been. Any thread.
+
+        Pid and memory are known of ranks on this host only.
+        """
+        pids = {0: os.getpid(), **(self.links.pids() if self.links is not None else {})}
+        return [
+            {
+                "rank": rank,
+                "place": str(self._plan.place(rank)),
+                "pid": pids.get(rank),
+                "memory_bytes": resident_bytes(pids[rank]) if rank in pids else None,
+                "kv_blocks": self.num_blocks,
+                "busy_s": round(busy.busy_s, 1),
+                "up_s": round(busy.up_s, 1),
+            }
+            for rank, busy in enumerate(self.busy())
+        ]
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._outputs is not None:
+            self._outputs.close()
+        if self.links is not None:
+            if self._local is not None:
+                log.info(
+                    "busy time of each rank: %s", ", ".join(f"{b.busy_s:.1f} of {b.up_s:.1f} s" for b in self.busy())
+                )
+            self.links.close()
+            if hasattr(self, "worker"):
+                self.worker.mesh.close()

@@ -1,0 +1,49 @@
+"""The process of a rank other than the leader: forked from the leader's process, or started by it as this program.
+
+As a program it settles how the process shares the machine before it imports torch; a forked process has inherited both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from common.base.logs import configure
+from common.base.process import lasting_imports, name_process, prepare_compute
+
+if TYPE_CHECKING:
+    from common.node.role import NodeRole
+
+
+def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any], rank: int, leader: str) -> None:
+    """Be rank `rank` until the leader goes. `fields` are those of the node's configuration, `leader` is the address
+    that takes the rank's reports. `load_role` may import torch."""
+    name_process(f"kvrelay-rank-{rank}")
+    configure(fields["log_level"])
+    prepare_compute(fields["threads"], nice=0)  # the leader's niceness is inherited
+    with lasting_imports():
+        from common.node.ranks.process import RankProcess
+
+        role = load_role()
+    config = role.config_type(**fields)
+    RankProcess(config, role, role.plan(config), rank, leader).run()
+
+
+def main() -> None:
+    """Run the rank that the command line names; its configuration comes by standard input."""
+    parser = argparse.ArgumentParser(description="One rank of a node; its leader starts it.")
+    parser.add_argument("role", metavar="MODULE", help="module of the node's role")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--leader", required=True, metavar="tcp://HOST:PORT")
+    arguments = parser.parse_args()
+    run_rank(
+        lambda: importlib.import_module(arguments.role).ROLE, json.load(sys.stdin), arguments.rank, arguments.leader
+    )
+
+
+if __name__ == "__main__":
+    main()

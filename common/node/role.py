@@ -1,0 +1,58 @@
+"""What a prefill and a decode node do differently, as the start-up common to both needs it (`common.node.run`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from common.config.options import NodeConfig
+from common.control.messages import Role
+from common.engine.kv_transfer import NodeTransfers, OnTransferEvent, RankTransferEnd, TransferOrder
+from common.node.core import CoreParts, NodeCore
+from common.node.plan import NodePlan
+from common.node.worker import Worker
+
+ConfigT = TypeVar("ConfigT", bound=NodeConfig)
+TransfersT = TypeVar("TransfersT", bound=NodeTransfers)
+
+
+class NodeRole(ABC, Generic[ConfigT, TransfersT]):
+    """One role. Stateless; each role's module has one instance, `ROLE`, which its rank processes load by name."""
+
+    name: Role
+    config_type: type[ConfigT]
+    small_batches: bool
+    """Whether to make steps of few rows fast at the cost of memory."""
+
+    @abstractmethod
+    def plan(self, config: ConfigT) -> NodePlan:
+        """Model, layout and device of the node. Raises: ConfigError."""
+
+    @abstractmethod
+    def prefill_chunk(self, config: ConfigT, plan: NodePlan) -> int:
+        """Maximum number of prompt tokens that the node computes in one step."""
+
+    @abstractmethod
+    def rank_transfers(
+        self, config: ConfigT, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent
+    ) -> RankTransferEnd:
+        """The transfer end of a rank other than the leader's. `report` may be called on any thread."""
+
+    @abstractmethod
+    def node_transfers(
+        self,
+        config: ConfigT,
+        worker: Worker,
+        incarnation: str,
+        broadcast: Callable[[TransferOrder], None],
+        post: OnTransferEvent,
+    ) -> TransfersT:
+        """The leader's own transfer end and its view of those of all ranks.
+
+        `broadcast` sends an order to every other rank; `post` hands the node's events to the core.
+        """
+
+    @abstractmethod
+    def core(self, config: ConfigT, parts: CoreParts, transfers: TransfersT) -> NodeCore[Any]:
+        """The core of the node."""

@@ -1,0 +1,92 @@
+"""Start-up of a node of either role, from top to bottom.
+
+run_node: plan -> processes of this host's other ranks
+_serve:   control socket -> model shards on all ranks, KV memory -> transfer ends -> core -> server
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from common.base.clock import monotonic
+from common.base.process import run_service
+from common.cluster.address import advertised
+from common.config.options import NodeConfig
+from common.engine.kv_transfer import NodeTransfers
+from common.node.core import CoreParts
+from common.node.plan import NodePlan, fit_memory, make_record, make_scheduler, node_id_for
+from common.node.ranks.forked import ForkedRank
+from common.node.ranks.launch import fork_ranks, run_other_host, share_cores
+from common.node.ranks.leader import Leader
+from common.node.ranks.main import run_rank
+from common.node.role import NodeRole
+from common.node.server import NodeServer
+
+log = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=NodeConfig)
+TransfersT = TypeVar("TransfersT", bound=NodeTransfers)
+
+_MAX_ACCEPTED = 1024
+"""Attempts that a node holds at once, waiting ones included; further ones are refused as overload."""
+
+
+def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
+    """Be a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT.
+
+    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
+    """
+    plan = role.plan(config)
+    # Before there is a second thread or an event loop: neither survives a fork.
+    forked = fork_ranks(config, plan, partial(run_rank, lambda: role))
+    config = share_cores(config, plan.world_size // config.nnodes, os.cpu_count() or 1)
+    if config.node_rank > 0:
+        run_service(lambda: run_other_host(config, role, plan, forked))
+    else:
+        run_service(lambda: _serve(role, config, plan, forked))
+
+
+async def _serve(
+    role: NodeRole[ConfigT, TransfersT], config: ConfigT, plan: NodePlan, forked: Sequence[ForkedRank]
+) -> None:
+    """Run until cancelled. Raises: as `run_node`."""
+    server = NodeServer(config, node_id_for(role.name, config))
+    await server.bind()
+    leader = Leader(config, role, plan, forked)
+    await leader.load()
+    try:
+        plan = fit_memory(plan, config, leader.num_blocks)
+        incarnation = server.me.incarnation
+        transfers = role.node_transfers(config, leader.worker, incarnation, leader.broadcast, server.post)
+        try:
+            await leader.start_ranks(incarnation, advertised(transfers.address, config))
+            leader.watch(server.post, transfers.on_event, server.on_crash)
+            me = replace(server.me, data_addresses=leader.data_addresses)
+            chunk = role.prefill_chunk(config, plan)
+            parts = CoreParts(
+                me=me,
+                layout=plan.layout,
+                vocab_size=plan.model.vocab_size,
+                scheduler=make_scheduler(config, plan, leader.num_blocks, prefill_chunk=chunk),
+                executor=leader.executor(transfers.on_blocks_final, server.post),
+                send_buffer=server.send_buffer,
+                clock=monotonic,
+                max_accepted=_MAX_ACCEPTED,
+                transfer_timeout_s=config.transfer_timeout_s,
+            )
+            await server.run(
+                role.core(config, parts, transfers),
+                make_record(role.name, me, config, plan, leader.num_blocks),
+                parts.scheduler.pool.journal,
+                on_ready=lambda: log.info("%s node %s ready at %s", role.name, me.node_id, me.control_address),
+                describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe()},
+            )
+        finally:
+            transfers.close()
+    finally:
+        leader.close()

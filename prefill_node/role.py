@@ -1,0 +1,52 @@
+"""What a prefill node is: its configuration, plan, transfer ends and core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from common.config.options import PrefillConfig
+from common.engine.kv_transfer import OnTransferEvent, TransferOrder
+from common.node.core import CoreParts
+from common.node.plan import NodePlan, batched_tokens, plan_node
+from common.node.role import NodeRole
+from common.node.worker import Worker
+from kvtransfer.factory import make_sender
+from kvtransfer.node_transfers import NodeSender, RankSender
+from prefill_node.node import PrefillNode
+
+
+class PrefillRole(NodeRole[PrefillConfig, NodeSender]):
+    """Every rank sends; a step may be one long prompt."""
+
+    name = "prefill"
+    config_type = PrefillConfig
+    small_batches = False
+
+    def plan(self, config: PrefillConfig) -> NodePlan:
+        return plan_node(config)
+
+    def prefill_chunk(self, config: PrefillConfig, plan: NodePlan) -> int:
+        return batched_tokens(config, plan)
+
+    def rank_transfers(
+        self, config: PrefillConfig, worker: Worker, rank: int, incarnation: str, report: OnTransferEvent
+    ) -> RankSender:
+        return RankSender(rank, report, partial(make_sender, config, worker.storage, worker.plan.layout, rank))
+
+    def node_transfers(
+        self,
+        config: PrefillConfig,
+        worker: Worker,
+        incarnation: str,
+        broadcast: Callable[[TransferOrder], None],
+        post: OnTransferEvent,
+    ) -> NodeSender:
+        make_local = partial(make_sender, config, worker.storage, worker.plan.layout, 0)
+        return NodeSender(worker.plan.world_size, broadcast, post, make_local)
+
+    def core(self, config: PrefillConfig, parts: CoreParts, transfers: NodeSender) -> PrefillNode:
+        return PrefillNode(parts, transfers)
+
+
+ROLE = PrefillRole()
