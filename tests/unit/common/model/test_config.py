@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.oracle import TINY
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
-from common.model.hub import resolve_model
-from common.model.layers import inverse_frequencies
 from common.model.rope import RopeConfig
 
 # As Qwen2.5-0.5B-Instruct has it: the keys of transformers 4.
@@ -40,13 +36,6 @@ QWEN25: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 151936,
-}
-LLAMA3_OLD_KEYS = {
-    "factor": 32.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
 }
 
 
@@ -82,18 +71,6 @@ def test_reads_what_transformers_5_writes(tmp_path: Path, name: str) -> None:
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.eos_token_ids == (2,)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-
-
-def test_llama3_rope_scaling_equals_transformers_for_old_and_new_keys(tmp_path: Path) -> None:
-    llama = {**QWEN25, "architectures": ["LlamaForCausalLM"], "rope_theta": 500000.0, "hidden_size": 1792}
-    old = load_model_config(write(tmp_path, {**llama, "rope_scaling": LLAMA3_OLD_KEYS}))
-    new = load_model_config(write(tmp_path, {**llama, "rope_parameters": {**LLAMA3_OLD_KEYS, "rope_theta": 500000.0}}))
-    assert old == new
-    theirs = TINY["llama3"].config.__class__(
-        hidden_size=1792, num_attention_heads=14, rope_parameters={**LLAMA3_OLD_KEYS, "rope_theta": 500000.0}
-    )
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
-    torch.testing.assert_close(inverse_frequencies(old.rope, old.head_dim), expected, rtol=1e-6, atol=0)
 
 
 def test_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
@@ -139,12 +116,6 @@ def test_missing_or_corrupt_config_is_a_config_error(tmp_path: Path, content: by
     with pytest.raises(ConfigError, match=r"config\.json") as caught:
         load_model_config(tmp_path)
     assert "\n" not in caught.value.message
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "nothing-of-that-name", "a/b/c"])
-def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name: str) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        resolve_model(name)
 
 
 def test_config_needs_no_torch() -> None:

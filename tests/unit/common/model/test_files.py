@@ -1,0 +1,72 @@
+"""Files that cannot be loaded are refused in one sentence that names them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common.base.errors import ConfigError
+from common.model.config import load_model_config
+from common.model.decoder import DecoderModel
+from common.model.fingerprint import fingerprint
+from common.model.loader import load_model
+
+
+def load(path: Path) -> DecoderModel:
+    return load_model(path, load_model_config(path), dtype="auto", load_format="auto", seed=0, small_batches=True)
+
+
+def identity(path: Path, load_format: str = "auto", dtype: str = "float32", seed: int = 0) -> str:
+    return fingerprint(path, load_model_config(path), load_format, dtype, seed)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234",
+        struct.pack("<Q", 2**60) + b"{}",
+        struct.pack("<Q", 4) + b"{{{{",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 10) + b'{"a": {} }',
+    ],
+)
+def test_a_file_that_is_not_safetensors_is_named(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    for use in (load, identity):
+        with pytest.raises(ConfigError, match=r"model\.safetensors") as caught:
+            use(folder)
+        assert "\n" not in caught.value.message
+
+
+def test_a_truncated_file_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="truncated"):
+        load(folder)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    (sharded / "model-00002-of-00008.safetensors").unlink()
+    for use in (load, identity):
+        with pytest.raises(ConfigError, match="model-00002-of-00008"):
+            use(sharded)
+
+
+def test_an_index_cannot_lead_out_of_the_directory(sharded: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.safetensors"
+    save_file({"x": torch.ones(1)}, outside)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    with pytest.raises(ConfigError):
+        load(sharded)
+
+
+def test_bin_weights_get_a_hint(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"\.bin weights are not supported"):
+        load(folder)

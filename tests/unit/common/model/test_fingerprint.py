@@ -1,0 +1,50 @@
+"""A fingerprint covers all that decides what KV means, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.model.config import load_model_config
+from common.model.fingerprint import fingerprint
+
+
+def identity(path: Path, load_format: str = "auto", dtype: str = "float32", seed: int = 0) -> str:
+    return fingerprint(path, load_model_config(path), load_format, dtype, seed)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_fingerprint_is_of_the_weights_not_of_their_place(folder: Path, originals: Path) -> None:
+    assert identity(folder) == identity(originals / "llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert identity(folder) == identity(originals / "llama")
+
+
+def test_fingerprint_sees_every_tensor_the_config_the_dtype_and_the_tokenizer(folder: Path) -> None:
+    seen = {
+        identity(folder),
+        identity(folder, dtype="bfloat16"),
+        identity(folder, "dummy"),
+        identity(folder, "dummy", seed=1),
+    }
+    for name in ("model.layers.2.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"):
+        rewrite(folder, lambda tensors, name=name: tensors[name].mul_(1.001))
+        seen.add(identity(folder))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "rms_norm_eps": 1e-5}))
+    seen.add(identity(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    seen.add(identity(folder))
+    (folder / "tokenizer.json").write_text("{ }")
+    seen.add(identity(folder))
+    assert len(seen) == 10
