@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from common.base.errors import BadRequest
 from common.base.hashing import BLOCK_SIZE
@@ -52,8 +53,7 @@ class SchedulerConfig:
         assert self.depth in (1, 2), self
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """What a step did for one sequence."""
 
     seq: Sequence
@@ -66,7 +66,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Plan:
-    """One scheduled step: what the ranks get, and the sequences behind it in the same order."""
+    """One scheduled step: what the ranks get, and its sequences in the same order."""
 
     step: StepInput
     seqs: list[Sequence]
@@ -150,10 +150,9 @@ class Scheduler:
         self._run(seq, self._lightest_group())
 
     def abort(self, seq: Sequence) -> None:
-        """Drop a sequence, after the last of its steps in flight.
+        """Drop a sequence, after the last of its steps in flight. Its blocks are freed unless it relays.
 
-        Its blocks are freed unless it relays. For a reserved sequence the caller has made sure that nothing writes to its
-        blocks any more.
+        For a reserved sequence the caller has made sure that nothing writes to its blocks any more.
         """
         if seq in self.waiting:
             self.waiting.remove(seq)
@@ -187,7 +186,7 @@ class Scheduler:
         self._yielding = None
         decodes: list[Rows] = [(seq, 1 + len(seq.draft_ids)) for seq in self._decoding(group)]
         prompts: list[Rows] = []
-        budget = self.config.max_num_batched_tokens - sum(count for _, count in decodes)
+        budget = self.config.max_num_batched_tokens - sum([count for _, count in decodes])
         if decodes:  # they may use up the budget: a prompt must still advance beside them
             budget = max(1, min(budget, self.config.prefill_chunk))
         for seq in self.running.values():

@@ -48,9 +48,10 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
 
 def adjusted_on_host(row: Row, spec: SampleSpec) -> Row:
     """`row` after the steps that apply to greedy draws, too."""
-    on_its_way = HostRow(row)
+    on_its_way = HostRow(row, 0)
     for step in GREEDY_STEPS:
-        step.on_host(on_its_way, spec)
+        if step.asked_for([spec], row.size):
+            step.on_host(on_its_way, spec)
     return on_its_way.values
 
 
@@ -58,7 +59,9 @@ def adjusted_on_device(logits: Tensor, specs: list[SampleSpec]) -> Tensor:
     """The same for a batch."""
     rows = DeviceRows(logits, specs, None, Bisection())
     for step in GREEDY_STEPS:
-        step.on_device(rows)
+        asked = step.asked_for(specs, logits.size(1))
+        if asked:
+            step.on_device(rows, asked)
     return rows.values
 
 

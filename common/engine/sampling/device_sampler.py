@@ -17,8 +17,8 @@ from common.control.messages import TokenLogprobs
 from common.engine.device_inputs import array_to_device, to_device
 from common.engine.sampling.base import GREEDY_BELOW, no_token
 from common.engine.sampling.gumbel import gumbel_argmax_on_device, noise_key
-from common.engine.sampling.logits_steps import GREEDY_STEPS, RANDOM_STEPS
-from common.engine.sampling.steps.base import DeviceRows
+from common.engine.sampling.logits_steps import FILTERS, GREEDY_STEPS, RANDOM_STEPS
+from common.engine.sampling.steps.base import DeviceRows, LogitsStep
 from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, Thresholds, ordered
 from common.engine.step import SampledToken, SampleSpec
 
@@ -33,15 +33,12 @@ class DeviceSampler:
         """See `Sampler.sample`."""
         highest, best = logits.max(-1)
         rows = DeviceRows(logits, specs, unseen, self._thresholds)
-        for step in GREEDY_STEPS:
-            step.on_device(rows)
+        _apply(GREEDY_STEPS, rows)
         tokens = best if rows.values is logits else rows.values.argmax(-1)
         # Filters cost passes over the vocabulary: rows without any are drawn apart.
-        groups: tuple[list[int], list[int]] = ([], [])
-        for index, spec in enumerate(specs):
-            if spec.params.temperature >= GREEDY_BELOW:
-                groups[_is_filtered(spec, logits.size(1))].append(index)
-        for group in groups:
+        random = [index for index, spec in enumerate(specs) if spec.params.temperature >= GREEDY_BELOW]
+        filtered = {index for step in FILTERS for index in step.asked_for(specs, logits.size(1))} if random else set()
+        for group in ([each for each in random if each not in filtered], [each for each in random if each in filtered]):
             if group:
                 index = to_device(group, logits.device)
                 values = rows.values if len(group) == len(specs) else rows.values.index_select(0, index)
@@ -56,15 +53,17 @@ class DeviceSampler:
         return DeviceSamplerOutput(nothing, torch.empty(0, device=device), [], [])
 
 
-def _is_filtered(spec: SampleSpec, vocab: int) -> bool:
-    return any(step.filters(spec.params, vocab) for step in RANDOM_STEPS)
+def _apply(steps: tuple[LogitsStep, ...], rows: DeviceRows) -> None:
+    for step in steps:
+        asked = step.asked_for(rows.specs, rows.raw.size(1))
+        if asked:
+            step.on_device(rows, asked)
 
 
 def _draw(rows: DeviceRows) -> Tensor:
     """[n], one random token for each row; its most likely one where that logit is not finite."""
     finite = rows.values.gather(1, rows.most_likely[:, None]).isfinite().squeeze(1)
-    for step in RANDOM_STEPS:
-        step.on_device(rows)
+    _apply(RANDOM_STEPS, rows)
     rows.apply_cut()
     keys = np.array([noise_key(spec.params.seed, spec.position) for spec in rows.specs], np.uint32)
     drawn = gumbel_argmax_on_device(rows.values.exp_(), array_to_device(keys.view(np.int32), rows.device))

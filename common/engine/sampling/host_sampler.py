@@ -19,9 +19,9 @@ from torch import Tensor
 from common.control.messages import TokenLogprobs
 from common.engine.sampling.base import GREEDY_BELOW, no_token
 from common.engine.sampling.gumbel import gumbel_argmax, noise_key
-from common.engine.sampling.logits_steps import GREEDY_STEPS, RANDOM_STEPS
+from common.engine.sampling.logits_steps import steps_of
 from common.engine.sampling.ranking import ranked
-from common.engine.sampling.steps.base import HostRow, Row
+from common.engine.sampling.steps.base import HostRow, LogitsStep, Row
 from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
 
@@ -65,29 +65,24 @@ def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
     rows: NDArray[np.float32] = logits.cpu().numpy()
     most_likely: list[int] = rows.argmax(-1).tolist()
     out: list[SampledToken] = []
-    for row, best, spec in zip(rows, most_likely, specs, strict=True):
+    for row, best, spec, steps in zip(rows, most_likely, specs, steps_of(specs, rows.shape[1]), strict=True):
         if not math.isfinite(row[best]):  # argmax takes a NaN for the maximum
             out.append(no_token(float(row[best]), spec))
             continue
-        token = _draw(row, best, spec)
+        token = _draw(HostRow(row, best), spec, steps) if steps else best
         count = spec.params.logprobs
         out.append(SampledToken(token, None if count is None else _logprobs(row, token, count)))
     return out
 
 
-def _draw(raw: Row, best: int, spec: SampleSpec) -> int:
-    """raw: [vocab] logits, whose maximum is at `best`."""
-    row, params = HostRow(raw), spec.params
-    for step in GREEDY_STEPS:
+def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int:
+    for step in steps:
         step.on_host(row, spec)
-    if row.values is not raw:
-        best = int(row.values.argmax())
-    row.top = row.values[best]
-    if params.temperature < GREEDY_BELOW or not math.isfinite(row.top):
-        return best
-    for step in RANDOM_STEPS:
-        step.on_host(row, spec)
-    key = noise_key(params.seed, spec.position)
+    if spec.params.temperature < GREEDY_BELOW:
+        return row.argmax()
+    if row.the_token is not None:
+        return row.the_token
+    key = noise_key(spec.params.seed, spec.position)
     if row.candidates is None and row.cut > -math.inf:
         row.candidates = np.flatnonzero(row.values >= row.cut)
     if row.candidates is None:

@@ -5,6 +5,7 @@ Order and meaning are vLLM's. A new step is a file in `common.engine.sampling.st
 
 from __future__ import annotations
 
+from common.engine.sampling.base import GREEDY_BELOW
 from common.engine.sampling.steps.base import LogitsStep
 from common.engine.sampling.steps.logit_bias import LogitBias
 from common.engine.sampling.steps.min_p import MinP
@@ -14,6 +15,7 @@ from common.engine.sampling.steps.temperature import Temperature
 from common.engine.sampling.steps.token_mask import TokenMask
 from common.engine.sampling.steps.top_k import TopK
 from common.engine.sampling.steps.top_p import TopP
+from common.engine.step import SampleSpec
 
 LOGITS_STEPS: tuple[LogitsStep, ...] = (
     TokenMask(),
@@ -28,4 +30,20 @@ LOGITS_STEPS: tuple[LogitsStep, ...] = (
 GREEDY_STEPS = tuple(step for step in LOGITS_STEPS if step.for_greedy)
 """They come first, and apply to every draw."""
 RANDOM_STEPS = LOGITS_STEPS[len(GREEDY_STEPS) :]
-"""They follow for random draws."""
+"""They follow for random draws, whatever greedy ones ask for."""
+FILTERS = tuple(step for step in LOGITS_STEPS if step.filters)
+
+
+def steps_of(specs: list[SampleSpec], vocab: int) -> list[list[LogitsStep]]:
+    """The steps that each draw needs, in order."""
+    needed: list[list[LogitsStep]] = [[] for _ in specs]
+    for step in GREEDY_STEPS:
+        for index in step.asked_for(specs, vocab):
+            needed[index].append(step)
+    if all(spec.params.temperature < GREEDY_BELOW for spec in specs):
+        return needed
+    for step in RANDOM_STEPS:
+        for index in step.asked_for(specs, vocab):
+            if specs[index].params.temperature >= GREEDY_BELOW:
+                needed[index].append(step)
+    return needed

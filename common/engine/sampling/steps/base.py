@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.control.messages import SamplingParams
 from common.engine.sampling.top_k_top_p import Thresholds
 from common.engine.step import SampleSpec
 
@@ -23,15 +22,16 @@ Row = NDArray[np.float32]
 class HostRow:
     """One row on its way from logits to a token."""
 
-    __slots__ = ("candidates", "cut", "raw", "top", "values")
+    __slots__ = ("_best", "candidates", "cut", "raw", "the_token", "values")
 
-    def __init__(self, raw: Row) -> None:
+    def __init__(self, raw: Row, best: int) -> None:
+        """raw: [vocab], what the model computed, never changed; its maximum is at `best`."""
         self.raw = raw
-        """[vocab], what the model computed; never changed."""
+        self._best = best
         self.values = raw
         """[vocab], `raw` itself until the first change. From `Temperature` on scaled, with 0 as the maximum."""
-        self.top = np.float32(0.0)
-        """The maximum of `values` before scaling."""
+        self.the_token: int | None = None
+        """The token, where nothing is left to chance."""
         self.cut = -math.inf
         """Values below cannot be drawn."""
         self.candidates: NDArray[np.int64] | None = None
@@ -42,6 +42,10 @@ class HostRow:
         if self.values is self.raw:
             self.values = self.raw.copy()
         return self.values
+
+    def argmax(self) -> int:
+        """The most likely token."""
+        return self._best if self.values is self.raw else int(self.values.argmax())
 
 
 class DeviceRows:
@@ -79,17 +83,21 @@ class DeviceRows:
 
 
 class LogitsStep(ABC):
-    """Changes logits, or leaves out tokens, as a request's parameters want it; does nothing where they do not."""
+    """Changes logits, or leaves out tokens, where a request's parameters ask for it."""
 
     for_greedy = False
     """Whether it may change which logit is the highest, so that greedy draws need it as well."""
+    filters = False
+    """Whether it leaves out tokens of random draws."""
 
     @abstractmethod
-    def on_host(self, row: HostRow, spec: SampleSpec) -> None: ...
+    def asked_for(self, specs: list[SampleSpec], vocab: int) -> list[int]:
+        """Indices of the draws that need it."""
 
     @abstractmethod
-    def on_device(self, rows: DeviceRows) -> None: ...
+    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
+        """For one draw that needs it."""
 
-    def filters(self, params: SamplingParams, vocab: int) -> bool:
-        """Whether it leaves out tokens of a random draw."""
-        return False
+    @abstractmethod
+    def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
+        """For a batch in which the draws `asked` need it, at least one."""

@@ -15,17 +15,20 @@ class LogitBias(LogitsStep):
 
     for_greedy = True
 
+    def asked_for(self, specs: list[SampleSpec], vocab: int) -> list[int]:
+        return [index for index, spec in enumerate(specs) if spec.params.logit_bias]
+
     def on_host(self, row: HostRow, spec: SampleSpec) -> None:
         for token_id, bias in spec.params.logit_bias:
             if 0 <= token_id < row.raw.size:
                 row.writable()[token_id] += np.float32(bias)
 
-    def on_device(self, rows: DeviceRows) -> None:
+    def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         vocab = rows.raw.size(1)
         biases = [
             (index, token_id, bias)
-            for index, spec in enumerate(rows.specs)
-            for token_id, bias in spec.params.logit_bias
+            for index in asked
+            for token_id, bias in rows.specs[index].params.logit_bias
             if 0 <= token_id < vocab
         ]
         if biases:

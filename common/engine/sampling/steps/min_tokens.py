@@ -16,20 +16,20 @@ class MinTokens(LogitsStep):
 
     for_greedy = True
 
-    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
-        params = spec.params
-        if spec.num_generated < params.min_tokens:
-            banned = [token_id for token_id in params.stop_token_ids if 0 <= token_id < row.raw.size]
-            if banned:
-                row.writable()[banned] = -np.inf
+    def asked_for(self, specs: list[SampleSpec], vocab: int) -> list[int]:
+        return [index for index, spec in enumerate(specs) if spec.num_generated < spec.params.min_tokens]
 
-    def on_device(self, rows: DeviceRows) -> None:
+    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
+        banned = [token_id for token_id in spec.params.stop_token_ids if 0 <= token_id < row.raw.size]
+        if banned:
+            row.writable()[banned] = -np.inf
+
+    def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         vocab = rows.raw.size(1)
         banned = [
             (index, token_id)
-            for index, spec in enumerate(rows.specs)
-            if spec.num_generated < spec.params.min_tokens
-            for token_id in spec.params.stop_token_ids
+            for index in asked
+            for token_id in rows.specs[index].params.stop_token_ids
             if 0 <= token_id < vocab
         ]
         if banned:

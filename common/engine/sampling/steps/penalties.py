@@ -16,9 +16,11 @@ class Penalties(LogitsStep):
 
     for_greedy = True
 
+    def asked_for(self, specs: list[SampleSpec], vocab: int) -> list[int]:
+        return [index for index, spec in enumerate(specs) if spec.seen is not None]
+
     def on_host(self, row: HostRow, spec: SampleSpec) -> None:
-        if spec.seen is None:
-            return
+        assert spec.seen is not None
         params, logits = spec.params, row.writable()
         ids = np.frombuffer(spec.seen.ids, np.int32)
         counts = np.frombuffer(spec.seen.counts, np.int32)
@@ -30,11 +32,9 @@ class Penalties(LogitsStep):
         values -= np.float32(params.presence_penalty) * (counts > 0)
         logits[ids] = values
 
-    def on_device(self, rows: DeviceRows) -> None:
+    def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         """A token that `unseen` adds counts once more, or is the first of its kind."""
         specs, device, unseen = rows.specs, rows.device, rows.unseen
-        if all(spec.seen is None for spec in specs):
-            return
         logits = rows.writable()
         ids = [np.frombuffer(spec.seen.ids if spec.seen else b"", np.int32) for spec in specs]
         counts = [np.frombuffer(spec.seen.counts if spec.seen else b"", np.int32) for spec in specs]

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from common.engine.device_inputs import column_to_device
+from common.engine.sampling.base import GREEDY_BELOW
 from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep
 from common.engine.step import SampleSpec
 
 
 class Temperature(LogitsStep):
-    """Scales random draws."""
+    """Scales random draws. Temperatures below `GREEDY_BELOW` are greedy."""
+
+    def asked_for(self, specs: list[SampleSpec], vocab: int) -> list[int]:
+        return [index for index, spec in enumerate(specs) if spec.params.temperature >= GREEDY_BELOW]
 
     def on_host(self, row: HostRow, spec: SampleSpec) -> None:
-        row.values = (row.values - row.top) / np.float32(spec.params.temperature)
+        best = row.argmax()
+        top = row.values[best]
+        if math.isfinite(top):
+            row.values = (row.values - top) / np.float32(spec.params.temperature)
+        else:
+            row.the_token, row.values = best, np.zeros_like(row.values)
 
-    def on_device(self, rows: DeviceRows) -> None:
+    def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         """A row whose maximum is not finite becomes all zero: no kernel promises an end or an index in range for NaN."""
         top = rows.values.gather(1, rows.most_likely[:, None])
         temperature = column_to_device([spec.params.temperature for spec in rows.specs], rows.device).float()

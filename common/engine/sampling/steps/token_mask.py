@@ -16,21 +16,20 @@ class TokenMask(LogitsStep):
 
     for_greedy = True
 
-    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
-        if spec.mask is not None:
-            words = _words(spec.mask, row.raw.size)
-            bits = np.unpackbits(words.astype("<i4").view(np.uint8), count=row.raw.size, bitorder="little")
-            row.writable()[bits == 0] = -np.inf
+    def asked_for(self, specs: list[SampleSpec], vocab: int) -> list[int]:
+        return [index for index, spec in enumerate(specs) if spec.mask is not None]
 
-    def on_device(self, rows: DeviceRows) -> None:
-        masked = [index for index, spec in enumerate(rows.specs) if spec.mask is not None]
-        if not masked:
-            return
+    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
+        words = _words(spec.mask or b"", row.raw.size)
+        bits = np.unpackbits(words.astype("<i4").view(np.uint8), count=row.raw.size, bitorder="little")
+        row.writable()[bits == 0] = -np.inf
+
+    def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         vocab = rows.raw.size(1)
-        words = np.stack([_words(spec.mask, vocab) for spec in rows.specs if spec.mask is not None])
+        words = np.stack([_words(rows.specs[index].mask or b"", vocab) for index in asked])
         shifts = torch.arange(32, dtype=torch.int32, device=rows.device)
         allowed = (array_to_device(words, rows.device)[:, :, None] >> shifts & 1).flatten(1)[:, :vocab] > 0
-        index = to_device(masked, rows.device)
+        index = to_device(asked, rows.device)
         values = rows.writable()
         values.index_copy_(0, index, torch.where(allowed, values.index_select(0, index), -torch.inf))
 

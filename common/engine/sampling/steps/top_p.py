@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.control.messages import SamplingParams
 from common.engine.device_inputs import column_to_device
 from common.engine.sampling.ranking import ranked
 from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep, Row
@@ -22,21 +21,19 @@ _NUCLEUS_DEPTHS = (4.0, 8.0, 16.0)
 class TopP(LogitsStep):
     """Leaves the nucleus of the tokens that the cut leaves."""
 
-    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
-        if spec.params.top_p < 1.0:
-            row.candidates = _nucleus(row.values, spec.params.top_p, row.cut)
+    filters = True
 
-    def on_device(self, rows: DeviceRows) -> None:
-        shares = [spec.params.top_p for spec in rows.specs]
-        if min(shares) >= 1.0:
-            return
+    def asked_for(self, specs: list[SampleSpec], vocab: int) -> list[int]:
+        return [index for index, spec in enumerate(specs) if spec.params.top_p < 1.0]
+
+    def on_host(self, row: HostRow, spec: SampleSpec) -> None:
+        row.candidates = _nucleus(row.values, spec.params.top_p, row.cut)
+
+    def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         rows.apply_cut()
-        top_p = column_to_device(shares, rows.device)
+        top_p = column_to_device([spec.params.top_p for spec in rows.specs], rows.device)
         edge = nucleus_edge(rows.values, top_p, rows.thresholds)
         rows.values = torch.where((top_p >= 1.0) | (rows.values >= edge), rows.values, -torch.inf)
-
-    def filters(self, params: SamplingParams, vocab: int) -> bool:
-        return params.top_p < 1.0
 
 
 def _nucleus(scaled: Row, top_p: float, cut: float) -> NDArray[np.int64]:

@@ -15,10 +15,10 @@ from support.replaying import ReplayingCapture
 from common.attention.cpu import CpuAttention
 from common.attention.gathered import GatheredAttention, GatheredDecode
 from common.base.errors import EngineError
-from common.control.messages import AttemptKey
+from common.control.messages import AttemptKey, SamplingParams
 from common.engine.cuda_graphs import DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
-from common.engine.step import RelayProgress, StepInput
+from common.engine.step import RelayProgress, SampledToken, SampleSpec, StepInput
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
@@ -215,6 +215,40 @@ def test_steps_with_prompt_chunks_with_relays_or_too_many_rows_run_eagerly(rig: 
     layers: list[int] = []
     rig.captured.execute(chunk, layers.append)
     assert layers == [0, 1, 2]
+
+
+def test_several_rows_of_one_decoding_sequence_are_replayed_as_the_rows_of_as_many_steps(rig: Rig) -> None:
+    rng = random.Random(14)
+    step = random_decode(POOL, MAX_PAGES, rng, 3, rig.model.config.vocab_size)
+    table, params = step.block_tables[0], SamplingParams(seed=3, max_tokens=9, temperature=0.7)
+    tokens = [rng.randrange(rig.model.config.vocab_size) for _ in range(4)]
+    before = rig.storage.data.clone()
+    want: list[SampledToken] = []
+    for at, token in enumerate(tokens, 30):
+        spec = SampleSpec(0, 0, params, at + 1, 0)
+        alone = StepInput(
+            1, [token], [at], [table[at // BLOCK] * BLOCK + at % BLOCK], [1], [at + 1], [table], 1, [spec]
+        )
+        want += rig.plain.execute(alone).sampled
+    kv = rig.storage.data.clone()
+    rig.storage.data.copy_(before)
+    several = StepInput(
+        step_id=2,
+        token_ids=tokens + step.token_ids[1:],
+        positions=[30, 31, 32, 33, *step.positions[1:]],
+        slot_mapping=[table[at // BLOCK] * BLOCK + at % BLOCK for at in range(30, 34)] + step.slot_mapping[1:],
+        query_lens=[4, 1, 1],
+        context_lens=[34, *step.context_lens[1:]],
+        block_tables=step.block_tables,
+        num_decodes=3,
+        samples=[SampleSpec(0, row, params, 31 + row, 0) for row in range(4)],
+    )
+    assert rig.graphs.takes(several)
+    assert rig.graphs.size_for(len(several.token_ids)) == 8
+    for runner in (rig.captured, rig.plain):
+        rig.storage.data.copy_(before)
+        assert [token.token_id for token in runner.execute(several).sampled] == [token.token_id for token in want]
+        torch.testing.assert_close(rig.storage.data[:, :, table], kv[:, :, table], atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_that_does_not_fit_together_fails_alone(rig: Rig) -> None:

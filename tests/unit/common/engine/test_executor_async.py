@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import random
 import threading
 from collections import deque
 from dataclasses import replace
@@ -13,28 +12,17 @@ from typing import Any
 import pytest
 import torch
 from support.oracle import make_tiny
+from support.tiny_engine import answers, make_runner
 
-from common.attention.cpu import CpuAttention
 from common.base.errors import EngineError, RankLost
-from common.base.hashing import root_hash
-from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.control.messages import SamplingParams
 from common.engine.executor import AsyncExecutor, LocalExecutor, StepDone, StepFailed
-from common.engine.runner import LaunchedStep, ModelRunner
+from common.engine.runner import LaunchedStep
 from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler, HostSamplerOutput
-from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
-from common.engine.sequence import Sequence
 from common.engine.step import SampledToken, SampleSpec, StepInput, StepOutput
-from common.kv.layout import KVLayout
-from common.kv.pool import BlockPool
-from common.kv.storage import KVStorage
-from common.model.config import load_model_config
-from common.model.loader import load_model
 from common.node.plan import WARM_UP
-
-NUM_BLOCKS = 12
-VOCAB = 256
 
 
 class Slow:
@@ -83,60 +71,6 @@ def test_outputs_and_failures_are_posted_in_the_order_of_their_start() -> None:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3", tmp_path_factory.mktemp("tiny") / "qwen3")
-
-
-def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None) -> ModelRunner:
-    config = load_model_config(path)
-    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
-    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
-    model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
-    return ModelRunner(
-        model, storage, CpuAttention(storage, model.attention_shape(16)), sampler=sampler, overlaps=overlaps
-    )
-
-
-def sequences() -> list[Sequence]:
-    """Every kind of sampling that looks back: penalties, banned stop tokens, log-probabilities."""
-    draw = random.Random(5)
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "top_p": 0.9, "logprobs": 2},
-        {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.5},
-        {"temperature": 1.2, "presence_penalty": 1.5, "top_k": 40},
-        {"temperature": 2.0, "stop_token_ids": list(range(0, VOCAB, 5)), "min_tokens": 12},
-        {"temperature": 0.0, "frequency_penalty": 2.0, "logprobs": 0},
-    ]
-    made = []
-    for n in range(12):
-        prompt = [draw.randrange(3, VOCAB - 3) for _ in range(draw.randrange(1, 30))]
-        params = SamplingParams(**{"seed": n, "max_tokens": draw.randrange(40, 70), **kinds[n % len(kinds)]})
-        made.append(Sequence(AttemptKey(f"r{n}", 1), EngineRequest(prompt, params), list(prompt), root_hash("f"), 0.0))
-    return made
-
-
-def answers(
-    path: Path, depth: int, sampler: Sampler | None = None
-) -> tuple[dict[AttemptKey, list[SampledToken]], Scheduler]:
-    """All sequences to their ends, with `depth` steps in flight whose outputs come as late as they may."""
-    scheduler = Scheduler(SchedulerConfig(128, 6, 32, 8, depth=depth), BlockPool(NUM_BLOCKS))
-    runner = make_runner(path, overlaps=depth > 1, sampler=sampler)
-    got: dict[AttemptKey, list[SampledToken]] = {}
-    for seq in sequences():
-        scheduler.add(seq)
-    flying: deque[tuple[Plan, LaunchedStep]] = deque()
-    while True:
-        plan = scheduler.schedule()
-        if plan is not None:
-            flying.append((plan, runner.launch(plan.step)))
-        elif not flying:
-            break
-        if plan is None or len(flying) == depth:
-            landing, launched = flying.popleft()
-            for done in scheduler.update(landing, launched.wait().sampled):
-                got.setdefault(done.seq.key, []).extend(done.tokens)
-    assert scheduler.is_idle()
-    assert scheduler.pool.num_used == 0
-    return got, scheduler
 
 
 @pytest.mark.parametrize("sampler", [HostSampler(), DeviceSampler()], ids=["host", "device"])
