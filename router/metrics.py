@@ -5,7 +5,6 @@ Updated on the router's event loop; node figures are read from the last pongs wh
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -16,7 +15,7 @@ from common.control.messages import AttemptStats, NodeLoad
 from router.fast.metrics import Counter, Histogram
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
-from router.requests.generation import Generation
+from router.requests.request import Outcome
 
 _LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -165,15 +164,16 @@ class Metrics:
         if number > 1:
             self._retries.value += 1
 
-    def tokens(self, generation: Generation, count: int, *, first: bool) -> None:
-        """`count` tokens went to the client."""
-        now = time.perf_counter()
+    def first_tokens(self, count: int, ttft_s: float) -> None:
+        """The first `count` tokens of a request went to the client, `ttft_s` after its arrival."""
         self._generated.value += count
-        if first:
-            self._ttft.observe(now - generation.arrived_s)
-        elif generation.last_token_s is not None and count:
-            self._itl.observe((now - generation.last_token_s) / count)
-        generation.last_token_s = now
+        self._ttft.observe(ttft_s)
+
+    def more_tokens(self, count: int, gap_s: float) -> None:
+        """`count` more tokens went to the client, `gap_s` after the last ones."""
+        self._generated.value += count
+        if count:
+            self._itl.observe(gap_s / count)
 
     def leg(self, role_is_prefill: bool, stats: AttemptStats) -> None:
         """A leg reported."""
@@ -183,18 +183,16 @@ class Metrics:
         if not role_is_prefill:  # both legs may count the bytes of one relay; the receiver knows what arrived
             self._relayed.value += max(stats.relayed_bytes, 0)
 
-    def end(self, generation: Generation) -> None:
+    def end(self, outcome: Outcome, prompt_tokens: int, duration_s: float) -> None:
         """A generation ended."""
-        outcome = generation.outcome
-        assert outcome is not None
         if outcome.error is not None:
             self._failed.labels(outcome.error.code).value += 1
         elif outcome.finish_reason is None:
             self._cancelled.value += 1
         else:
             self._success[outcome.finish_reason].value += 1
-            self._prompt_tokens.value += len(generation.request.engine.prompt_ids)
-            self._e2e.observe(time.perf_counter() - generation.arrived_s)
+            self._prompt_tokens.value += prompt_tokens
+            self._e2e.observe(duration_s)
 
     def http_error(self, status: int) -> None:
         """An error response was sent."""

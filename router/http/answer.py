@@ -13,7 +13,8 @@ from router.fast.http_connection import DisconnectListener
 from router.fast.yield_turn import yield_turn
 from router.http.openai_format import DONE, Format, FormatOptions, Json, error_body, sse, to_json, usage
 from router.http.response_headers import serving_details
-from router.requests.generation import Delta, Generation
+from router.requests.generation import Generation
+from router.requests.request import Delta
 
 _PORTION = 32
 """Of so many deltas the chunks or log-probabilities are made before everything else on the loop has its turn: that takes

@@ -30,7 +30,7 @@ from router.http.response_headers import RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
 from router.model_catalog import ServedModel
-from router.requests.generation import GenerationRequest
+from router.requests.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 

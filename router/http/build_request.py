@@ -15,7 +15,7 @@ from common.control.messages import EngineRequest
 from router.http.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase
 from router.http.request_headers import api_key, header
 from router.model_catalog import ServedModel
-from router.requests.generation import GenerationRequest
+from router.requests.request import GenerationRequest
 
 _MAX_KEY_CHARS = 256
 """Maximum length of a session's or tenant's name; the rest is cut off."""

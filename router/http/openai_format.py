@@ -15,7 +15,8 @@ import pydantic_core
 
 from common.base.errors import ClientError, KvRelayError, Overloaded
 from common.control.messages import TokenLogprobs
-from router.requests.generation import Delta, Generation, Outcome
+from router.requests.generation import Generation
+from router.requests.request import Delta, Outcome
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
 

@@ -34,9 +34,14 @@ class QueueEntry(NamedTuple):
     """Estimated time that those of them take that leave before it."""
 
 
+class _Waiter(NamedTuple):
+    admit: Callable[[], None]
+    refuse: Callable[[Overloaded], None]
+
+
 class AdmissionQueue:
-    """The queue before the nodes. Calls `admit(request_id)` for each request whose turn has come and
-    `refuse(request_id, error)` for each that is given up; both have left the queue by then.
+    """The queue before the nodes. A request whose turn has come is told by its `admit()`, one that is given up by its
+    `refuse(error)`; either has left the queue by then.
     """
 
     def __init__(
@@ -45,19 +50,16 @@ class AdmissionQueue:
         objectives: Objectives,
         *,
         max_wait_s: float,
-        admit: Callable[[str], None],
-        refuse: Callable[[str, Overloaded], None],
         clock: Clock,
         call_soon: CallSoon = _on_loop,
     ) -> None:
         self._prefill, self._decode = fleets["prefill"], fleets["decode"]
         self._objectives = objectives
         self._max_wait_s = max_wait_s
-        self._admit = admit
-        self._refuse = refuse
         self._clock = clock
         self._call_soon = call_soon
         self._queue = FairQueue()
+        self._waiters: dict[str, _Waiter] = {}
         self._release_due = False
 
     def __len__(self) -> int:
@@ -73,10 +75,12 @@ class AdmissionQueue:
         *,
         prompt_tokens: int,
         max_tokens: int,
+        admit: Callable[[], None],
+        refuse: Callable[[Overloaded], None],
         priority: int = 0,
         tenant: str = "",
     ) -> QueueEntry | None:
-        """Queue a new request, or return None if it may go to the nodes of `decision` at once.
+        """Queue a new request, or return None if it may go to the nodes of `decision` at once: then nothing is called.
 
         Raises: Overloaded if it would miss an objective.
         """
@@ -89,6 +93,7 @@ class AdmissionQueue:
             return None
         tokens = prompt_tokens + min(max_tokens, int(decode.costs.output_tokens))
         self._queue.push(QueuedRequest(request_id, tokens, self._clock() + self._max_wait_s, priority, tenant))
+        self._waiters[request_id] = _Waiter(admit, refuse)
         self.release_soon()
         return QueueEntry(reason, ahead, ahead_s)
 
@@ -103,8 +108,9 @@ class AdmissionQueue:
             self._give_up(victim, "the queue is full, and others have fewer requests in it", 1.0)
 
     def remove(self, request_id: str) -> None:
-        """The request is over; one that is not in the queue is ignored."""
+        """The request is over; one that is not here is ignored."""
         self._queue.remove(request_id)
+        self._waiters.pop(request_id, None)
 
     def release_soon(self) -> None:
         """Release requests once the present event is dealt with: its request may be in the middle of its instructions."""
@@ -124,8 +130,8 @@ class AdmissionQueue:
         while len(self._queue) and not crowded(self._prefill, self._decode):
             request_id = self._queue.pop()
             if request_id is not None:
-                self._admit(request_id)
+                self._waiters.pop(request_id).admit()
 
     def _give_up(self, request_id: str, reason: str, retry_after_s: float) -> None:
         self._queue.remove(request_id)
-        self._refuse(request_id, Overloaded(f"{reason}; try again shortly", retry_after_s=retry_after_s))
+        self._waiters.pop(request_id).refuse(Overloaded(f"{reason}; try again shortly", retry_after_s=retry_after_s))

@@ -1,5 +1,6 @@
-"""One generation: the flow's shell. It carries the flow's instructions out and turns tokens into text.
+"""One generation: the owner of a request's life, from its acceptance to its end.
 
+Its parts are the state machine (`Flow`), the placing of its attempts (`Attempts`), its deadline, its text and its story.
 Runs on the router's event loop. The HTTP side reads deltas and the outcome; the dispatcher feeds events.
 """
 
@@ -9,22 +10,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar
 
 from common.base.errors import KvRelayError, Unavailable
-from common.control.messages import (
-    Abort,
-    AttemptKey,
-    DecodeRequest,
-    EngineRequest,
-    FinishReason,
-    PrefillRequest,
-    TokenLogprobs,
-)
+from common.control.messages import Abort, FinishReason
 from router.policy import Decision
 from router.requests import flow_events as f
+from router.requests.attempts import Attempts
 from router.requests.flow import Flow
+from router.requests.request import Delta, GenerationRequest, Outcome, Served
+from router.requests.router_state import RouterState
 from router.requests.story import Story
 from router.text.detokenizer import TokenPieces
 from router.text.stop_strings import TextStream
@@ -32,73 +27,11 @@ from router.text.stop_strings import TextStream
 log = logging.getLogger(__name__)
 
 
-class GenerationRequest(NamedTuple):
-    """All that one generation needs, validated and bounded."""
-
-    engine: EngineRequest
-    stop: tuple[str, ...] = ()
-    client_stop_ids: frozenset[int] = frozenset()
-    """Stop tokens that the client named itself: the ones that `stop_reason` reports."""
-    skip_special_tokens: bool = True
-    session: str = ""
-    """Requests with the same key go to the same nodes under the policy `session`."""
-    tenant: str = ""
-    """Whose share of the cluster it takes while requests wait."""
-
-
-@dataclass(slots=True)
-class Delta:
-    """What some tokens brought. `text` can lag behind `token_ids`: half characters and possible stop strings wait."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-
-
-class Outcome(NamedTuple):
-    """How a generation ended: with a finish reason, with an error, or (neither) because the client left."""
-
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    error: KvRelayError | None = None
-
-
-@dataclass(slots=True)
-class Served:
-    """How the present attempt was served, as far as its legs have reported; bytes are of all attempts."""
-
-    prefill_hit_tokens: int | None = None
-    decode_hit_tokens: int | None = None
-    relayed_bytes: int = 0
-
-
-class Shell(Protocol):
-    """What a generation needs from the dispatcher."""
-
-    def place(self, generation: Generation, wanted: f.Place) -> None:
-        """Answer with `feed(Placed)` or `feed(Unplaceable)`, now or later."""
-        ...
-
-    def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
-        """Raises: Unavailable."""
-        ...
-
-    def release(self, incarnation: str, key: AttemptKey) -> None: ...
-
-    def on_tokens(self, generation: Generation, count: int, *, first: bool) -> None: ...
-
-    def on_report(self, generation: Generation, report: f.Report) -> None: ...
-
-    def blame(self, incarnation: str, error: KvRelayError) -> None: ...
-
-    def on_end(self, generation: Generation) -> None: ...
-
-
 class Generation:
-    """One prompt's answer in the making.
+    """The answer to one prompt. Call `enter`, then `start`.
 
-    `on_news()` is called whenever `take` or `outcome` has something new. Invariant: `outcome` is set exactly
-    once; no delta comes after it.
+    `on_news()` is called whenever `take` or `outcome` has something new. Invariants: `outcome` is set exactly once, and
+    no delta comes after it; from then on no registry of the router knows the request.
     """
 
     def __init__(
@@ -106,29 +39,31 @@ class Generation:
         request_id: str,
         request: GenerationRequest,
         pieces: TokenPieces,
-        shell: Shell,
+        router: RouterState,
         *,
         max_attempts: int,
+        deadline_s: float,
         on_news: Callable[[], None],
         story: Story | None = None,
     ) -> None:
         self.request_id = request_id
         self.request = request
         self.flow = Flow(request_id, request.engine, max_attempts)
-        self.decision: Decision | None = None
-        """Of the latest attempt."""
-        self.served = Served()
         self.story = story or Story(request_id)
+        self.attempts = Attempts(
+            request_id, request, self.flow.token_ids, router, deadline_s=deadline_s, story=self.story
+        )
+        self.served = Served()
         self.outcome: Outcome | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
-        self.arrived_s = time.perf_counter()
-        self.last_token_s: float | None = None
+        self._router = router
+        self._on_news = on_news
+        self._arrived_s = time.perf_counter()
+        self._last_token_s = 0.0
         self._cached_known = False
         self._expected_hit: int | None = None
-        """Prompt tokens that the first attempt's node held, as far as its placing knew."""
-        self._shell = shell
-        self._on_news = on_news
+        """Prompt tokens whose KV the first attempt's node was expected to have."""
         self._text = TextStream(
             pieces,
             request.stop,
@@ -143,6 +78,11 @@ class Generation:
 
     # -- for the HTTP side
 
+    @property
+    def decision(self) -> Decision | None:
+        """Of the latest attempt."""
+        return self.attempts.decision
+
     def take(self) -> list[Delta]:
         """The deltas since the last call."""
         deltas, self._deltas = self._deltas, []
@@ -155,17 +95,24 @@ class Generation:
 
     # -- for the dispatcher
 
+    def enter(self) -> None:
+        """Enter the router's registries; `_end` takes the request out of all of them."""
+        router = self._router
+        router.stories.enter(self.story)
+        router.deadlines.add(self.request_id)
+        router.table.add(self.request_id, self)
+
     def start(self) -> None:
-        """Begin; call once. Raises nothing, as `feed`."""
+        """Place the first attempt; call once. Raises nothing, as `feed`."""
         if self.outcome is None:
             self._run(self.flow.start())
 
     def feed(self, event: f.Event) -> None:
         """Handle one event.
 
-        Events that come up while another one is carried out wait until all of its instructions are done:
-        otherwise an abort could overtake the request it aborts. Raises nothing: a bug that one request hits
-        ends that one, not whoever brought the event.
+        Events that arise while another one is handled wait until all of its instructions are done: otherwise an abort
+        could overtake the request it aborts. Raises nothing: a bug that one request hits ends that request and does not
+        reach the caller.
         """
         self._events.append(event)
         if not self._busy:
@@ -200,7 +147,7 @@ class Generation:
         self.story.add("decision", f"attempt {flow.attempt}", self.decision)
 
     def _break_off(self, pending: Iterable[f.Instruction]) -> None:
-        """End at once, although the flow may think that it ended well already: legs closed, the client told."""
+        """End at once after a bug, even if the flow has ended already: close the legs, tell the client."""
         self._events.clear()
         error = KvRelayError("internal error in the router")
         for instruction in [*pending, *self.flow.handle(f.GiveUp(error))]:
@@ -223,7 +170,7 @@ class Generation:
     def _send(self, send: f.Send) -> None:
         peer, message = send
         try:
-            self._shell.send(peer.incarnation, message)
+            self.attempts.send(peer.incarnation, message)
             if not isinstance(message, Abort):
                 self.story.add("sent", type(message).__name__, {"node": peer.node_id})
         except Unavailable as error:
@@ -240,17 +187,26 @@ class Generation:
         if delta.consumed < len(emit.token_ids):
             logprobs = None if logprobs is None else logprobs[: delta.consumed]
         self._deltas.append(Delta(delta.text, emit.token_ids[: delta.consumed], logprobs))
-        self._shell.on_tokens(self, delta.consumed, first=first)
+        self._count_tokens(delta.consumed, first=first)
         if delta.stop is not None:
             self._stop = delta.stop
             self.story.add("stop_found", repr(delta.stop))
             self._events.append(f.StopFound())
         self._on_news()
 
+    def _count_tokens(self, count: int, *, first: bool) -> None:
+        now_s, metrics = time.perf_counter(), self._router.metrics
+        if first:
+            self._router.table.first_token(self.request_id)
+            metrics.first_tokens(count, now_s - self._arrived_s)
+        else:
+            metrics.more_tokens(count, now_s - self._last_token_s)
+        self._last_token_s = now_s
+
     def _take_report(self, report: f.Report) -> None:
         stats = report.stats
-        # Later attempts find what the first one left in the caches; the client is told of the first one's hits. Where
-        # that one ended before it could report them, what is known is what it was placed by.
+        # Later attempts hit what the first one left in the caches, so the client is told of the first one's hits. If the
+        # first one ended without a report, the hits are those that its placement expected.
         if not self._cached_known and (report.role_is_prefill or self.flow.prefill_peer is None):
             hits = stats.cached_tokens if self.flow.attempt == 1 else self._expected_hit or 0
             self.cached_tokens = min(hits, len(self.request.engine.prompt_ids))
@@ -260,7 +216,11 @@ class Generation:
         else:  # both legs may count the bytes of one relay; the receiver knows what arrived
             self.served.decode_hit_tokens = stats.cached_tokens
             self.served.relayed_bytes += stats.relayed_bytes
-        self._shell.on_report(self, report)
+        router = self._router
+        router.breakers.succeeded(report.incarnation)
+        router.metrics.leg(report.role_is_prefill, stats)
+        self.attempts.reported(report.incarnation)
+        router.placer.reported("prefill" if report.role_is_prefill else "decode", report.incarnation, stats)
 
     def _finished(self, reason: FinishReason) -> Outcome:
         if self._stop is not None:
@@ -274,12 +234,25 @@ class Generation:
         return Outcome(reason)
 
     def _end(self, outcome: Outcome) -> None:
-        # A stop string found in the very chunk that ends the attempt has already decided the outcome.
-        if self.outcome is None:
-            self.outcome = outcome
-            self._tell_end(outcome)
-            self._shell.on_end(self)
-            self._on_news()
+        """The one way out: the request leaves everything that knows it. The second time nothing happens: a stop string
+        found in the very chunk that ends the attempt has already decided the outcome.
+        """
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        self._tell_end(outcome)
+        router = self._router
+        for registry in router.registries:
+            registry.remove(self.request_id)
+        if outcome.finish_reason is not None:
+            router.placer.answered(len(self.flow.token_ids))
+        router.stories.end(self.story)
+        router.metrics.end(outcome, len(self.request.engine.prompt_ids), time.perf_counter() - self._arrived_s)
+        self._on_news()
+
+    def _release(self, leg: f.Release) -> None:
+        self._router.nodes.release(leg.incarnation, leg.key)
+        self._router.admission_queue.release_soon()
 
     def _tell_end(self, outcome: Outcome) -> None:
         data = {
@@ -296,15 +269,15 @@ class Generation:
             self.story.add("finished", outcome.finish_reason, data)
 
     _HOW: ClassVar[dict[type, Callable[[Generation, Any], None]]] = {
-        f.Place: lambda self, place: self._shell.place(self, place),
+        f.Place: lambda self, place: self.attempts.place(place, self.feed),
         f.Send: _send,
-        f.Release: lambda self, leg: self._shell.release(leg.incarnation, leg.key),
+        f.Release: _release,
         f.Emit: _emit,
         f.Report: _take_report,
-        f.Blame: lambda self, blame: self._shell.blame(blame.incarnation, blame.error),
+        f.Blame: lambda self, blame: self._router.breakers.failed(blame.incarnation, blame.error),
         f.Note: lambda self, note: self.story.add(*note),
         f.Finish: lambda self, finish: self._end(self._finished(finish.reason)),
         f.Fail: lambda self, fail: self._end(Outcome(error=fail.error)),
         f.Cancelled: lambda self, _: self._end(Outcome()),
     }
-    """How each kind of instruction is carried out."""
+    """Carries out each kind of instruction."""

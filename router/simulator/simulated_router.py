@@ -139,12 +139,9 @@ class SimulatedRouter:
             self._table.fleets,
             admission.objectives,
             max_wait_s=admission.max_queue_wait_s,
-            admit=self._admit,
-            refuse=lambda request_id, _: self._refuse(self._queued.pop(request_id), "429: no node had room in time"),
             clock=clock,
             call_soon=lambda call: events.after(0.0, lambda _: call()),
         )
-        self._queued: dict[str, SimRequest] = {}
         self._expiring = False
         self._waiting = 0
         """Requests without a first token."""
@@ -220,13 +217,16 @@ class SimulatedRouter:
     # -- the admission queue
 
     def _enter_queue(self, request: SimRequest, placement: Placement) -> bool:
-        request_id = request.key.request_id
         entry = self._queue.enter(
-            request_id, placement.decision, prompt_tokens=request.input_tokens, max_tokens=request.output_tokens
+            request.key.request_id,
+            placement.decision,
+            prompt_tokens=request.input_tokens,
+            max_tokens=request.output_tokens,
+            admit=lambda: self._place(request, admitted=True),
+            refuse=lambda _: self._refuse(request, "429: no node had room in time"),
         )
         if entry is None:
             return False
-        self._queued[request_id] = request
         if not self._expiring:
             self._expiring = True
             self._events.after(self._table.tick_s, self._expire)
@@ -237,9 +237,6 @@ class SimulatedRouter:
         self._expiring = len(self._queue) > 0
         if self._expiring:
             self._events.after(self._table.tick_s, self._expire)
-
-    def _admit(self, request_id: str) -> None:
-        self._place(self._queued.pop(request_id), admitted=True)
 
     # -- what the router hears
 

@@ -18,7 +18,7 @@ from router.fast.endpoints import DirectEndpoints
 from router.http.api_keys import KeyGuard
 from router.http.openai_format import ChatFormat, FormatOptions, TextFormat, sse, to_json
 from router.http.responses import JsonResponse
-from router.requests.generation import Delta
+from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
 
 

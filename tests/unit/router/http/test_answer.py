@@ -22,8 +22,10 @@ from router.http.openai_format import ChatFormat, FormatOptions, TextFormat
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests import flow_events as f
+from router.requests.attempts import Attempts
 from router.requests.dispatch import Dispatcher, DispatchSettings
-from router.requests.generation import Delta, Generation, GenerationRequest, Outcome
+from router.requests.generation import Generation
+from router.requests.request import Delta, GenerationRequest, Outcome
 from router.text.detokenizer import TokenPieces
 
 PIECES = TokenPieces(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
@@ -49,8 +51,8 @@ def _begin(dispatcher: Dispatcher, name: str, client: DisconnectListener) -> Ans
 def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's looks at what is old after millions of objects only: prompts would pile up for gigabytes."""
 
-    def place(_: Dispatcher, generation: Generation, wanted: f.Place) -> None:
-        generation.feed(f.Placed(None, PEER, 1.0))
+    def place(_: Attempts, wanted: f.Place, answer: Callable[[f.Event], None]) -> None:
+        answer(f.Placed(None, PEER, 1.0))
 
     def send(*_: object, **__: object) -> None:
         pass
@@ -81,7 +83,7 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     async def main() -> None:
         dispatcher = Dispatcher(DispatchSettings(), Metrics())
         with monkeypatch.context() as patch:
-            patch.setattr(Dispatcher, "place", place)
+            patch.setattr(Attempts, "place", place)
             patch.setattr(NodeTable, "send", send)
             await play(dispatcher, answered)
         await play(dispatcher, refused)
@@ -115,7 +117,9 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
         answer, logprobs = Answer(), [TokenLogprobs(-0.5, [0, 1], [-0.5, -1.0])]
         for _ in range(2):
             request = GenerationRequest(EngineRequest([0], SamplingParams(seed=0, max_tokens=tokens)))
-            generation = Generation("r", request, PIECES, cast("Any", None), max_attempts=1, on_news=answer.on_news)
+            generation = Generation(
+                "r", request, PIECES, cast("Any", None), max_attempts=1, deadline_s=1.0, on_news=answer.on_news
+            )
             generation._deltas = [Delta("a", [at % 2], logprobs) for at in range(tokens)]
             generation.outcome = Outcome("length")
             answer.generations.append(generation)

@@ -1,4 +1,4 @@
-"""What ends a request in the router, and only that one."""
+"""The dispatcher: what ends a request, and only that one; bursts, and a full queue."""
 
 from __future__ import annotations
 
@@ -9,24 +9,38 @@ from typing import Any, cast
 
 import pytest
 
-from common.base.clock import MockClock
+from common.base.clock import Clock, MockClock, monotonic
 from common.base.errors import BadRequest, Overloaded, Unavailable
 from common.control.messages import EngineRequest, SamplingParams
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests.dispatch import Dispatcher, DispatchSettings
-from router.requests.generation import Generation, GenerationRequest, Outcome
+from router.requests.generation import Generation
 from router.requests.placement import Placement, PlacementRequest
+from router.requests.request import GenerationRequest, Outcome
 
 REQUEST = GenerationRequest(EngineRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=4)), skip_special_tokens=False)
 
 
-def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 256) -> None:
+def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 256, clock: Clock = monotonic) -> None:
+    """Run a scene that ends every request; then no part of the router may know one."""
+
     async def main() -> None:
-        dispatcher = Dispatcher(DispatchSettings(max_waiting=max_waiting), Metrics())
+        dispatcher = Dispatcher(DispatchSettings(max_waiting=max_waiting), Metrics(), clock=clock)
+        seen: set[str] = set()
+        add = dispatcher._table.add
+
+        def noted(request_id: str, generation: Generation) -> None:
+            seen.add(request_id)
+            add(request_id, generation)
+
+        dispatcher._table.add = noted  # type: ignore[method-assign]
         try:
             await scene(dispatcher)
             assert dispatcher.running == dispatcher.waiting == 0
+            parts = [part for part in vars(dispatcher._state).values() if hasattr(part, "__contains__")]
+            assert len(parts) == 4
+            assert not [(part, each) for part in parts for each in seen if each in part]
         finally:
             dispatcher.close()
 
@@ -45,7 +59,7 @@ def message(generation: Generation) -> str:
     return generation.outcome.error.message
 
 
-def test_a_bug_in_the_placing_of_one_that_waited_ends_it_and_the_others_are_placed(
+def test_a_bug_in_placing_a_request_that_waited_ends_it_and_the_others_are_placed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(NodeTable, "rejoining", True)
@@ -70,45 +84,44 @@ def test_a_bug_in_the_placing_of_one_that_waited_ends_it_and_the_others_are_plac
     play(scene)
 
 
-def test_one_that_was_let_in_waits_for_nodes_to_come_back_and_a_new_one_does_not(
+def test_an_admitted_request_waits_for_nodes_to_return_and_a_new_one_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever was held back until the nodes had room must not be refused because they were cut off in that moment."""
+    """A request that waited until the nodes had room must not be refused because they were cut off in that moment."""
     monkeypatch.setattr(NodeTable, "rejoining", True)
     monkeypatch.setattr("router.requests.retry_wait.WAKE_AFTER_S", 0.0)
 
     async def scene(dispatcher: Dispatcher) -> None:
-        let_in, new = await submit(dispatcher, "a"), await submit(dispatcher, "b")
-        dispatcher._live["a"].admitted = True
+        admitted, new = await submit(dispatcher, "a"), await submit(dispatcher, "b")
+        admitted.attempts.admitted = True
         monkeypatch.setattr(NodeTable, "rejoining", False)
         dispatcher._on_usable()
         async with asyncio.timeout(20):
             while dispatcher.running > 1:
                 await asyncio.sleep(0.001)
         assert "no decode node" in message(new)
-        assert let_in.outcome is None
-        let_in.cancel()
+        assert admitted.outcome is None
+        admitted.cancel()
 
     play(scene)
 
 
 def test_being_woken_in_vain_does_not_prolong_the_wait_for_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that flaps without ever being of use would else keep its clients for as long as it does."""
+    """Otherwise a node that flaps without ever being of use would keep its clients waiting for as long as it does."""
     monkeypatch.setattr(NodeTable, "rejoining", True)
     monkeypatch.setattr("router.requests.retry_wait.WAKE_AFTER_S", 0.0)
     clock = MockClock()
 
     async def scene(dispatcher: Dispatcher) -> None:
-        dispatcher._clock = clock
         waiting = await submit(dispatcher, "a")
         waits: list[float] = []
-        park = dispatcher._retry_wait.park
+        until_node = dispatcher._retry_wait.until_node
 
         def noted(request_id: str, wait_s: float, **calls: Any) -> None:
             waits.append(wait_s)
-            park(request_id, wait_s, **calls)
+            until_node(request_id, wait_s, **calls)
 
-        monkeypatch.setattr(dispatcher._retry_wait, "park", noted)
+        monkeypatch.setattr(dispatcher._retry_wait, "until_node", noted)
         async with asyncio.timeout(20):
             for _ in range(20):
                 if waiting.outcome is not None:
@@ -121,13 +134,13 @@ def test_being_woken_in_vain_does_not_prolong_the_wait_for_a_node(monkeypatch: p
         assert waits == [11.0, 7.0, 3.0]
         assert "no decode node" in message(waiting)
 
-    play(scene)
+    play(scene, clock=clock)
 
 
-def test_one_that_was_parked_and_then_held_back_waits_its_whole_time_for_a_node(
+def test_a_request_that_waited_for_a_node_and_then_in_the_queue_waits_its_whole_time_for_a_node_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The nodes came back, busy; when its turn has come they are gone once more: that is another wait."""
+    """The nodes returned, busy; when its turn came they were gone again: that is another wait."""
     monkeypatch.setattr(NodeTable, "rejoining", True)
     monkeypatch.setattr("router.requests.retry_wait.WAKE_AFTER_S", 0.0)
     for module in ("admission", "admission_queue"):
@@ -135,7 +148,6 @@ def test_one_that_was_parked_and_then_held_back_waits_its_whole_time_for_a_node(
     clock = MockClock()
 
     async def scene(dispatcher: Dispatcher) -> None:
-        dispatcher._clock = clock
         waiting = await submit(dispatcher, "a")
         decide = dispatcher.placer.decide
         placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
@@ -146,17 +158,17 @@ def test_one_that_was_parked_and_then_held_back_waits_its_whole_time_for_a_node(
                 await asyncio.sleep(0.001)
         clock.advance(20.0)
         monkeypatch.setattr(dispatcher.placer, "decide", decide)
-        dispatcher.admission_queue._queue.remove("a")
-        dispatcher._let_in("a")
+        monkeypatch.setattr("router.requests.admission_queue.crowded", lambda *_: "")
+        dispatcher.admission_queue._release()
         assert waiting.outcome is None
         assert len(dispatcher._retry_wait) == 1
         waiting.cancel()
 
-    play(scene)
+    play(scene, clock=clock)
 
 
 def test_a_router_that_stops_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections stay open until their answers are through; what comes on them meanwhile would be cut off."""
+    """Connections stay open until their answers are complete; requests that come on them meanwhile would be cut off."""
     monkeypatch.setattr(NodeTable, "rejoining", True)
 
     async def scene(dispatcher: Dispatcher) -> None:
@@ -183,7 +195,7 @@ def test_a_request_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyPa
     play(scene)
 
 
-def test_one_that_fails_and_cannot_be_ended_in_order_does_not_keep_those_behind_it_from_their_turn(
+def test_a_request_that_fails_and_cannot_be_ended_in_order_does_not_block_those_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> None:
@@ -191,8 +203,9 @@ def test_one_that_fails_and_cannot_be_ended_in_order_does_not_keep_those_behind_
 
     async def scene(dispatcher: Dispatcher) -> None:
         monkeypatch.setattr(dispatcher.placer, "decide", broken)
-        end, broken_ends = dispatcher._metrics.end, [True]
-        monkeypatch.setattr(dispatcher._metrics, "end", lambda each: broken() if broken_ends.pop() else end(each))
+        metrics, broken_ends = dispatcher._state.metrics, [True]
+        end = metrics.end
+        monkeypatch.setattr(metrics, "end", lambda *figures: broken() if broken_ends.pop() else end(*figures))
         broken_ends[:0] = [False] * 40
         burst = [dispatcher.submit(f"r{i}", [REQUEST], cast("Any", None), lambda: None)[0] for i in range(40)]
         async with asyncio.timeout(20):
@@ -212,7 +225,7 @@ def test_more_prompts_than_the_queue_takes_are_the_clients_mistake() -> None:
     play(scene)
 
 
-def test_a_burst_is_placed_in_portions_and_one_that_left_before_its_turn_is_not_placed(
+def test_a_burst_is_placed_in_portions_and_a_request_cancelled_before_its_turn_is_not_placed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scene(dispatcher: Dispatcher) -> None:
@@ -238,7 +251,7 @@ def test_a_burst_is_placed_in_portions_and_one_that_left_before_its_turn_is_not_
 
 
 def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one turn of the loop have not begun when the next of them asks for a place."""
+    """Requests of one turn of the loop are not placed yet when the next of them asks for room."""
     for module in ("admission", "admission_queue"):
         monkeypatch.setattr(f"router.requests.{module}.crowded", lambda *_: "every node is busy")
 
@@ -259,13 +272,15 @@ def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytes
     play(scene, max_waiting=6)
 
 
-@pytest.mark.parametrize("held_up", [False, True])
-def test_nodes_have_not_failed_when_the_router_was_held_up(monkeypatch: pytest.MonkeyPatch, *, held_up: bool) -> None:
-    """Held up a few times, it would else think that every node is broken."""
-    monkeypatch.setattr(NodeTable, "rejoining", held_up)
+@pytest.mark.parametrize("stalled", [False, True])
+def test_a_loss_of_nodes_is_no_failure_of_theirs_when_the_router_stalled(
+    monkeypatch: pytest.MonkeyPatch, *, stalled: bool
+) -> None:
+    """Otherwise, after a few stalls, the router would think that every node is broken."""
+    monkeypatch.setattr(NodeTable, "rejoining", stalled)
 
     async def scene(dispatcher: Dispatcher) -> None:
         dispatcher._on_lost("d0-1", "no sign of life")
-        assert dispatcher.breakers.view("d0-1").failures == (0 if held_up else 1)
+        assert dispatcher.breakers.view("d0-1").failures == (0 if stalled else 1)
 
     play(scene)

@@ -1,0 +1,220 @@
+"""Placing the attempts of one request: choose nodes, or wait in the admission queue, for a node, or for a backoff.
+
+Runs on the router's event loop. Only reads and counts: what an attempt's placement means for the request is `Flow`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from common.base.errors import KvRelayError, Overloaded, Unavailable
+from common.control.messages import Abort, DecodeRequest, PrefillRequest
+from router.nodes.node import kv_kind
+from router.policy import Decision
+from router.requests import flow_events as f
+from router.requests.placement import HashChain, Placement, PlacementRequest
+from router.requests.request import GenerationRequest
+from router.requests.router_state import RouterState
+from router.requests.story import Story
+
+log = logging.getLogger(__name__)
+
+REPLACEMENT_WAIT_S = 15.0
+"""How long a request whose node died waits for another one before its client gets an error."""
+
+Answer = Callable[[f.Event], None]
+"""Takes the answer to `Place`: `Placed`, `Unplaceable`, or `GiveUp` after a bug."""
+
+
+class Attempts:
+    """One request's attempts. Invariant: it waits for one thing at most, and for nothing once it is removed from the
+    registries of `RouterState`.
+    """
+
+    __slots__ = (
+        "_chain",
+        "_deadline_s",
+        "_kv_kind",
+        "_node_deadline_s",
+        "_placement",
+        "_request",
+        "_router",
+        "_story",
+        "_token_ids",
+        "_unproven",
+        "admitted",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        token_ids: list[int],
+        router: RouterState,
+        *,
+        deadline_s: float,
+        story: Story,
+    ) -> None:
+        """`token_ids`: what was generated so far; grows with the request. `deadline_s`: when the request must be over."""
+        self.request_id = request_id
+        self.admitted = False
+        """It has passed the admission queue."""
+        self._request = request
+        self._token_ids = token_ids
+        self._router = router
+        self._deadline_s = deadline_s
+        self._story = story
+        self._chain = HashChain(request.engine.cache_salt)
+        self._placement: Placement | None = None
+        self._node_deadline_s: float | None = None
+        """When to give up waiting for a node; None unless none was found since the wait began."""
+        self._kv_kind = ""
+        """KV kind of the node that brought the first token, or may still bring it."""
+        self._unproven: set[str] = set()
+        """Incarnations that were given the prompt and have not reported: the blocks expected there may be missing."""
+
+    @property
+    def decision(self) -> Decision | None:
+        """Of the latest attempt that was placed."""
+        return None if self._placement is None else self._placement.decision
+
+    def place(self, wanted: f.Place, answer: Answer) -> None:
+        """Choose nodes and answer, now or later.
+
+        A new request is refused at once if there is no node, unless the nodes are about to return to a router that
+        stalled. A request that was admitted waits for a node.
+        """
+        if wanted.backoff_s and not wanted.at_once:
+            self._back_off(wanted, answer, "not the first failure in a row")
+            return
+        try:
+            placement = self._router.placer.decide(self._placement_request(wanted))
+        except Unavailable as error:
+            self._on_no_node(wanted, answer, error)
+            return
+        decision = placement.decision
+        if wanted.attempt == 1 and not self.admitted and not self._enter_queue(wanted, answer, decision):
+            return
+        incarnations = [leg.picked.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
+        if wanted.backoff_s and not wanted.avoid.isdisjoint(incarnations):
+            self._back_off(wanted, answer, "only nodes that just failed it are left")
+            return
+        answer(self._take(wanted, placement, incarnations))
+
+    def _placement_request(self, wanted: f.Place) -> PlacementRequest:
+        request, token_ids = self._request, self._token_ids
+        return PlacementRequest(
+            request.engine.prompt_ids + token_ids,
+            self._chain,
+            request.engine.sampling.max_tokens - len(token_ids),
+            request.session,
+            wanted.avoid | self._router.breakers.not_admitted(),
+            wanted.last,
+            frozenset(self._unproven),
+            self._kv_kind if token_ids else "",
+            wanted.attempt > 1,
+        )
+
+    def _take(self, wanted: f.Place, placement: Placement, incarnations: list[str]) -> f.Placed:
+        router, decision = self._router, placement.decision
+        for incarnation in incarnations:
+            router.breakers.chosen(incarnation)
+        self._unproven.update(incarnations)
+        router.placer.expect(placement, incarnations)
+        self._placement, self._node_deadline_s = placement, None
+        decode = router.nodes.get(decision.decode.picked.incarnation)
+        prefill = None if decision.prefill is None else router.nodes.get(decision.prefill.picked.incarnation)
+        assert decode is not None
+        if not self._token_ids:
+            self._kv_kind = kv_kind(decode.record.layout)
+        router.metrics.attempt(decision.mode, wanted.attempt)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s#%d goes to %s", self.request_id, wanted.attempt, decision.explain())
+        timeout_s = max(0.001, self._deadline_s - router.clock())
+        return f.Placed(None if prefill is None else prefill.record.peer, decode.record.peer, timeout_s)
+
+    # -- waiting
+
+    def _enter_queue(self, wanted: f.Place, answer: Answer, decision: Decision) -> bool:
+        """Whether a new request may go at once; if not, it was refused or waits in the admission queue."""
+        request = self._request
+        try:
+            entry = self._router.admission_queue.enter(
+                self.request_id,
+                decision,
+                prompt_tokens=wanted.num_tokens,
+                max_tokens=request.engine.sampling.max_tokens,
+                admit=lambda: self._on_admitted(wanted, answer),
+                refuse=lambda error: answer(f.Unplaceable(error)),
+                priority=request.engine.priority,
+                tenant=request.tenant,
+            )
+        except Overloaded as error:
+            self._story.add("refused", error.message, decision)
+            answer(f.Unplaceable(error))
+            return False
+        if entry is None:
+            self.admitted = True
+            return True
+        self._story.add("queued", entry.reason, {"ahead": entry.ahead, "ahead_s": round(entry.ahead_s, 3)})
+        return False
+
+    def _on_admitted(self, wanted: f.Place, answer: Answer) -> None:
+        self.admitted, self._node_deadline_s = True, None  # nodes were found when it was queued
+        self._place_again(wanted, answer)
+
+    def _on_no_node(self, wanted: f.Place, answer: Answer, error: Unavailable) -> None:
+        nodes = self._router.nodes
+        if nodes.finishing.nodes:
+            error = Unavailable("every decode node that is left is draining; try again later")
+        else:
+            error.__traceback__ = None  # its frames refer to the request, which would wait for the garbage collector
+        if wanted.attempt == 1 and not self.admitted and not nodes.rejoining:
+            answer(f.Unplaceable(error))
+        else:
+            self._wait_for_node(wanted, answer, error)
+
+    def _wait_for_node(self, wanted: f.Place, answer: Answer, error: Unavailable) -> None:
+        """Wait until a node returns. Waking up in vain, for nodes that come and go, does not prolong the wait."""
+        now_s = self._router.clock()
+        if self._node_deadline_s is None:
+            self._node_deadline_s = now_s + REPLACEMENT_WAIT_S
+        elif now_s >= self._node_deadline_s:
+            answer(f.Unplaceable(error))
+            return
+        self._story.add("parked", error.message)
+        self._router.retry_wait.until_node(
+            self.request_id,
+            self._node_deadline_s - now_s,
+            wake=lambda: self._place_again(wanted, answer),
+            give_up=lambda: answer(f.Unplaceable(error)),
+        )
+
+    def _back_off(self, wanted: f.Place, answer: Answer, why: str) -> None:
+        self._story.add("backoff", why, {"seconds": round(wanted.backoff_s, 3)})
+        rested = wanted._replace(backoff_s=0.0)
+        self._router.retry_wait.pause(self.request_id, wanted.backoff_s, lambda: self._place_again(rested, answer))
+
+    def _place_again(self, wanted: f.Place, answer: Answer) -> None:
+        """`place` after a wait: a bug ends this request, and does not reach the code that ended the wait."""
+        try:
+            self.place(wanted, answer)
+        except Exception:
+            log.exception("%s could not be placed", self.request_id)
+            answer(f.GiveUp(KvRelayError("internal error in the router")))
+
+    # -- the present attempt
+
+    def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
+        """Send to a node of an attempt, as `NodeTable.send`. Raises: Unavailable."""
+        if isinstance(message, Abort) or self._placement is None:
+            self._router.nodes.send(incarnation, message)
+            return
+        tokens, blocks, work_s = self._placement.leg(incarnation)
+        self._router.nodes.send(incarnation, message, tokens=tokens, blocks=blocks, work_s=work_s)
+
+    def reported(self, incarnation: str) -> None:
+        """A leg reported its first tokens: this node has the blocks that were expected there."""
+        self._unproven.discard(incarnation)

@@ -1,0 +1,50 @@
+"""What one generation is asked for and what it brings: its request, its deltas, its outcome. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.base.errors import KvRelayError
+from common.control.messages import EngineRequest, FinishReason, TokenLogprobs
+
+
+class GenerationRequest(NamedTuple):
+    """All that one generation needs, validated and bounded."""
+
+    engine: EngineRequest
+    """What goes to the nodes."""
+    stop: tuple[str, ...] = ()
+    client_stop_ids: frozenset[int] = frozenset()
+    """Stop tokens that the client named itself, which `stop_reason` reports."""
+    skip_special_tokens: bool = True
+    session: str = ""
+    """Requests with the same key go to the same nodes under the policy `session`."""
+    tenant: str = ""
+    """Owner of the share of the cluster that the request takes while requests wait."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What some tokens brought. `text` can lag behind `token_ids`: incomplete characters and possible stop strings wait."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+
+class Outcome(NamedTuple):
+    """How a generation ended: with a finish reason, with an error, or (neither) because the client left."""
+
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: KvRelayError | None = None
+
+
+@dataclass(slots=True)
+class Served:
+    """How the present attempt was served, as far as its legs have reported; the bytes are those of all attempts."""
+
+    prefill_hit_tokens: int | None = None
+    decode_hit_tokens: int | None = None
+    relayed_bytes: int = 0

@@ -1,0 +1,46 @@
+"""What all requests of a router share. Router process, event loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.base.clock import Clock
+from router.metrics import Metrics
+from router.nodes.breaker import Breakers
+from router.nodes.node_table import NodeTable
+from router.requests.admission_queue import AdmissionQueue
+from router.requests.deadlines import Deadlines
+from router.requests.placement import Placer
+from router.requests.request_table import RequestTable
+from router.requests.retry_wait import RetryWait
+from router.requests.story import Stories
+
+
+class RequestRegistry(Protocol):
+    """Knows requests by their ids until they are over."""
+
+    def remove(self, request_id: str, /) -> None:
+        """The request is over; one that is not here is ignored."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RouterState:
+    """The nodes, what is known of them, and the registries that know requests by id."""
+
+    nodes: NodeTable
+    breakers: Breakers
+    placer: Placer
+    metrics: Metrics
+    stories: Stories
+    table: RequestTable[Any]
+    deadlines: Deadlines[str]
+    admission_queue: AdmissionQueue
+    retry_wait: RetryWait
+    clock: Clock
+
+    @property
+    def registries(self) -> tuple[RequestRegistry, ...]:
+        """All that must forget a request when it ends. Stories stay: whoever asks later reads them."""
+        return self.table, self.deadlines, self.admission_queue, self.retry_wait
