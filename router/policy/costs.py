@@ -6,10 +6,10 @@ Runs in the router process, on its event loop. All nodes of one role share three
     transfer = base + byte * bytes            (what a relay adds once the prompt is computed)
     step     = base + seq * running           (one decode step)
 
-fitted by least squares with forgetting and a prior. A node has a factor on each, a running mean of observed over
-expected. So a node that nobody has measured yet costs what the fleet costs, and one outlier moves nothing far:
-once a line has settled, an observation counts as at most four times more or less than was expected. What is no number
-is no observation: one would make every estimate none, for ever.
+fitted by least squares with forgetting and a prior. Each node has a factor on each line, a running mean of observed over
+expected. So an unmeasured node costs what the fleet costs, and one outlier moves nothing far: once a line has settled,
+an observation is clamped to a quarter and to four times of what was expected. Non-finite observations are ignored; one
+would corrupt every estimate.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from dataclasses import dataclass
 from operator import mul
 
 _FORGETTING = 0.995
-"""Weight of an observation after the next one: about the last 200 that are entered count."""
+"""Weight of an observation once the next one is entered: about the last 200 entered ones count."""
 _PRIOR_WEIGHT = 0.1
-"""Of the prior, in observations."""
+"""Weight of the prior, in observations."""
 _BAND = 4.0
 _SETTLED = 20
-"""Observations after which the band holds; a prior may be wrong by orders of magnitude."""
+"""Observations after which `_BAND` applies; before, the prior may be wrong by orders of magnitude."""
 _FIT_EVERY = 16
-"""After the first observations, a fit for every so many."""
+"""Once settled, observations per fit."""
 _WELL_KNOWN, _ENTER_EVERY = 100, 4
-"""After so many observations only one in four is entered: a router makes thousands a second."""
+"""After the first number of observations only one in the second is entered: a router makes thousands a second."""
 _TINY = 1e-300
-"""Instead of a pivot that rounding made zero."""
+"""Replaces a pivot that rounding made zero."""
 _NODE_GAIN = 0.1
-"""Share of a node's factor that one observation replaces; the first ones replace more."""
+"""Share of a node's factor that one observation replaces; the first observations replace more."""
 _OUTPUT_GAIN = 0.02
 
 
 @dataclass
 class Costs:
-    """Coefficients that all nodes of one role share. Their defaults are the priors.
+    """Coefficients that all nodes of one role share. The defaults are the priors.
 
-    Only their `CostModel` changes them, in place: a copy for every answer would cost more than learning from it.
+    Only its `CostModel` changes them, in place: a copy per answer would cost more than learning from it.
     """
 
     prefill_base_s: float = 0.004
@@ -49,7 +49,7 @@ class Costs:
     prefill_token_s: float = 0.0005
     """Per prompt token computed."""
     prefill_context_s: float = 0.0
-    """Per token computed and token before it: what attention adds."""
+    """Attention: per computed token and token before it."""
     transfer_base_s: float = 0.02
     """Per relay."""
     transfer_byte_s: float = 1e-9
@@ -58,23 +58,23 @@ class Costs:
     step_seq_s: float = 0.0005
     """Per running sequence."""
     queued_token_s: float = 0.0005
-    """Per prompt token in a queue: the inverse of a busy node's throughput."""
+    """Per queued prompt token: the inverse of a busy node's throughput."""
     output_tokens: float = 128.0
-    """Length of the usual answer."""
+    """Usual length of an answer."""
     prefills: int = 0
-    """Prefills measured."""
+    """Number of prefills measured."""
     steps: int = 0
-    """Reports of steps measured."""
+    """Number of step reports measured."""
 
 
 class Line:
-    """Non-negative least squares through observations and a prior, older ones forgotten.
+    """Non-negative least squares over observations and a prior; older observations are forgotten.
 
     Each observation weighs 1 / expected squared, so that relative errors count.
     """
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
-        """`scales`: the typical size of each input, which says how firm the prior is."""
+        """`scales`: the typical size of each input, which determines the weight of the prior."""
         self.values = [float(value) for value in prior]
         self.count = 0
         expected = self.at(scales)
@@ -106,7 +106,7 @@ class Line:
         return due
 
     def _fit(self) -> None:
-        """Solve; an input whose coefficient would be negative is left out."""
+        """Solve; inputs whose coefficient would be negative are left out."""
         used = list(range(len(self._prior)))
         solved = self._solve(used)
         while min(solved) < 0 and len(used) > 1:
@@ -117,7 +117,7 @@ class Line:
             self.values[place] = max(value, 0.0)
 
     def _solve(self, used: list[int]) -> list[float]:
-        """The best coefficients of these inputs, by elimination; a twentieth of NumPy's time for two or three of them."""
+        """The best coefficients of these inputs, by elimination: takes a twentieth of NumPy's time for two or three."""
         rows = [
             [*(self._gram[i][j] for j in used), self._pull[i] + self._prior[i] * self._prior_values[i]] for i in used
         ]
@@ -136,7 +136,7 @@ class Line:
 
 @dataclass
 class Factor:
-    """How a node's times compare with the fleet's: a mean of ratios, on a logarithmic scale."""
+    """A node's times relative to the fleet's: a running mean of ratios on a logarithmic scale."""
 
     log: float = 0.0
     count: int = 0
@@ -163,7 +163,7 @@ _USUAL = (1.0, 1.0, 1.0)
 
 
 class CostModel:
-    """Learns the costs of one role's nodes. `costs` and the factors are what a `Fleet` is told."""
+    """Learns the costs of one role's nodes. `costs` and the nodes' factors go into a `Fleet`."""
 
     def __init__(self) -> None:
         self.costs = costs = Costs()
@@ -178,8 +178,8 @@ class CostModel:
     # -- what was observed
 
     def prefilled(self, incarnation: str, tokens: int, context: int, seconds: float) -> bool:
-        """A node computed `tokens` of a prompt after `context` tokens that it held, in `seconds`. Returns whether that
-        was an observation.
+        """A node computed `tokens` of a prompt after `context` cached tokens in `seconds`. Returns whether something was
+        learned.
         """
         if tokens <= 0 or not 0 < seconds < math.inf:
             return False
@@ -193,7 +193,7 @@ class CostModel:
         return True
 
     def relayed(self, incarnation: str, size_bytes: int, seconds: float) -> bool:
-        """A relay of `size_bytes` kept a decode node waiting for `seconds` after the prompt was computed. Returns as above."""
+        """A relay of `size_bytes` ended `seconds` after the prompt was computed. Returns whether something was learned."""
         if size_bytes <= 0 or not math.isfinite(seconds):
             return False
         inputs = (1.0, float(size_bytes))
@@ -202,7 +202,7 @@ class CostModel:
         return True
 
     def stepped(self, incarnation: str, running: int, seconds: float) -> None:
-        """A decode node's steps over `running` sequences take `seconds`."""
+        """A decode node's steps with `running` sequences take `seconds`."""
         if running <= 0 or not 0 < seconds < math.inf:
             return
         if self._learn(self._step, self._node(incarnation).step, (1.0, float(running)), seconds):
@@ -218,7 +218,7 @@ class CostModel:
             self.costs.queued_token_s = self._busy_s / self._busy_tokens
 
     def answered(self, tokens: int) -> None:
-        """An answer ended after so many tokens."""
+        """An answer ended after `tokens` tokens."""
         self.costs.output_tokens += _OUTPUT_GAIN * (tokens - self.costs.output_tokens)
 
     def drop(self, incarnation: str) -> None:
@@ -248,7 +248,7 @@ class CostModel:
         return 1.0 if node is None else node.step.value
 
     def prefill_s(self, incarnation: str, tokens: int, context: int = 0) -> float:
-        """Seconds to compute `tokens` after `context` held ones."""
+        """Seconds to compute `tokens` after `context` cached ones."""
         return self.slowness(incarnation) * self._prefill.at(_prefill_inputs(tokens, context))
 
     def queue_s(self, incarnation: str, tokens: float) -> float:

@@ -5,19 +5,19 @@
               prefill = slowness * (base + token * uncached + context * uncached * mean tokens before them)
               (the transfer to the decode node is the same for all)
     decode:   transfer(bytes that it lacks) + answer * step(its requests and this one)
-              + what is missing of the blocks for the whole sequence, and of a seat, in such answers
-    relay:    queue + prefill + transfer; local: the decode node's queue + prefill. Each with what it costs others:
-              those after it, as above, and a decode node's streams, one more than it has. The cheaper one is taken
+              + the missing share of the sequence's blocks and of a sequence slot, each in units of such an answer
+    relay:    queue + prefill + transfer; local: the decode node's queue + prefill. Each plus the delay of others: of
+              later requests, as above, and of the decode node's streams and one more. The cheaper one is taken
 
-The first sum is this request's time to first token; the second is what its work costs those that come after it: they
-wait for it, and its blocks evict theirs. On the Mooncake conversation trace the hit rate goes from 86 % of what one
-pooled cache would give to 96 % with it, and the mean time to first token does not change. Ties go to the node that was
-given the least work of late, so that nodes' caches live equally long.
+The first prefill term is this request's time to first token. The second is the delay of later requests: they wait for
+this one, and its blocks evict theirs. On the Mooncake conversation trace it raises the hit rate from 86 % to 96 % of
+what one pooled cache would give, and the mean time to first token does not change. Ties go to the node that was given
+the least work lately, so that cached blocks live equally long on all nodes.
 
-It is counted at the fleet's usual speed: a slow node that is idle must not look expensive beside a queue.
+The delay is counted at the fleet's usual speed: a slow node that is idle must not look expensive beside a queue.
 
-A hot prefix spills to a second holder as soon as queueing at the first costs more than computing it once again;
-from then on both hold it. Few nodes are scored one by one, many at once; the scores are the same to the last bit.
+A hot prefix spills to a second node as soon as queueing at the first costs more than computing it again; from then on
+both have it cached. Few nodes are scored one by one, many at once; the scores are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -30,50 +30,50 @@ from router.policy.base import Memory, Policy, Query, Scores
 from router.policy.costs import Costs
 from router.policy.fleet import FEW, Figures, Fleet, FloatArray, Number
 
-_OTHERS = 12.0
-"""So many times more than in its own time to first token a request's work counts for those after it."""
+_DELAY_WEIGHT = 12.0
+"""Weight of the delay imposed on later requests, relative to this request's own TTFT."""
 _CROWD, _CROWD_SPARE = 1.1, 4.0
-"""A node with more than so many times the mean requests (weighed by its slowness), and so many more, is passed over."""
+"""A node is passed over if its requests (weighted by its slowness) exceed this multiple of the mean plus this many."""
 _OVERLOADED_S = 100.0
 _NO_ROOM_S = 1000.0
-"""A decode node without blocks for the prompt itself: the relay would wait for somebody's end."""
+"""For a decode node without blocks for the prompt itself: the relay would wait until another sequence ends."""
 
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> Scores:
-    """Estimated seconds: of waiting and work on a prefill node, of relay and answer on a decode node."""
+    """Estimated seconds: queue and prefill on a prefill node, relay and answer on a decode node."""
     if len(fleet.nodes) > FEW:
-        held = fleet.hit_blocks(query.hits)
-        return decode_s(fleet, query, held) if fleet.role == "decode" else prefill_s(fleet, query, held)
+        hit_blocks = fleet.hit_blocks(query.hits)
+        return decode_s(fleet, query, hit_blocks) if fleet.role == "decode" else prefill_s(fleet, query, hit_blocks)
     depth = query.hits.get
     few = [depth(incarnation, 0) for incarnation in fleet.incarnations]
     return _decode_few_s(fleet, query, few) if fleet.role == "decode" else _prefill_few_s(fleet, query, few)
 
 
-def prefill_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
-    """`held`: leading blocks of the request, at each node."""
+def prefill_s(fleet: Fleet, query: Query, hit_blocks: FloatArray) -> FloatArray:
+    """Queue, prefill and the delay of later requests at each node. `hit_blocks`: leading blocks that it has cached."""
     at, costs = fleet.columns, fleet.costs
-    tokens = np.maximum(query.num_tokens - held * query.block_size, 1.0)
-    scores = compute_s(costs, tokens, query) * (at.slowness + _OTHERS)
+    tokens = np.maximum(query.num_tokens - hit_blocks * query.block_size, 1.0)
+    scores = compute_s(costs, tokens, query) * (at.slowness + _DELAY_WEIGHT)
     scores += queue_s(at, costs)
     return _pass_over_crowds(scores, at.slow_requests)
 
 
-def _prefill_few_s(fleet: Fleet, query: Query, held: list[int]) -> list[float]:
+def _prefill_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[float]:
     costs, nodes, num_tokens, block = fleet.costs, fleet.nodes, query.num_tokens, query.block_size
     limit = _crowd_limit(sum([at.slow_requests for at in nodes]), len(nodes))
     scores: list[float] = []
-    for at, blocks in zip(nodes, held, strict=True):
-        score_s = compute_s(costs, max(num_tokens - blocks * block, 1.0), query) * (at.slowness + _OTHERS)
+    for at, blocks in zip(nodes, hit_blocks, strict=True):
+        score_s = compute_s(costs, max(num_tokens - blocks * block, 1.0), query) * (at.slowness + _DELAY_WEIGHT)
         score_s += queue_s(at, costs)
         scores.append(score_s + _OVERLOADED_S if at.slow_requests >= limit else score_s)
     return scores
 
 
-def decode_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
-    """Relay and the whole answer at each node, in seconds."""
+def decode_s(fleet: Fleet, query: Query, hit_blocks: FloatArray) -> FloatArray:
+    """Relay and whole answer at each node. `hit_blocks`: leading blocks of the request that it has cached."""
     at, costs, block = fleet.columns, fleet.costs, query.block_size
     answer = _answer_s(at, costs, _answer_tokens(costs, query))
-    scores = transfer_s(at, np.maximum(query.num_tokens - held * block, 0.0), costs)
+    scores = transfer_s(at, np.maximum(query.num_tokens - hit_blocks * block, 0.0), costs)
     scores += answer
     scores = _pass_over_crowds(scores, at.step_requests)
     spare, room = at.spare_seats, at.room
@@ -82,17 +82,17 @@ def decode_s(fleet: Fleet, query: Query, held: FloatArray) -> FloatArray:
     whole = -(-(query.num_tokens + query.max_new_tokens) // block)
     if room[room.argmin()] < whole:
         prompt = -(-query.num_tokens // block)
-        lacking = np.maximum(whole - held - room, 0.0)
-        scores += answer * lacking / at.total_blocks + _NO_ROOM_S * (prompt - held > room)
+        lacking = np.maximum(whole - hit_blocks - room, 0.0)
+        scores += answer * lacking / at.total_blocks + _NO_ROOM_S * (prompt - hit_blocks > room)
     return scores
 
 
-def _decode_few_s(fleet: Fleet, query: Query, held: list[int]) -> list[float]:
+def _decode_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[float]:
     costs, nodes, num_tokens, block = fleet.costs, fleet.nodes, query.num_tokens, query.block_size
     whole, length = -(-(num_tokens + query.max_new_tokens) // block), _answer_tokens(costs, query)
     limit = _crowd_limit(sum([at.step_requests for at in nodes]), len(nodes))
     scores: list[float] = []
-    for at, blocks in zip(nodes, held, strict=True):
+    for at, blocks in zip(nodes, hit_blocks, strict=True):
         answer_s = _answer_s(at, costs, length)
         score_s = transfer_s(at, max(num_tokens - blocks * block, 0.0), costs) + answer_s
         if at.step_requests >= limit:
@@ -107,7 +107,7 @@ def _decode_few_s(fleet: Fleet, query: Query, held: list[int]) -> list[float]:
 
 
 def _pass_over_crowds(scores: FloatArray, load: FloatArray) -> FloatArray:
-    """What keeps a crowd with one prefix from gathering on one node, however good its estimates look."""
+    """Penalise overloaded nodes, so that requests with one prefix do not all go to one node however good it looks."""
     limit = _crowd_limit(float(np.add.reduce(load)), len(load))
     if load[load.argmax()] >= limit:
         scores += _OVERLOADED_S * (load >= limit)
@@ -119,33 +119,33 @@ def _crowd_limit(load: float, nodes: int) -> float:
 
 
 def local_s(at: Figures[float], tokens: float, query: Query, costs: Costs) -> tuple[float, float]:
-    """A decode node computes `tokens` itself: seconds to the first token, and what others lose. These are all after it
-    and its streams, each of which waits for it, and one that comes meanwhile.
+    """A decode node computes `tokens` itself: (seconds to the first token, delay of others). The others are later
+    requests, the node's streams, each of which waits for it, and one stream that joins meanwhile.
     """
     alone_s = compute_s(costs, tokens, query)
     own_s = at.slowness * alone_s
     streams_s = (own_s - at.slowness * costs.prefill_base_s) * (at.requests + 1.0)
-    return queue_s(at, costs) + own_s, _OTHERS * alone_s + streams_s
+    return queue_s(at, costs) + own_s, _DELAY_WEIGHT * alone_s + streams_s
 
 
-def others_s(costs: Costs, tokens: float, query: Query) -> float:
-    """What those lose that come after a prefill of `tokens`."""
-    return _OTHERS * compute_s(costs, tokens, query)
+def delay_s(costs: Costs, tokens: float, query: Query) -> float:
+    """Delay of later requests by a prefill of `tokens`."""
+    return _DELAY_WEIGHT * compute_s(costs, tokens, query)
 
 
 def queue_s(at: Figures[Number], costs: Costs) -> Number:
-    """The wait for the backlog."""
+    """Wait for the node's backlog."""
     return at.slow_backlog * costs.queued_token_s + at.slow_requests * costs.prefill_base_s
 
 
 def compute_s(costs: Costs, tokens: Number, query: Query) -> Number:
-    """Prefill of `tokens` without the wait, on a node of the fleet's usual speed."""
+    """Prefill of `tokens` without queueing, on a node of the fleet's usual speed."""
     alone_s = costs.prefill_token_s + costs.prefill_context_s * query.num_tokens
     return tokens * (alone_s - costs.prefill_context_s / 2 * tokens) + costs.prefill_base_s
 
 
 def transfer_s(at: Figures[Number], tokens: Number, costs: Costs) -> Number:
-    """A relay of so many tokens' KV."""
+    """Relay of the KV of `tokens`."""
     return at.link_slowness * (costs.transfer_base_s + costs.transfer_byte_s * (tokens * at.token_bytes))
 
 
@@ -155,12 +155,12 @@ def step_s(at: Figures[Number], costs: Costs) -> Number:
 
 
 def _answer_s(at: Figures[Number], costs: Costs, length: float) -> Number:
-    """So many of these steps."""
+    """Duration of `length` such steps."""
     return at.step_slowness * (length * costs.step_base_s) + at.step_seats * (length * costs.step_seq_s)
 
 
 def _answer_tokens(costs: Costs, query: Query) -> float:
-    """Length of the answer to expect."""
+    """Expected length of the answer."""
     return min(costs.output_tokens, query.max_new_tokens) if query.max_new_tokens else costs.output_tokens
 
 

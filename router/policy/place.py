@@ -1,4 +1,4 @@
-"""The one entry to routing: which prefill node and which decode node serve an attempt, and why. Pure.
+"""The entry to routing: which prefill node and which decode node serve an attempt, and why. Pure.
 
 Runs in the router process, on its event loop, once per attempt.
 """
@@ -15,7 +15,7 @@ from router.policy.fleet import FEW, Fleet, stable_hash
 from router.policy.picking import pick, shown
 
 _SHORT_TOKENS = 32
-"""Prompts up to so long need no relay, where no estimate says better."""
+"""Prompts up to this length need no relay, unless an estimate says otherwise."""
 
 POLICIES: dict[str, Policy] = {
     module.POLICY.name: module.POLICY
@@ -24,9 +24,9 @@ POLICIES: dict[str, Policy] = {
 
 
 def check_policy(name: str) -> str:
-    """`name`, if there is such a policy.
+    """Return `name` if there is such a policy.
 
-    Raises: ConfigError that lists those there are.
+    Raises: ConfigError that lists the known ones.
     """
     if name not in POLICIES:
         raise ConfigError(f"unknown routing policy {name!r}; known: {', '.join(POLICIES)}")
@@ -34,7 +34,7 @@ def check_policy(name: str) -> str:
 
 
 def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory) -> tuple[int, int, Scores]:
-    """The row of the best of `fleet` (not empty), the prompt tokens that it holds, and the scores of all."""
+    """The row of the best node of `fleet` (not empty), the prompt tokens that it has cached, and all scores."""
     scores = policy.score(fleet, query, memory)
     if not isinstance(scores, list) and len(scores) <= FEW:
         scores = scores.tolist()
@@ -43,7 +43,7 @@ def choose(policy: Policy, fleet: Fleet, query: Query, memory: Memory) -> tuple[
 
 
 def without(fleet: Fleet, avoid: frozenset[str]) -> Fleet:
-    """`fleet` less the nodes to avoid."""
+    """`fleet` without the nodes to avoid."""
     rows = [row for incarnation in avoid if (row := fleet.row(incarnation)) is not None] if avoid else []
     if not rows:
         return fleet
@@ -60,7 +60,7 @@ def with_kind(fleet: Fleet, kind: str) -> Fleet:
 
 
 def with_context(fleet: Fleet, num_tokens: int) -> Fleet:
-    """The nodes of `fleet` where a sequence may have so many tokens."""
+    """The nodes of `fleet` where a sequence may have `num_tokens` tokens."""
     if fleet.shortest_context >= num_tokens:
         return fleet
     return fleet.select(np.array([context >= num_tokens for context in fleet.contexts], np.bool_))
@@ -78,10 +78,10 @@ def place(
 ) -> Decision:
     """Pick nodes for one attempt.
 
-    `local_prefill_tokens`: up to so many uncached tokens the decode node computes itself; None: the policy decides.
+    `local_prefill_tokens`: the decode node computes up to this many uncached tokens itself; None: the policy decides.
     `shown_count`: candidates that the decision names per leg; None: all.
 
-    Invariants: a relay is only ever planned between nodes whose KV means the same, and from one whose context is longer
+    Invariants: a relay is only planned between nodes whose KV means the same, and from a node whose context is longer
     than what it is to compute; a decode node whose context is too short for the whole answer is the last resort.
     Raises: Unavailable when there is no decode node.
     """
@@ -89,58 +89,65 @@ def place(
         raise Unavailable("no decode node is available now; try again")
     memory.turn += 1
     how = POLICIES[policy]
-    whole = query.num_tokens + query.max_new_tokens
-    able = with_context(decode, whole) or decode
-    if query.kv_kind:
-        able = with_kind(able, query.kv_kind) or able
-    targets = without(able, query.avoid) or able
-    row, held, scores = choose(how, targets, query, memory)
-    node_id, incarnation, at = targets.node_ids[row], targets.incarnations[row], targets.nodes[row]
-    target = LegDecision(Picked(node_id, incarnation, held), shown(targets, scores, shown_count))
-    uncached = max(query.num_tokens - held, 1)
-    costs = targets.costs if targets.costs.prefills else prefill.costs  # nobody has measured theirs yet
-    local_s, lost_s = kv_aware.local_s(at, uncached, query, costs)
+    targets = _targets(query, decode)
+    row, hit_tokens, scores = choose(how, targets, query, memory)
+    at, picked = targets.nodes[row], Picked(targets.node_ids[row], targets.incarnations[row], hit_tokens)
+    target = LegDecision(picked, shown(targets, scores, shown_count))
+    uncached = max(query.num_tokens - hit_tokens, 1)
+    costs = targets.costs if targets.costs.prefills else prefill.costs  # decode nodes have not measured theirs yet
+    local_s, local_delay_s = kv_aware.local_s(at, uncached, query, costs)
     step_s = kv_aware.step_s(at, targets.costs)
-
-    def local(reason: str) -> Decision:
-        return Decision(policy, "local", reason, target, None, local_s, step_s)
-
     by_estimate = how.estimates and local_prefill_tokens is None
-    short = _SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens
-    if not by_estimate and uncached <= short:
-        return local(f"{uncached} uncached tokens are cheaper without a relay")
-    if not prefill.nodes:
-        return local("no prefill node is available")
-    if incarnation in query.avoid:
-        return local(f"{node_id} failed lately and there is no other: no relay to it")
-    fitting = with_kind(prefill, targets.kv_kinds[row])
-    if not fitting.nodes:
-        return local(f"no prefill node has the KV of {node_id}")
-    # With its first token the answer may end; else that must not be the last one for which the node has room.
-    fitting = with_context(fitting, max(query.num_tokens + 1, min(query.num_tokens + 2, whole)))
-    if not fitting.nodes:
-        return local(f"no prefill node takes {query.num_tokens} tokens")
-    sources = without(fitting, query.avoid)
-    if not sources.nodes and query.last:
-        return local("the prefill nodes failed this request before")
-    pool = sources if sources.nodes else fitting
-    source_row, source_held, source_scores = choose(how, pool, query, memory)
-    source, computed = pool.nodes[source_row], max(query.num_tokens - source_held, 1)
+    if by_estimate or uncached > (_SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens):
+        sources, reason = _sources(query, prefill, picked, targets.kv_kinds[row])
+    else:
+        sources, reason = prefill, f"{uncached} uncached tokens are cheaper without a relay"
+    if reason:
+        return Decision(policy, "local", reason, target, None, local_s, step_s)
+    preferred = without(sources, query.avoid)
+    pool = preferred or sources
+    source_row, source_hit, source_scores = choose(how, pool, query, memory)
+    source, computed = pool.nodes[source_row], max(query.num_tokens - source_hit, 1)
     work_s = source.slowness * kv_aware.compute_s(pool.costs, computed, query)
     relay_s = kv_aware.queue_s(source, pool.costs) + work_s
-    relay_s += kv_aware.transfer_s(at, query.num_tokens - held, targets.costs)
+    relay_s += kv_aware.transfer_s(at, query.num_tokens - hit_tokens, targets.costs)
     reason = f"{uncached} uncached tokens"
     if by_estimate:
-        here_s = local_s + lost_s
-        there_s = relay_s + kv_aware.others_s(costs, computed, query)
-        compared = (
-            f": a relay costs {there_s:.4f} s, the decode node's own prefill {here_s:.4f} s, what others lose included"
-        )
+        here_s, there_s = local_s + local_delay_s, relay_s + kv_aware.delay_s(costs, computed, query)
+        reason += f": a relay costs {there_s:.4f} s, a prefill on the decode node {here_s:.4f} s, including the delay of others"
         if here_s < there_s:
-            return local(reason + compared)
-        reason += compared
-    if not sources.nodes:
+            return Decision(policy, "local", reason, target, None, local_s, step_s)
+    if not preferred.nodes:
         reason += "; the prefill nodes failed this request before, there is no other"
-    picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_held, work_s)
+    picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_hit, work_s)
     chosen = LegDecision(picked, shown(pool, source_scores, shown_count))
     return Decision(policy, "relayed", reason, target, chosen, relay_s, step_s)
+
+
+def _targets(query: Query, decode: Fleet) -> Fleet:
+    """The decode nodes to choose from: each restriction holds as long as it leaves one."""
+    able = with_context(decode, query.num_tokens + query.max_new_tokens) or decode
+    if query.kv_kind:
+        able = with_kind(able, query.kv_kind) or able
+    return without(able, query.avoid) or able
+
+
+def _sources(query: Query, prefill: Fleet, target: Picked, kv_kind: str) -> tuple[Fleet, str]:
+    """The prefill nodes that can compute the prompt for this decode node, those to avoid included; and why none is used,
+    empty if one is.
+    """
+    if not prefill.nodes:
+        return prefill, "no prefill node is available"
+    if target.incarnation in query.avoid:
+        return prefill, f"{target.node_id} failed lately and there is no other: no relay to it"
+    fitting = with_kind(prefill, kv_kind)
+    if not fitting.nodes:
+        return fitting, f"no prefill node has the KV of {target.node_id}"
+    # The answer may end with its first token; otherwise that token must not be the last one that fits there.
+    whole = query.num_tokens + query.max_new_tokens
+    fitting = with_context(fitting, max(query.num_tokens + 1, min(query.num_tokens + 2, whole)))
+    if not fitting.nodes:
+        return fitting, f"no prefill node takes {query.num_tokens} tokens"
+    if query.last and not without(fitting, query.avoid).nodes:
+        return fitting, "the prefill nodes failed this request before"
+    return fitting, ""
