@@ -1,4 +1,4 @@
-"""A circuit breaker per node: who failed again and again gets no new work for a while. Pure; the clock is injected.
+"""A circuit breaker per node: a node that fails repeatedly gets no new requests for a while. Pure; the clock is injected.
 
                `failures` in a row                open_s passed
     CLOSED ------------------------> OPEN ------------------------> HALF_OPEN
@@ -8,10 +8,9 @@
        |                       `successes` in a row                    |
        +---------------------------------------------------------------+
 
-An attempt's leg counts once: as a success with its first tokens, as a failure when the node is to blame for its
-end. Failures at the same moment count as one: a broken step or a cut link takes many attempts with it. A
-half-open node gets one attempt per `probe_every_s`. Whoever is not admitted is avoided, not excluded: if there is
-nobody else it is used all the same.
+A leg counts once: as a success with its first tokens, as a failure when the node caused the attempt to end. Failures at
+the same moment count as one: a failed step or a broken link ends many attempts at once. A half-open node gets one
+attempt per `probe_every_s`. A node that is not admitted is avoided, not excluded: it is used if there is no other.
 
 Runs on the router's event loop; a new incarnation of a node starts closed.
 """
@@ -37,14 +36,14 @@ class BreakerSettings:
     """When a breaker opens and how it closes again."""
 
     failures: int = 3
-    """So many in a row open it."""
+    """Consecutive failures that open it."""
     successes: int = 2
-    """So many in a row close a half-open one."""
+    """Consecutive successes that close a half-open one."""
     open_s: float = 5.0
     max_open_s: float = 60.0
     probe_every_s: float = 1.0
     burst_s: float = 0.25
-    """Failures within so long of the last counted one are the same event."""
+    """Failures within this time of the last counted one belong to the same event."""
 
 
 @dataclass
@@ -53,7 +52,7 @@ class _Breaker:
     failures: int = 0
     successes: int = 0
     opened: int = 0
-    """How often, without closing in between."""
+    """Times it opened without closing in between."""
     opened_s: float = 0.0
     failed_s: float = float("-inf")
     probed_s: float = float("-inf")
@@ -66,25 +65,25 @@ class BreakerView:
 
     state: str
     failures: int
-    """In a row."""
+    """Consecutive ones."""
     opened: int
-    """How often since it was last closed."""
+    """Times it opened since it was last closed."""
     reason: str
-    """Of the last failure."""
+    """Reason of the last failure."""
 
 
 class Breakers:
-    """All nodes', by incarnation. Nodes without failures take no memory."""
+    """The breakers of all nodes, by incarnation. Nodes without failures take no memory."""
 
     def __init__(self, settings: BreakerSettings | None = None, *, clock: Clock = monotonic) -> None:
         self._settings = settings or BreakerSettings()
         self._clock = clock
         self._breakers: dict[str, _Breaker] = {}
         self.times_opened = 0
-        """Of all nodes, since the start."""
+        """Over all nodes, since the router started."""
 
     def failed(self, incarnation: str, error: KvRelayError) -> None:
-        """An attempt ended by the fault of this node. Refusals of what cannot work anywhere or is too much are none."""
+        """This node caused an attempt to end. Refusals of requests that fail everywhere, and overload, do not count."""
         if isinstance(error, ClientError | Overloaded | HandshakeRefused):
             return
         breaker = self._breakers.setdefault(incarnation, _Breaker())
@@ -113,13 +112,13 @@ class Breakers:
                 del self._breakers[incarnation]
 
     def chosen(self, incarnation: str) -> None:
-        """An attempt goes to this node; a half-open one then gets no other for a while."""
+        """An attempt goes to this node; a half-open node then gets no other one for `probe_every_s`."""
         breaker = self._breakers.get(incarnation)
         if breaker is not None:
             breaker.probed_s = self._clock()
 
     def not_admitted(self) -> frozenset[str]:
-        """The incarnations that should get no new work now."""
+        """The incarnations that should get no new requests now."""
         if not self._breakers:
             return frozenset()
         now = self._clock()
@@ -128,13 +127,13 @@ class Breakers:
         )
 
     def keep(self, incarnations: Iterable[str]) -> None:
-        """Forget all others: they are gone."""
+        """Forget all other nodes: they are gone."""
         known = set(incarnations)
         for incarnation in [each for each in self._breakers if each not in known]:
             del self._breakers[incarnation]
 
     def view(self, incarnation: str) -> BreakerView:
-        """What is known of this node."""
+        """The state of one node's breaker."""
         breaker = self._breakers.get(incarnation, _Breaker())
         state = self._state(breaker, self._clock())
         return BreakerView(state.value, breaker.failures, breaker.opened, breaker.reason)
@@ -149,7 +148,7 @@ class Breakers:
                 return now - breaker.probed_s >= self._settings.probe_every_s
 
     def _state(self, breaker: _Breaker, now: float) -> BreakerState:
-        """The state as of now: an open breaker becomes half-open by time alone."""
+        """The present state: an open breaker becomes half-open by time alone."""
         if breaker.state is BreakerState.OPEN:
             settings = self._settings
             open_s = min(settings.max_open_s, settings.open_s * 2 ** min(breaker.opened - 1, 16))

@@ -1,4 +1,4 @@
-"""Which nodes serve an attempt: one small file per policy, `place` over them. Pure functions over the nodes' figures."""
+"""Routing policies: which nodes serve an attempt. One small file per policy, and `place` over them. Pure."""
 
 from router.policy.base import Memory, Policy, Query
 from router.policy.decision import Decision, LegDecision, Picked

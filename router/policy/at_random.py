@@ -1,4 +1,4 @@
-"""`random`: score = a fresh random number."""
+"""`random`: a random node."""
 
 from __future__ import annotations
 

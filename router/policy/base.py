@@ -1,4 +1,4 @@
-"""What the policies are asked and what they answer: a query, a score for each node. Pure.
+"""The interface of policies: a query goes in, a score per node comes out. Pure.
 
 Runs in the router process, on its event loop.
 """
@@ -16,33 +16,35 @@ from common.base.hashing import BLOCK_SIZE
 from router.policy.fleet import Figures, Fleet, FloatArray
 
 Scores = FloatArray | list[float]
-"""One for each node; a list where they are few."""
+"""One per node; a list for few nodes."""
 
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
 class Query(NamedTuple):
-    """What is to be placed."""
+    """What a policy is to place."""
 
     num_tokens: int
     avoid: frozenset[str] = frozenset()
-    """Incarnations to use only if there is nobody else."""
+    """Incarnations to use only if there is no other."""
     last: bool = False
-    """No other attempt will follow: rather no relay than one from a node to avoid."""
+    """No other attempt will follow: no relay is better than one from a node to avoid."""
     hits: Mapping[str, int] = _NO_HITS
-    """By incarnation: leading blocks of the request that it holds."""
+    """Leading blocks of the request that each incarnation has cached."""
     block_size: int = BLOCK_SIZE
     max_new_tokens: int = 0
-    """The answer may grow so long."""
+    """Upper limit of the answer's length; 0 if unknown."""
     session: str = ""
     """Requests with the same key go to the same nodes under `session`."""
     kv_kind: str = ""
-    """What the KV of its answer's first tokens meant, once there are some: others would go on with another answer."""
+    """KV kind of the nodes that generated the answer so far, if there is one: nodes of another kind would continue
+    differently.
+    """
 
 
 @dataclass
 class Memory:
-    """What a policy may remember between decisions."""
+    """State that policies keep between decisions."""
 
     rng: random.Random = field(default_factory=random.Random)
     turn: int = 0
@@ -59,8 +61,8 @@ class Policy:
     name: str
     score: Score
     slack: float = 0.0
-    """Scores that are higher than the best by no more than this share of it count as equal."""
+    """Scores within this share of the best one count as equal to it."""
     tie: Callable[[Figures[Any]], Any] = attrgetter("backlog")
-    """Of those, the node where this figure is smallest is picked."""
+    """Among equal scores, the node where this figure is smallest is picked."""
     estimates: bool = False
-    """Scores are seconds, and so is what decides between a relay and a local prefill."""
+    """Scores are seconds, so estimates decide between a relay and a local prefill."""

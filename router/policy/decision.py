@@ -1,4 +1,4 @@
-"""Where an attempt goes and why, for the dispatcher and, as JSON, for whoever asks. Pure.
+"""Where an attempt goes and why, for the router itself and as JSON for operators. Pure.
 
 Runs in the router process, on its event loop.
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 PrefillMode = Literal["relayed", "local"]
 
 SHOWN_CANDIDATES = 8
-"""Of each leg's candidates, so many of the best are named in an answer's headers."""
+"""Number of best candidates per leg that an answer's headers name."""
 
 
 class Picked(NamedTuple):
@@ -21,19 +21,19 @@ class Picked(NamedTuple):
     node_id: str
     incarnation: str
     hit_tokens: int = 0
-    """Leading tokens of the request whose KV it is known to hold."""
+    """Leading tokens of the request whose KV it is known to have cached."""
     work_s: float = 0.0
-    """Estimated prefill work of the request there."""
+    """Estimated duration of the request's prefill there."""
 
 
 class LegDecision(NamedTuple):
-    """A picked node, and the scores that it was picked by (lower is better), by node id, best first."""
+    """The node picked for one leg, and the candidates' scores (lower is better) by node id, best first."""
 
     picked: Picked
     scores: dict[str, float]
 
     def to_json(self, candidates: int | None) -> str:
-        """For `Decision.weighed`, with so many of the scores; None: all."""
+        """For `Decision.weighed`, with the first `candidates` scores; None: all."""
         scores = [f"{_quoted(name)}:{score:.6g}" for name, score in self.scores.items()][:candidates]
         return (
             f'{{"node":{_quoted(self.picked.node_id)},"hit":{self.picked.hit_tokens},"scores":{{{",".join(scores)}}}}}'
@@ -58,8 +58,8 @@ class Decision(NamedTuple):
         return {"policy": self.policy, "mode": self.mode, "reason": self.reason, **json.loads(self._weighed(None))}
 
     def weighed(self, max_chars: int | None = None) -> str:
-        """What was weighed: the estimates, and each leg's node, hit and candidates; as compact JSON, in ASCII. Where that is
-        too long, candidates are left out, the worst first, then all.
+        """The estimates, and each leg's node, hit and candidates, as compact ASCII JSON. If that is longer than `max_chars`,
+        candidates are left out, the worst first; if still too long, everything.
         """
         for candidates in (None, *range(SHOWN_CANDIDATES - 1, -1, -1)):
             text = self._weighed(candidates)
@@ -68,8 +68,8 @@ class Decision(NamedTuple):
         return "{}"
 
     def _weighed(self, candidates: int | None) -> str:
-        """With so many candidates of each leg; None: all. Figures have six digits. Written by hand: it goes into every
-        answer's headers.
+        """With `candidates` per leg; None: all. Figures have six digits. Built by hand, because it goes into every answer's
+        headers.
         """
         prefill = "" if self.prefill is None else f'"prefill":{self.prefill.to_json(candidates)},'
         return (

@@ -1,8 +1,7 @@
-"""A fleet: the usable nodes of one role and how loaded they are, as the policies look at them. Pure.
+"""A fleet: the usable nodes of one role and their load, as the policies see them. Pure.
 
-Runs in the router process, on its event loop. Every node has its figures as plain numbers, which is quickest for one
-node and for few; a sweep over many looks at the same figures as columns, one array each, which are brought up to date
-when somebody asks for them.
+Runs in the router process, on its event loop. Each node has its figures as plain numbers, which is fastest for one node
+and for few. For many nodes the same figures are columns, one array each, which are brought up to date on access.
 """
 
 from __future__ import annotations
@@ -26,43 +25,46 @@ FloatArray = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, FloatArray)
 
 FEW = 64
-"""Up to so many nodes are quicker looked at one by one: NumPy's calls cost more than its sums."""
+"""Up to this many nodes are faster one by one: NumPy's calls cost more than its arithmetic saves."""
 ANY_CONTEXT = 2**62
-"""Of a node that takes sequences of every length."""
+"""Context of a node that takes sequences of any length."""
 _RECENT = 200
-"""`recent_work` remembers about so many requests per node."""
+"""`recent_work` covers about this many requests per node."""
 _HEAVY = 1e100
-"""Before the weight of what is new grows out of a float's range, everything is weighed anew."""
+"""When the weight of new work exceeds this, all weights are scaled down, long before a float overflows."""
 
 
 @lru_cache(maxsize=65_536)
 def stable_hash(text: str) -> int:
-    """64 bits, equal in every process."""
+    """A 64-bit hash, equal in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(slots=True, eq=False)
 class Figures(Generic[Number]):
-    """Of one node, or of a whole fleet with a column for each: formulas take either."""
+    """The figures of one node, or of a whole fleet as columns: formulas take either.
+
+    Those from `load` on are derived from the others.
+    """
 
     capacity: Number
     """Sequences that the node runs at once (its max_num_seqs)."""
     waiting: Number
-    """Requests that wait there, as last reported; the same for the next ones."""
+    """Waiting requests, as last reported; so are the figures up to `total_blocks`."""
     running: Number
     queued_tokens: Number
     """Prompt tokens accepted and not computed."""
     free_blocks: Number
-    """KV blocks that nobody uses; cached ones can be evicted and count."""
+    """KV blocks that no sequence uses, cached ones included, as they can be evicted."""
     total_blocks: Number
     in_flight: Number
     """This router's requests that the report cannot include yet."""
     in_flight_tokens: Number
-    """What these have to compute: prompt tokens that the node does not hold."""
+    """Prompt tokens that these have to compute."""
     in_flight_blocks: Number
     """KV blocks that these need."""
     ended: Number
-    """This router's requests that the report includes and that are over since."""
+    """This router's requests that the report includes and that have ended since."""
     ended_tokens: Number
     slowness: Number
     """Factor on the fleet's prefill costs (`Costs`)."""
@@ -73,24 +75,25 @@ class Figures(Generic[Number]):
     token_bytes: Number
     """KV bytes of one token."""
     recent_work: Number
-    """Prefill work that this router gave it, what is newer weighing more: to be compared with other nodes' only."""
+    """Prefill work that this router sent, newer work weighing more; only comparable with that of other nodes."""
     load: Number
-    """The classic score: waiting requests weigh four times running ones. It and all after it follow from the others."""
+    """The classic score: 4 x waiting + running requests."""
     requests: Number
-    """Waiting or running."""
+    """Requests that wait or run."""
     backlog: Number
     """Prompt tokens still to be computed."""
     room: Number
-    """KV blocks that nobody uses or is about to."""
+    """Free KV blocks, less those that requests in flight need."""
     slow_backlog: Number
-    """Times `slowness`, as the next one."""
+    """`backlog` times `slowness`."""
     slow_requests: Number
+    """`requests` times `slowness`."""
     step_requests: Number
-    """`requests`, times `step_slowness`."""
+    """`requests` times `step_slowness`."""
     step_seats: Number
-    """Sequences that run with one request more, times `step_slowness`."""
+    """Sequences that would run with one more request, times `step_slowness`."""
     spare_seats: Number
-    """Sequences that could run beyond these; below zero, so many wait."""
+    """Sequence slots left with one more request; if negative, that many requests wait."""
 
 
 NAMES = tuple(each.name for each in fields(Figures))
@@ -104,7 +107,7 @@ _DEFAULTS = {
 
 
 def _derive(at: Figures[float]) -> None:
-    """The figures that follow from the others."""
+    """Compute the derived figures."""
     waiting, own = at.waiting, at.running + (at.in_flight - at.ended)
     at.load = load if (load := 4 * waiting + own) > 0.0 else 0.0
     at.requests = requests = each if (each := waiting + own) > 0.0 else 0.0
@@ -120,9 +123,9 @@ def _derive(at: Figures[float]) -> None:
 
 
 class Fleet:
-    """The usable nodes of one role, in the order of their names: each has its place in every list and array.
+    """The usable nodes of one role, ordered by name; each has the same row in every list and array.
 
-    Invariant: all of these have `len(self)` entries, and `row` says which is whose. Rows move when nodes come and go.
+    Invariant: all lists and arrays have `len(self)` entries. Rows move when nodes come and go.
     """
 
     def __init__(self, role: Role) -> None:
@@ -132,27 +135,27 @@ class Fleet:
         self.incarnations: list[str] = []
         self.kv_kinds: list[str] = []
         self.contexts: list[int] = []
-        """Tokens that one sequence may have there."""
+        """Maximum tokens of one sequence there."""
         self.nodes: list[Figures[float]] = []
-        """Changed by this fleet's methods only."""
+        """Only this class changes them."""
         self._weight = 1.0
-        """Of the next second of work in `recent_work`: it grows, where all that is older would have to shrink."""
+        """Weight of the next second of work in `recent_work`. It grows, instead of all older work being scaled down."""
         self.node_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self.kind_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        """Nodes can relay to each other only if these are equal: what their KV means."""
+        """Nodes can relay to each other only if their KV kinds are equal."""
         self._rows: dict[str, int] = {}
         self._table: FloatArray = np.zeros((len(NAMES), 0))
-        """A row for each figure."""
+        """One row per figure."""
         self._columns: Figures[FloatArray] = Figures(*self._table)
         self._stale: set[int] = set()
-        """Nodes whose figures the columns do not show yet."""
+        """Rows whose columns are out of date."""
         self._moved = False
-        """Nodes came or went since there were columns."""
+        """Nodes came or went since the columns were made."""
         self._hit_slots: Mapping[str, int] | None = None
-        """What `_hit_places` was made from."""
+        """The slots that `_hit_places` was made from."""
         self._hit_places: npt.NDArray[np.intp] = np.zeros(0, np.intp)
         self.one_kind = False
-        """All of them are equal, and there is one."""
+        """There are nodes, and all have the same KV kind."""
         self.shortest_context = ANY_CONTEXT
 
     def __len__(self) -> int:
@@ -162,19 +165,19 @@ class Fleet:
         return incarnation in self._rows
 
     def row(self, incarnation: str) -> int | None:
-        """The place of this incarnation, until nodes come or go; None if it is not here."""
+        """The row of this incarnation, valid until nodes come or go; None if it is not here."""
         return self._rows.get(incarnation)
 
     def node(self, incarnation: str) -> Figures[float]:
         """The figures of a node that is here."""
         return self.nodes[self._rows[incarnation]]
 
-    # -- who is here
+    # -- membership
 
     def add(
         self, node_id: str, incarnation: str, *, kv_kind: str = "", context: int = ANY_CONTEXT, **values: float
     ) -> None:
-        """A node becomes usable. `values`: its figures; the others get their defaults."""
+        """A node becomes usable. `values`: initial figures; the others get defaults."""
         assert incarnation not in self._rows, incarnation
         at = bisect.bisect(list(zip(self.node_ids, self.incarnations, strict=True)), (node_id, incarnation))
         self.node_ids.insert(at, node_id)
@@ -195,7 +198,7 @@ class Fleet:
         self._reindex()
 
     def select(self, mask: npt.NDArray[np.bool_]) -> Fleet:
-        """Only the nodes that `mask` picks, as they are now; for reading."""
+        """A read-only copy with the nodes that `mask` selects, as they are now."""
         rows = [int(row) for row in np.flatnonzero(mask)]
         other = Fleet(self.role)
         other.costs = self.costs
@@ -225,11 +228,11 @@ class Fleet:
         self.one_kind = len(set(self.kv_kinds)) == 1
         self.shortest_context = min(self.contexts, default=ANY_CONTEXT)
 
-    # -- how they are
+    # -- figures
 
     @property
     def columns(self) -> Figures[FloatArray]:
-        """The figures of all nodes as they are now; for reading, until something changes."""
+        """The current figures of all nodes; read-only, valid until something changes."""
         if self._stale or self._moved:
             self._refresh()
         return self._columns
@@ -288,7 +291,7 @@ class Fleet:
         self._changed(row, node)
 
     def sent(self, incarnation: str, *, tokens: float, blocks: float, work_s: float = 0.0) -> None:
-        """This router sends a request there, with so many prompt tokens to compute and KV blocks to hold."""
+        """This router sends a request there, with prompt `tokens` to compute and KV `blocks` to hold."""
         row = self._rows.get(incarnation)
         if row is None:
             return
@@ -296,17 +299,17 @@ class Fleet:
             self.nodes[row].recent_work += work_s * self._weight
             self._weight /= 1 - 1 / (_RECENT * len(self.nodes))
             if self._weight > _HEAVY:
-                self._weigh_anew()
+                self._rescale_work()
         self._count(row, 1.0, tokens, blocks)
 
-    def _weigh_anew(self) -> None:
+    def _rescale_work(self) -> None:
         for node in self.nodes:
             node.recent_work /= self._weight
         self._weight = 1.0
         self._stale.update(range(len(self.nodes)))
 
     def over(self, incarnation: str, *, tokens: float, blocks: float, reported: bool) -> None:
-        """Such a request is over there; `reported`: the node's last report includes it."""
+        """A request that was sent there is over; `reported`: the node's last report includes it."""
         row = self._rows.get(incarnation)
         if row is None:
             return
@@ -319,7 +322,7 @@ class Fleet:
         self._changed(row, node)
 
     def _count(self, row: int, requests: float, tokens: float, blocks: float) -> None:
-        """So many more in flight at one node."""
+        """Add to what is in flight at one node."""
         node = self.nodes[row]
         node.in_flight += requests
         node.in_flight_tokens += tokens
@@ -336,8 +339,8 @@ class Fleet:
         return dict(zip(NAMES, _values(node), strict=True)) | {"recent_work": node.recent_work / self._weight}
 
     def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
-        """Leading blocks of the request that each node holds."""
-        if isinstance(hits, PrefixHits):  # a system prompt's first block is held by all: no Python step per node
+        """Leading blocks of the request that each node has cached."""
+        if isinstance(hits, PrefixHits):  # all nodes may have a system prompt's first block: no Python step per node
             if hits.slots is not self._hit_slots:
                 self._hit_slots, self._hit_places = hits.slots, hits.places(self.incarnations)
             return hits.column(self._hit_places)

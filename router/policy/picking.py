@@ -1,4 +1,4 @@
-"""From scores to the node that is picked, and to the candidates that an answer names. Pure.
+"""Turns scores into the picked node and the candidates that a decision names. Pure.
 
 Runs in the router process, on its event loop.
 """
@@ -14,7 +14,7 @@ from router.policy.fleet import Fleet, FloatArray
 
 
 def pick(policy: Policy, scores: Scores, fleet: Fleet, memory: Memory) -> int:
-    """The row of the best score; of equal ones that with the least `tie`, then in turn."""
+    """The row of the best score; among equal ones the one with the least `tie`, then round robin."""
     if isinstance(scores, list):
         return _pick_of_few(policy, scores, fleet, memory)
     best = float(scores[scores.argmin()])
@@ -40,7 +40,7 @@ def _pick_of_few(policy: Policy, scores: list[float], fleet: Fleet, memory: Memo
 
 
 def shown(fleet: Fleet, scores: Scores, count: int | None) -> dict[str, float]:
-    """The `count` best nodes (None: all) by name with their scores, best first."""
+    """Scores of the `count` best nodes (None: all) by name, best first."""
     if count == 0:
         return {}
     if isinstance(scores, list):

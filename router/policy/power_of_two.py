@@ -9,7 +9,7 @@ from router.policy.fleet import Fleet, FloatArray
 
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
-    """The less loaded of two: close to the best of all, without everybody's running to the same node."""
+    """The less loaded of two: close to the best of all, without all routers choosing the same node."""
     drawn = memory.rng.sample(range(len(fleet)), min(2, len(fleet)))
     scores = np.full(len(fleet), np.inf)
     scores[drawn] = fleet.columns.load[drawn]

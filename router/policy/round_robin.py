@@ -1,4 +1,4 @@
-"""`round_robin`: score = distance to the node whose turn it is."""
+"""`round_robin`: score = distance from the node whose turn it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.policy.fleet import Fleet, FloatArray
 
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
-    """In turn, in the order of names."""
+    """Nodes take turns in the order of their names."""
     return (np.arange(len(fleet), dtype=np.float64) - memory.turn) % len(fleet)
 
 

@@ -2,8 +2,8 @@
 
     score = rank of hash(session, node), + 1 where the node has more than 1.25 x the mean load
 
-Every node has a weight for every session, and the heaviest serves it: when a node comes or goes, only its own
-sessions move. A session whose node is overloaded spills to its second, and returns. The key is the client's
+Each node has a weight for each session, and the best one serves it: when a node comes or goes, only its own sessions
+move. A session whose node is overloaded spills to its second, and returns. The key is the client's
 (`x-session-id`, or `user`), else the prompt's first block. Without any key a random node serves.
 """
 
@@ -15,11 +15,11 @@ from router.policy.base import Memory, Policy, Query
 from router.policy.fleet import Fleet, FloatArray, stable_hash
 
 _SPILL = 1.25
-"""Times the mean load."""
+"""Multiple of the mean load above which sessions spill."""
 
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
-    """Between 0 and 1 by hash; 1 more for an overloaded node."""
+    """A hash between 0 and 1, plus 1 for an overloaded node."""
     key = stable_hash(query.session) if query.session else memory.rng.getrandbits(64)
     weights = _mix(fleet.node_hash ^ np.uint64(key)) / 2.0**64
     load = fleet.columns.requests + 1

@@ -1,4 +1,4 @@
-"""Deadlines that lie equally long after their beginnings: one timer for all of them. Router process, event loop."""
+"""Deadlines of equal length, with one timer for all of them. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ _Key = TypeVar("_Key")
 
 
 class Deadlines(Generic[_Key]):
-    """Calls `late(key)`, which must not raise, `timeout_s` after `add(key)`, unless `remove(key)` came first."""
+    """Calls `late(key)`, which must not raise, `timeout_s` after `add(key)` unless `remove(key)` came first."""
 
     def __init__(self, timeout_s: float, late: Callable[[_Key], None]) -> None:
         self.timeout_s = timeout_s
         self._late = late
         self._due_s: dict[_Key, float] = {}
-        """In the order in which they come up."""
+        """In the order in which they are due."""
         self._timer: asyncio.TimerHandle | None = None
-        """Runs out when the first one of some time ago comes up, which may be gone by then."""
+        """Fires when the deadline is due that was the first when it was set; that one may be removed by then."""
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._due_s
 
     def add(self, key: _Key) -> None:
-        """Begin."""
+        """Start a deadline."""
         loop = asyncio.get_running_loop()
         self._due_s[key] = due_s = loop.time() + self.timeout_s
         if self._timer is None:
             self._timer = loop.call_at(due_s, self._look)
 
     def remove(self, key: _Key) -> None:
-        """It is over in time; or it was late, and knows."""
+        """End a deadline; a key that is not here, or was late, is ignored."""
         self._due_s.pop(key, None)
 
     def close(self) -> None:
-        """Nothing is late any more."""
+        """Remove all deadlines."""
         self._due_s.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -6,17 +6,17 @@
        +------------------+------------------------------------------------+
               a leg failed or its node is lost: the next attempt, with the tokens so far
 
-Two rules carry it. An attempt is only ever left for a higher one, and what an older one still says is ignored.
-Every token has an index (`TokenChunk.start`): what is known already is dropped, what comes too early waits for
-the other leg, and a hole that nobody can fill any more means a new attempt.
+Two rules suffice. An attempt is only ever left for a higher one, and messages of older attempts are ignored. Every
+token has an index (`TokenChunk.start`): known tokens are dropped, tokens that come too early wait for the other leg, and
+a gap that can no longer be filled means a new attempt.
 
 Invariants: the tokens of all `Emit`s, joined, are what one undisturbed attempt would generate; exactly one of
 `Finish`, `Fail`, `Cancelled` is returned, after it nothing; each `Send` that opens a leg is matched by exactly
 one `Release` of it.
 
-How often it tries: an attempt in which the decode node brought tokens was worth it and is not counted, so that a
-long stream outlives any number of faults. `max_attempts` others in a row are the end, or the request's deadline.
-The first retry goes at once if there is another node; every further one waits, twice as long as the one before.
+Retries: an attempt in which the decode node brought tokens does not count as a failure, so that a long stream survives
+any number of faults. `max_attempts` failures in a row end the request, as does its deadline. The first retry starts at
+once if there is another node; each further one waits twice as long as the one before.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class State(Enum):
     PREFILL = "prefill"
     """Both legs have their request; the attempt's first token is awaited."""
     HANDOVER = "handover"
-    """The prefill node's token is there; the decode node has not spoken yet."""
+    """The prefill node's token has arrived; none of the decode node has."""
     DECODE = "decode"
     """Only the decode node matters."""
     DONE = "done"
@@ -81,7 +81,7 @@ def backoff_s(failures: int, jitter: float) -> float:
 
 
 _Row = dict[type, Callable[..., Instructions]]
-"""What one state does about each kind of event."""
+"""How one state handles each kind of event."""
 
 
 @dataclass
@@ -97,35 +97,35 @@ class Flow:
     request_id: str
     request: EngineRequest
     max_attempts: int = 3
-    """So many in a row may bring nothing."""
+    """Failures in a row that end the request."""
     jitter: Callable[[], float] = random.random
     state: State = State.PLACING
     attempt: int = 0
     token_ids: list[int] = field(default_factory=lambda: [])
-    """Generated so far, all attempts together; each of them was emitted."""
+    """Generated so far by all attempts; all were emitted."""
     _prefill: _Leg | None = None
     _decode: _Leg | None = None
     _early: list[TokenChunk] = field(default_factory=lambda: [])
-    """The decode node's chunks that wait for the prefill node's token, without gaps among them."""
+    """The decode node's chunks that wait for the prefill node's token, without gaps."""
     _avoid: set[str] = field(default_factory=lambda: set())
-    """Who failed since tokens last came."""
+    """Incarnations that failed since tokens last came."""
     _failures: int = 0
-    """Attempts in a row that brought nothing."""
+    """Attempts in a row that failed."""
     _enough: int = 0
-    """With more tokens than these the present attempt was worth it."""
+    """The present attempt does not count as a failure once there are more tokens than this."""
 
     def start(self) -> Instructions:
         """The first instructions."""
         return self._place()
 
     def handle(self, event: Event) -> Instructions:
-        """What to do about `event`. Events that do not matter in this state give no instructions."""
+        """The instructions for `event`; none if it does not matter in this state."""
         method = self._TABLE[self.state].get(type(event))
         return [] if method is None else method(self, event)
 
     def __post_init__(self) -> None:
         self.key = AttemptKey(self.request_id, self.attempt)
-        """Of the present attempt."""
+        """Key of the present attempt."""
 
     @property
     def prefill_peer(self) -> PeerRef | None:
@@ -207,14 +207,14 @@ class Flow:
     def _on_decoded(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
         if chunk.start > len(self.token_ids):
             return self._on_gap(leg, chunk)
-        instructions = self._close_leg(self._prefill)  # it has spoken, or the decode node spoke for it
+        instructions = self._close_leg(self._prefill)  # its token has arrived, or the decode node's tokens include it
         if self.state is not State.DECODE:
             instructions.append(self._note(self._first_event if self.state is State.PREFILL else "handover", leg))
             self.state = State.DECODE
         return instructions + self._accept(leg, chunk)
 
     def _accept(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
-        """Emit what is new in a chunk that leaves no gap, and end with it if it is the last."""
+        """Emit the new tokens of a chunk that leaves no gap; end the request if the chunk is the last."""
         instructions: Instructions = []
         if chunk.stats is not None:
             instructions.append(Report(leg is self._prefill, chunk.stats, leg.peer.incarnation))
@@ -237,7 +237,7 @@ class Flow:
         message = f"{leg.peer.node_id} sent token {chunk.start} where {len(self.token_ids)} was expected"
         return [self._note("gap", leg, message), *self._retry(EngineError(message), None)]
 
-    # -- things that go wrong
+    # -- failures
 
     def _on_leg_failed(self, event: LegFailed) -> Instructions:
         leg = self._leg(event.incarnation)
@@ -256,8 +256,9 @@ class Flow:
         return failed + self._retry(error, blamed)
 
     def _blamed(self, reporter: _Leg, error: KvRelayError) -> _Leg:
-        """A lost peer is the reporter's other end. Any other failed transfer says little about who is at fault;
-        another source is what can be had without giving up the decode node. The rest is the reporter's own trouble.
+        """The leg to blame. A lost peer is the reporter's other end. Any other failed transfer does not tell which end is at
+        fault; the prefill node is blamed, because it can be replaced without giving up the decode node. Every other
+        error is the reporter's own.
         """
         if self._prefill is None or self._decode is None or not isinstance(error, TransferError):
             return reporter
@@ -271,7 +272,7 @@ class Flow:
             return []
         leg.open = False
         error = Unavailable(f"node {leg.peer.node_id} was lost: {event.reason}")
-        # It may still live behind a cut link: the abort waits for a new one.
+        # It may be alive behind a broken link: the abort waits for a new link.
         gone: Instructions = [Release(leg.peer.incarnation, self.key), Send(leg.peer, Abort(self.key))]
         return [*gone, self._note("node_lost", leg, event.reason), *self._retry(error, leg)]
 
@@ -283,7 +284,7 @@ class Flow:
         if blamed is not None:
             self._avoid.add(blamed.peer.incarnation)
         sampling = self.request.sampling
-        if len(self.token_ids) >= sampling.max_tokens:  # only the finish itself was lost
+        if len(self.token_ids) >= sampling.max_tokens:  # only the finish was lost
             return self._end(Finish("length"))
         if not error.retryable:
             return self._end(Fail(error))
@@ -300,7 +301,7 @@ class Flow:
 
     @property
     def _first_event(self) -> str:
-        """What the present attempt's first token is called in the story."""
+        """Name of the story event for the present attempt's first token."""
         return "resumed" if self.token_ids else "first_token"
 
     def _role(self, leg: _Leg) -> str:
@@ -331,7 +332,7 @@ class Flow:
         return [Release(leg.peer.incarnation, self.key)]
 
     def _close_legs(self) -> Instructions:
-        """Abort whatever still runs."""
+        """Abort the open legs."""
         instructions: Instructions = []
         for leg in (self._prefill, self._decode):
             if leg is not None and leg.open:

@@ -1,6 +1,6 @@
-"""What a request's flow is told and what it answers; see `router.requests.flow` for the machine between. Pure data.
+"""Events and instructions of a request's state machine (`router.requests.flow`). Pure data.
 
-Named tuples, not frozen dataclasses: a request has dozens of them, and these are made in a third of the time.
+Named tuples, not frozen dataclasses: a request has dozens of them, and they are created in a third of the time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Placed(NamedTuple):
 
 
 class Unplaceable(NamedTuple):
-    """The other answer to `Place`: nobody can serve this."""
+    """The other answer to `Place`: no node can serve this."""
 
     error: KvRelayError
 
@@ -47,25 +47,25 @@ class Chunk(NamedTuple):
 
 
 class LegFailed(NamedTuple):
-    """The node with this incarnation gave its leg up."""
+    """The node with this incarnation reported that its leg failed."""
 
     incarnation: str
     failure: AttemptFailed
 
 
 class NodeLost(NamedTuple):
-    """This incarnation is gone, silent or replaced. Nothing more will come from it."""
+    """This incarnation was lost: gone, silent or replaced. Nothing more will come from it."""
 
     incarnation: str
     reason: str
 
 
 class ClientGone(NamedTuple):
-    """Nobody reads the answer any more."""
+    """The client has left."""
 
 
 class GiveUp(NamedTuple):
-    """The router ends the request: its time is up, or the router stops."""
+    """The router ends the request: its deadline has passed, or the router stops."""
 
     error: KvRelayError
 
@@ -83,13 +83,13 @@ Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveU
 class Place(NamedTuple):
     """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event.
 
-    `last`: there will be no other attempt, unless this one brings tokens. Before it is placed `backoff_s` must
-    pass; with `at_once` only if no other nodes than those in `avoid` can be had.
+    `last`: no other attempt will follow unless this one brings tokens. `backoff_s` must pass before it is placed; with
+    `at_once` only if all available nodes are in `avoid`.
     """
 
     attempt: int
     num_tokens: int
-    """To be prefilled: the prompt and what earlier attempts generated."""
+    """Tokens to prefill: the prompt and those that earlier attempts generated."""
     avoid: frozenset[str]
     last: bool = False
     backoff_s: float = 0.0
@@ -104,7 +104,7 @@ class Send(NamedTuple):
 
 
 class Release(NamedTuple):
-    """The leg `key` at this incarnation is over for us; it no longer counts as in flight."""
+    """The leg `key` at this incarnation is over; it no longer counts as in flight."""
 
     incarnation: str
     key: AttemptKey
@@ -121,7 +121,7 @@ class Emit(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A leg's account of how it served the attempt."""
+    """A leg reported how it served the attempt."""
 
     role_is_prefill: bool
     stats: AttemptStats
@@ -129,7 +129,7 @@ class Report(NamedTuple):
 
 
 class Blame(NamedTuple):
-    """It is this incarnation's fault that the attempt goes no further."""
+    """This incarnation caused the attempt to end."""
 
     incarnation: str
     error: KvRelayError
@@ -156,7 +156,7 @@ class Fail(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """Terminal: there is nobody to tell."""
+    """Terminal: the client has left."""
 
 
 Instruction = Place | Send | Release | Emit | Report | Blame | Note | Finish | Fail | Cancelled

@@ -1,23 +1,22 @@
-"""What happened to each request, for whoever asks later: a bounded ring. Router process, event loop.
+"""Stories: what happened to each request, kept in a bounded ring for later questions. Router process, event loop.
 
-Writing is one append; whatever costs more waits until somebody reads. What the events mean:
+Writing an event is one append; everything that costs more is done on reading. The events:
 
     arrived      the request was accepted: its sizes and the client's own id
-    refused      it would come too late: 429
     queued       it waits in the router until nodes have use for more
-    refused      an objective could not be met
+    refused      it would miss an objective: 429
     decision     an attempt was placed: the whole decision
-    parked       nobody can serve it now; it waits for a node to come back
-    backoff      the next attempt waits a moment first
+    parked       no node can serve it now; it waits for one to return
+    backoff      the next attempt waits first
     sent         a leg's request went to its node
     first_token  the first token for the client
     resumed      the first token of a later attempt
     handover     the decode node has taken over from the prefill node
-    leg_failed   a node gave its leg up
-    node_lost    a node of the attempt is gone
+    leg_failed   a node reported that its leg failed
+    node_lost    a node of the attempt was lost
     gap          a node skipped a token
     retry        another attempt follows
-    stop_found   a stop string stood in the text
+    stop_found   the text contains a stop string
     finished | failed | cancelled    the last event, with the usage
 """
 
@@ -30,16 +29,16 @@ from typing import Any, Protocol, runtime_checkable
 
 TERMINAL = frozenset({"finished", "failed", "cancelled"})
 _MAX_EVENTS = 200
-"""Of one request; beyond, those in the middle are counted and dropped."""
+"""Events kept per request; beyond, events in the middle are dropped and counted."""
 _KEPT_HEAD = 100
 _MAX_REASON_CHARS = 500
 _STORY_BYTES, _EVENT_BYTES = 1000, 1000
-"""About what a story takes, and each of its events with all that it refers to."""
+"""Approximate size of a story, and of one event with all that it refers to."""
 
 
 @runtime_checkable
 class Explained(Protocol):
-    """Data that is turned into plain data only when somebody reads, such as a decision."""
+    """Data that becomes plain data only on reading, such as a decision."""
 
     def explain(self) -> dict[str, object]: ...
 
@@ -48,14 +47,14 @@ Data = Mapping[str, object] | Explained | None
 
 
 class Story:
-    """The events of one request. Invariant: bounded, whatever happens to the request."""
+    """The events of one request. Invariant: its size is bounded."""
 
     __slots__ = ("_clock", "_started_s", "arrived_at", "client_id", "events", "omitted", "request_id")
 
     def __init__(self, request_id: str, client_id: str = "", *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.request_id = request_id
         self.client_id = client_id
-        """What the client itself calls the request; not unique."""
+        """The client's own id of the request; not unique."""
         self.arrived_at = time.time()
         self.events: list[tuple[float, str, str, Data]] = []
         """(seconds since arrival, event, reason, data)"""
@@ -64,7 +63,7 @@ class Story:
         self._started_s = clock()
 
     def add(self, event: str, reason: str = "", data: Data = None) -> None:
-        """Enter an event. `data` must not change afterwards: it is read when somebody asks."""
+        """Add an event. `data` must not change afterwards, because it is read later."""
         if len(reason) > _MAX_REASON_CHARS:
             reason = reason[:_MAX_REASON_CHARS]
         self.events.append((self._clock() - self._started_s, event, reason, data))
@@ -74,16 +73,16 @@ class Story:
 
     @property
     def over(self) -> bool:
-        """Nothing more can happen."""
+        """The last event has happened."""
         return bool(self.events) and self.events[-1][1] in TERMINAL
 
     @property
     def size_bytes(self) -> int:
-        """About what it keeps in memory."""
+        """Approximate memory that it takes."""
         return _STORY_BYTES + _EVENT_BYTES * len(self.events)
 
     def summary(self) -> dict[str, Any]:
-        """All but the events, as plain data."""
+        """Everything except the events, as plain data."""
         last = self.events[-1] if self.events else (0.0, "", "", None)
         decided = next((_plain(data) for _, event, _, data in reversed(self.events) if event == "decision"), None)
         return {
@@ -113,7 +112,7 @@ def _plain(data: Data) -> dict[str, object] | None:
 
 
 class Stories:
-    """Those of all running requests and of the last finished ones, bounded by number and by bytes."""
+    """The stories of all running requests and of the last finished ones, bounded in number and bytes."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Stories:
         self._bytes = 0
 
     def begin(self, request_id: str, client_id: str = "") -> Story:
-        """The story of a request that was accepted just now."""
+        """Begin the story of a request that was just accepted."""
         story = Story(request_id, client_id, clock=self._clock)
         self.enter(story)
         return story
@@ -140,7 +139,7 @@ class Stories:
         self._running[story.request_id] = story
 
     def end(self, story: Story) -> None:
-        """It is over; the oldest finished ones make room."""
+        """The request is over; the oldest finished stories are dropped if there are too many."""
         self._running.pop(story.request_id, None)
         size = story.size_bytes
         self._finished[story.request_id] = (story, size)
@@ -149,7 +148,7 @@ class Stories:
             self._bytes -= self._finished.popitem(last=False)[1][1]
 
     def get(self, request_id: str) -> dict[str, Any] | None:
-        """The whole story of a request, by its id or by the client's own (the latest of that name); None if unknown.
+        """The whole story of a request, by its id or by the client's own id (the latest with that id); None if unknown.
 
         A request of several prompts has one story for each, under `choices`.
         """
