@@ -22,10 +22,9 @@ _NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_toke
 def fingerprint(path: Path, config: ModelConfig, load_format: str, dtype: str, seed: int, drawn_on: str = "cpu") -> str:
     """Identity of what a node computes with: two nodes whose fingerprints agree produce interchangeable KV.
 
-    Covers the config, the tokenizer (`tokenizer_digest`), and of every safetensors file its header, its size and a sample of each tensor's bytes
-    (start, middle, end), so that fine-tunes of one model differ; for dummy weights, config, seed and `drawn_on`, the
-    kind of device whose random numbers they are.
-    Independent of the directory's place and of file times.
+    Covers the config, the tokenizer (`tokenizer_digest`), and of every safetensors file its header, its size and a
+    sample of each tensor's bytes (start, middle, end), so that fine-tunes of one model differ; for dummy weights,
+    config, seed and `drawn_on`, the kind of device that drew them. Independent of the directory's path and of file times.
 
     Raises: ConfigError for missing or corrupt files.
     """

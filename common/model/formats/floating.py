@@ -15,7 +15,7 @@ from common.model.precision import Precision, can_pack
 from common.model.tensor_files import TensorFiles
 
 _PACK_ROWS_HINT = 16
-"""oneDNN's packed format for so many rows measured well from 1 to 512."""
+"""Rows to pack for: oneDNN's format for 16 measured well from 1 to 512."""
 _PACK_MIN_WEIGHTS = 2**17
 """Below, a oneDNN call's own overhead (30-50 us) outweighs what packing gains."""
 

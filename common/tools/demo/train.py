@@ -30,7 +30,7 @@ from common.tools.demo.tokenizer import save_tokenizer, train_tokenizer
 MAX_TOKENS = 2048
 SHORT_WINDOW = 256
 LONG_EVERY = 16
-"""One batch in so many is a single window of `MAX_TOKENS`, so that every position is trained."""
+"""One batch out of this many is a single window of `MAX_TOKENS`, so that every position is trained."""
 
 _BOS, _EOS, _SYSTEM, _USER, _ASSISTANT = range(len(SPECIAL_TOKENS))
 
@@ -72,7 +72,7 @@ def model_config(vocab_size: int) -> LlamaConfig:
 
 
 def answer_labels(ids: Tensor) -> Tensor:
-    """`ids` [windows, length] with -100 where no loss is taken: what users and systems say, which nobody can foresee."""
+    """`ids` [windows, length] with -100 where no loss is taken: what users and systems say, which cannot be predicted."""
     markers = torch.isin(ids, torch.tensor([_BOS, _SYSTEM, _USER, _ASSISTANT]))
     last_marker = torch.where(markers, torch.arange(ids.shape[1]), 0).cummax(1).values
     speaker = ids.gather(1, last_marker)
