@@ -14,7 +14,7 @@ class Sequence:
     """Token ids, how far their KV is computed, and the blocks that hold it.
 
     Invariants: KV of tokens [0, num_computed) is in `blocks`; `blocks` has room for at least
-    `num_scheduled` tokens; `block_hashes` names the leading full blocks, as far as known.
+    `num_scheduled` tokens; `block_hashes` are those of the leading full blocks, as far as computed.
     """
 
     key: AttemptKey
@@ -29,9 +29,9 @@ class Sequence:
     cached_tokens: int = 0
     """Tokens found in the prefix cache when the sequence was first admitted."""
     likely_cached: int = 0
-    """Tokens that the prefix cache would have spared when it was queued."""
+    """Tokens that were in the prefix cache when it was queued."""
     num_published: int = 0
-    """Leading blocks that the prefix cache knows by name."""
+    """Leading blocks that the prefix cache has."""
     relays: bool = False
     """Its KV is sent to another node while it is computed: it ends here with its first token, and keeps its blocks until
     the transfer has released them (`Scheduler.free`)."""

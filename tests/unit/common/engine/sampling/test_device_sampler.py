@@ -133,7 +133,7 @@ def test_logits_without_a_finite_maximum_are_an_error_of_the_wait_and_a_token_in
     draws = DeviceSampler().sample(logits, specs, None)
     assert all(0 <= token < 10 for token in draws.token_ids.tolist()), "the next step may have started with them"
     good, bad = draws.wait()
-    assert good.error is None, "the rows beside it are none the worse"
+    assert good.error is None, "the other rows of the batch are unaffected"
     assert "highest logit" in (bad.error or "")
 
 

@@ -159,7 +159,7 @@ def test_logits_without_a_finite_maximum_are_an_error_and_no_token(value: float,
     logits = torch.full((2, 10), value)
     logits[0] = torch.arange(10.0)
     good, bad = sample(logits, [spec(**params), spec(**params)])
-    assert good.error is None, "the rows beside it are none the worse"
+    assert good.error is None, "the other rows of the batch are unaffected"
     assert "highest logit" in (bad.error or "")
 
 
