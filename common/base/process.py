@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -79,7 +79,7 @@ def prepare_compute(threads: int | None, nice: int) -> None:
 
 
 @contextlib.contextmanager
-def lasting_imports() -> Iterator[None]:
+def lasting_imports() -> Generator[None]:
     """Import modules and exclude their objects from garbage collection, now and later.
 
     Traversing a hundred thousand permanent objects would pause the process for tens of milliseconds.

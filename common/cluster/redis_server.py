@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -66,13 +67,17 @@ def redis_command(port: int, directory: str) -> list[str]:
 
 def answers_ping(url: str) -> bool:
     """Whether a server at `url` is ready for commands, within a second."""
-    client = redis.Redis.from_url(url, socket_timeout=1, socket_connect_timeout=1)
+    client = _client(url)
     try:
         return bool(client.ping())
     except (redis.RedisError, OSError):
         return False
     finally:
         client.close()
+
+
+def _client(url: str) -> Any:
+    return redis.Redis.from_url(url, socket_timeout=1, socket_connect_timeout=1)  # pyright: ignore[reportUnknownMemberType]
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -170,7 +175,7 @@ class RedisServer:
         )
 
     def _is_ours(self) -> bool:
-        client = redis.Redis.from_url(self.url, socket_timeout=1, socket_connect_timeout=1)
+        client = _client(self.url)
         try:
             return client.info("server")["process_id"] == self.pid
         except (redis.RedisError, OSError):

@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -205,7 +205,7 @@ async def _read_object(request: Request) -> dict[str, Any]:
         raise BadRequest(f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise BadRequest("the body is not a JSON object")
-    return value
+    return cast("dict[str, Any]", value)
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
 
 
 @contextlib.contextmanager
-def announced(cluster: RunningCluster, folder: Path) -> Iterator[None]:
+def announced(cluster: RunningCluster, folder: Path) -> Generator[None]:
     """Keep a file about `cluster` in `folder` until the block ends.
 
     If that is not possible, log a warning: `kvrelay admin` then needs its URL and token.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
@@ -41,7 +41,7 @@ class HealthProbe:
             body = (await self._client.get(f"{url}/health")).json()
         except (httpx.HTTPError, ValueError):
             return None
-        return body if isinstance(body, dict) else None
+        return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
     async def sees(self, url: str, prefill: int, decode: int) -> bool:
         """Whether the router at `url` sees at least this many usable nodes of each role."""
