@@ -66,12 +66,12 @@ def make_receiver(
 
 
 def _device(storage: KVStorage) -> RelayDevice | None:
-    return None if storage.words is not None else CudaDevice(storage)
+    return None if storage.host_bytes is not None else CudaDevice(storage)
 
 
 def _allowed(wanted: str, storage: KVStorage) -> list[str]:
     """The names of the transports that this rank may use. Raises: ConfigError if there are none."""
-    on_device, one_host = storage.words is None, host_id() is not None
+    on_device, one_host = storage.host_bytes is None, host_id() is not None
     collective = NCCL if on_device else GLOO
     if wanted == "collective":
         return [collective]
@@ -95,7 +95,7 @@ def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayD
         case "cuda_ipc" if device is not None:
             return CudaIpcConnector(device, storage)
         case _:
-            return CollectiveConnector(one_interface(config), backend=name, gpu_id=device.card if device else "")
+            return CollectiveConnector(one_interface(config), backend=name, gpu_id=device.gpu_id if device else "")
 
 
 def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
@@ -107,4 +107,4 @@ def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDe
         case "cuda_ipc" if device is not None:
             return CudaIpcListener(device, storage)
         case _:
-            return CollectiveListener(one_interface(config), port, backend=name, gpu_id=device.card if device else "")
+            return CollectiveListener(one_interface(config), port, backend=name, gpu_id=device.gpu_id if device else "")

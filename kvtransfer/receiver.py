@@ -73,8 +73,7 @@ class Receiver:
         self._thread: IOThread[ReceiverEvent] = IOThread(
             f"kv-receiver-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
         )
-        shard = layout.shards()[rank]
-        unit_bytes = layout.slice_bytes_per_block * (shard.head_hi - shard.head_lo)
+        unit_bytes = layout.layer_bytes_per_block(layout.rank_shard(rank))
         try:
             self._copier = make_copier(storage, device)
             for listener in listeners:

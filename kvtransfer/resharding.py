@@ -1,49 +1,46 @@
-"""Which rank sends what to whom, for any pair of layouts. Pure."""
+"""Which rank sends which KV to which rank, for any pair of layouts of one spec. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from common.kv.layout import KVLayout, RankShard
+from common.kv.layout import GroupPart, KVLayout, RankShard
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The layers and KV heads (global half-open ranges) that `src_rank` sends to `dst_rank`."""
+    """What `src_rank` sends to `dst_rank` of one layer group."""
 
     src_rank: int
     dst_rank: int
-    layer_lo: int
-    layer_hi: int
-    head_lo: int
-    head_hi: int
+    part: GroupPart
 
 
 def plan(src: KVLayout, dst: KVLayout) -> list[Piece]:
     """The pieces that give every destination rank its shard, each byte once.
 
-    Where source heads are replicated, the replicas share the work: destination rank d is served by
-    the replica d modulo their number.
+    At most one piece for each pair of ranks and group. Where the source replicates a group, because it has fewer heads
+    than ranks or none, its replicas take turns in serving the destination ranks that want the same heads.
     """
+    shards = src.shards()
+    turns: Counter[tuple[int, int, int]] = Counter()
     pieces: list[Piece] = []
-    for dst_rank, want in enumerate(dst.shards()):
-        for stage in range(src.pp_size):
-            layer_lo = max(want.layer_lo, src.shard(0, stage).layer_lo)
-            layer_hi = min(want.layer_hi, src.shard(0, stage).layer_hi)
-            if layer_lo >= layer_hi:
-                continue
-            for head_lo, head_hi, tp_rank in _head_sources(src, want, dst_rank):
-                pieces.append(Piece(stage * src.tp_size + tp_rank, dst_rank, layer_lo, layer_hi, head_lo, head_hi))
+    for dst_rank, shard in enumerate(dst.shards()):
+        for wanted in shard.parts:
+            for stage in range(src.pp_size):
+                turn = wanted.group, stage, wanted.head_lo
+                sources = _sources(src, shards, wanted, stage, turns[turn])
+                pieces += [Piece(src_rank, dst_rank, part) for src_rank, part in sources]
+                turns[turn] += bool(sources)
     return pieces
 
 
-def _head_sources(src: KVLayout, want: RankShard, dst_rank: int) -> list[tuple[int, int, int]]:
-    """(head_lo, head_hi, src tp_rank) covering the wanted heads."""
-    replicas = max(1, src.tp_size // src.num_kv_heads)
-    sources: list[tuple[int, int, int]] = []
-    for tp_rank in range(dst_rank % replicas, src.tp_size, replicas):
-        have = src.shard(tp_rank, 0)
-        head_lo, head_hi = max(want.head_lo, have.head_lo), min(want.head_hi, have.head_hi)
-        if head_lo < head_hi:
-            sources.append((head_lo, head_hi, tp_rank))
-    return sources
+def _sources(
+    src: KVLayout, shards: list[RankShard], wanted: GroupPart, stage: int, turn: int
+) -> list[tuple[int, GroupPart]]:
+    """The source ranks of a stage that together have what the stage has of `wanted`, and which part each one sends."""
+    replicas = max(1, src.tp_size // src.spec.groups[wanted.group].num_heads)
+    ranks = range(stage * src.tp_size + turn % replicas, (stage + 1) * src.tp_size, replicas)
+    parts = ((rank, wanted.overlap(shards[rank].parts[wanted.group])) for rank in ranks)
+    return [(rank, part) for rank, part in parts if part is not None]

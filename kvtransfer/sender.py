@@ -75,9 +75,9 @@ class Sender:
         self._thread: IOThread[SenderEvent] = IOThread(
             f"kv-sender-{rank}", on_event, turn=self._turn, recover=self._recover, finish=self._finish
         )
-        shard = layout.shards()[rank]
-        unit_bytes = layout.slice_bytes_per_block * (shard.head_hi - shard.head_lo)
-        self._num_layers = shard.layer_hi - shard.layer_lo
+        shard = layout.rank_shard(rank)
+        unit_bytes = layout.layer_bytes_per_block(shard)
+        self._num_layers = shard.num_layers
         context = TransportContext(rank, unit_bytes, self._poller, self._thread.mailbox.put, device)
         try:
             self._copier = make_copier(storage, device)

@@ -1,14 +1,15 @@
-"""One attempt at each end of a relay: what may go out, what went out, what is in. Pure: no I/O, no clock.
+"""One attempt at each end of a relay: what may be sent, what was sent, what has arrived. Pure: no I/O, no clock.
 
-    Outgoing   grant and final blocks in any order -> batches to send, each (destination, layer, block) once
-    Incoming   headers in any order -> claims to write, each (layer, head, block) once
+    Outgoing   grant and final blocks in any order -> batches to send, each (destination, group, layer, block) once
+    Incoming   headers in any order -> claims to write, each (group, layer, head, block) once
 
-Both count what is being copied right now (`in_hand`), so that their owner releases no block under a copy,
+Both count what is being copied right now (`in_hand`), so that their owner releases no block during a copy,
 also for transports whose copies outlive the call that started them. Driven by the I/O thread of one rank.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +18,13 @@ from common.base.errors import CorruptSlice, TransferError
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import IncomingTransfer, OutgoingTransfer
-from common.kv.layout import KVLayout, check_compatible
-from kvtransfer.resharding import Piece, plan
+from common.kv.layout import GroupPart, KVLayout, check_compatible
+from kvtransfer.resharding import plan
 from kvtransfer.wire import MAX_BLOCKS, KVSlice, SliceHeader
 
 _KEEP_BACK = 0.25
-"""Ready slices wait for company for this part of a transfer's timeout: the receiver hears of none that waits."""
+"""Ready slices wait for more to send with them for at most this part of a transfer's timeout. The receiver does not know
+of slices that wait, so its timeout runs on."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class Batch:
 
     @property
     def key(self) -> AttemptKey:
-        """Of its attempt. The same key may be open again by the time at which the ack of an older batch comes."""
+        """The attempt's key. It may be open again when the ack of an older batch arrives."""
         return self.transfer.key
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Verified slices to write. Until `placed`, the destination blocks stay with the transport."""
+    """Verified slices to write. Until `placed`, the transport may write the destination blocks."""
 
     key: AttemptKey
     slices: list[KVSlice]
@@ -52,7 +54,7 @@ class Claim:
 class Outgoing:
     """One attempt at one sending rank.
 
-    Invariant: a slice is offered by `take` only when granted, final and not held by the destination, and once.
+    Invariant: `take` gives each slice once, and only when it is granted, final and not held by the destination.
     Raises: TransferError if `transfer` contradicts itself.
     """
 
@@ -60,18 +62,19 @@ class Outgoing:
         self.transfer = transfer
         self.blocks = _block_ids(transfer.src_blocks, transfer.block_hashes, num_blocks)
         self.deadline: float | None = None
-        """When to give up unless there is progress; None before the grant."""
+        """Time at which to give up unless there is progress; None before the grant."""
         self.bytes_sent = 0
         self.in_hand = 0
         self.unacknowledged = 0
-        """Messages handed to the wire that the other end has not said it has."""
+        """Messages handed to the wire that the other end has not acknowledged."""
         self._given_up = False
         self._layout = layout
         self._rank = rank
-        shard = layout.shards()[rank]
+        shard = layout.rank_shard(rank)
         self._layer_lo = shard.layer_lo
-        self._final = [transfer.final_blocks] * (shard.layer_hi - shard.layer_lo)
+        self._final = [transfer.final_blocks] * shard.num_layers
         self._routes: dict[int, _Route] | None = None
+        """By destination rank."""
 
     @property
     def granted(self) -> bool:
@@ -79,19 +82,19 @@ class Outgoing:
 
     @property
     def destinations(self) -> list[int]:
-        """Ranks of the destination node that get something from this rank; empty before the grant."""
+        """Ranks of the destination node that get KV from this rank; empty before the grant."""
         return list(self._routes or ())
 
     @property
     def complete(self) -> bool:
-        """Granted, nothing is left to read or to send, and the other end has all of it: what a broken link swallowed
-        would else be missed by nobody but the receiver's deadline."""
+        """Granted, nothing is left to read or to send, and the other end has acknowledged all of it. Without the acks,
+        only the receiver's deadline would notice what a broken connection lost."""
         if self._routes is None or self.in_hand or self.unacknowledged or self._given_up:
             return False
         return not any(r.unsent_bytes for r in self._routes.values())
 
     def grant(self, grant: Grant, now: float) -> None:
-        """Learn who wants what. A second grant changes nothing.
+        """Learn which ranks want which pieces. A second grant changes nothing.
 
         Raises: HandshakeRefused if the layouts are incompatible, TransferError if the grant contradicts the transfer.
         """
@@ -108,16 +111,21 @@ class Outgoing:
             raise TransferError(
                 f"{grant.key}: {len(addresses)} data addresses for {ranks} ranks, {len(set(addresses))} of them different"
             )
+        spec, unit_bytes = self._layout.spec, self._layout.spec.unit_bytes
         routes: dict[int, _Route] = {}
         for piece in plan(self._layout, grant.layout):
             if piece.src_rank == self._rank:
-                final = self._final[piece.layer_lo - self._layer_lo : piece.layer_hi - self._layer_lo]
-                routes[piece.dst_rank] = _Route(piece, final, grant.held_blocks, total, self._layout, now)
+                part = piece.part
+                layers = spec.groups[part.group].layers[part.layer_lo : part.layer_hi]
+                final = [max(grant.held_blocks, self._final[layer - self._layer_lo]) for layer in layers]
+                route = routes.setdefault(piece.dst_rank, _Route(now))
+                unit = part.num_heads * unit_bytes[part.group]
+                route.pieces.append(_PieceProgress(part, layers, final, grant.held_blocks, total, unit))
         self._routes = routes
         self.progress(now)
 
     def progress(self, now: float) -> None:
-        """Something moved: the deadline starts anew."""
+        """Something moved: restart the deadline."""
         if self.granted:
             self.deadline = now + self.transfer.timeout_s
 
@@ -139,7 +147,7 @@ class Outgoing:
             route.blocks_final(layer + self._layer_lo, num_blocks)
 
     def overdue(self, now: float) -> list[int]:
-        """The destination ranks for which something has been ready and kept back for too long."""
+        """Destination ranks for which something has been ready but held back for too long."""
         return [rank for rank, route in (self._routes or {}).items() if route.ready_bytes and self._late(route, now)]
 
     def _late(self, route: _Route, now: float) -> bool:
@@ -148,8 +156,8 @@ class Outgoing:
     def take(self, dst_rank: int, *, max_bytes: int, min_bytes: int = 1, now: float) -> Batch | None:
         """The next slices for `dst_rank`, at most `max_bytes` of them, or None.
 
-        Fewer than `min_bytes` are given only when nothing more will follow, or when they are overdue. `max_bytes` is at least the size of
-        one block's slice of one layer.
+        Gives fewer than `min_bytes` only when nothing more will follow, or when they are overdue. `max_bytes` is at
+        least the size of one block in one layer.
         """
         route = (self._routes or {}).get(dst_rank)
         if route is None or not route.ready_bytes:
@@ -162,24 +170,24 @@ class Outgoing:
         return Batch(self.transfer, dst_rank, slices, size_bytes)
 
     def handed(self, batch: Batch, now: float) -> None:
-        """`batch` was given to the wire: its source is not read any more. Its ack is still to come."""
+        """`batch` was given to the wire: its source is no longer read. Its ack is still to come."""
         self.progress(now)
         self.unacknowledged += 1
         self.in_hand -= batch.size_bytes
         self.bytes_sent += batch.size_bytes
 
     def acknowledged(self, now: float) -> None:
-        """The other end has one of the messages that were handed."""
+        """The other end has acknowledged one of the messages that were handed over."""
         self.progress(now)
         self.unacknowledged -= 1
 
     def give_up(self, size_bytes: int) -> None:
-        """So much of what was in hand is not read any more, and did not reach the other end: this is never complete."""
+        """`size_bytes` of what was in hand are no longer read and did not reach the other end: this never completes."""
         self._given_up = self._given_up or size_bytes > 0
         self.in_hand -= size_bytes
 
     def header(self, batch: Batch, dst_incarnation: str, sequence: int) -> SliceHeader:
-        """What to say of `batch` to the destination; its hashes are of the smallest run that holds all slices."""
+        """The header that goes with `batch`; its hashes are those of the smallest run of blocks that covers all slices."""
         lo, hi = min(s.block_lo for s in batch.slices), max(s.block_hi for s in batch.slices)
         return SliceHeader(
             key=batch.key,
@@ -195,29 +203,60 @@ class Outgoing:
 
 
 class _Route:
-    """Progress of one piece. Per layer `final` and `sent` count leading blocks; [sent, final) is ready."""
+    """Progress towards one destination rank: one piece for each layer group that it wants from this rank."""
 
-    def __init__(self, piece: Piece, final: list[int], held: int, total: int, layout: KVLayout, now: float) -> None:
-        layers = piece.layer_hi - piece.layer_lo
-        self.piece = piece
+    def __init__(self, now: float) -> None:
         self.taken_s = now
-        """When something was taken last, at first the time of the grant."""
-        self._unit = (piece.head_hi - piece.head_lo) * layout.slice_bytes_per_block
-        self._sent = [held] * layers
-        self._final = [max(held, n) for n in final]
-        self.ready_bytes = (sum(self._final) - held * layers) * self._unit
-        self.unsent_bytes = (total - held) * layers * self._unit
+        """Time of the last `take`, at first of the grant."""
+        self.pieces: list[_PieceProgress] = []
+
+    @property
+    def ready_bytes(self) -> int:
+        return sum(piece.ready_bytes for piece in self.pieces)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return sum(piece.unsent_bytes for piece in self.pieces)
 
     def blocks_final(self, layer: int, num_blocks: int) -> None:
-        i = layer - self.piece.layer_lo
-        if 0 <= i < len(self._final) and num_blocks > self._final[i]:
-            self.ready_bytes += (num_blocks - self._final[i]) * self._unit
+        for piece in self.pieces:
+            piece.blocks_final(layer, num_blocks)
+
+    def take(self, max_bytes: int) -> tuple[list[KVSlice], int]:
+        slices: list[KVSlice] = []
+        left = max_bytes
+        for piece in self.pieces:
+            more, size_bytes = piece.take(left)
+            slices += more
+            left -= size_bytes
+        assert slices, "a message must be able to carry one block of one layer"
+        return slices, max_bytes - left
+
+
+class _PieceProgress:
+    """Progress of one piece. For each layer `final` and `sent` count leading blocks; [sent, final) is ready."""
+
+    def __init__(
+        self, part: GroupPart, layers: tuple[int, ...], final: list[int], held: int, total: int, unit_bytes: int
+    ) -> None:
+        """`layers`: the model's numbers of the part's layers. `unit_bytes`: bytes of one block in one layer."""
+        self._part = part
+        self._layers = layers
+        self._unit_bytes = unit_bytes
+        self._sent = [held] * len(layers)
+        self._final = final
+        self.ready_bytes = (sum(final) - held * len(layers)) * unit_bytes
+        self.unsent_bytes = (total - held) * len(layers) * unit_bytes
+
+    def blocks_final(self, layer: int, num_blocks: int) -> None:
+        i = bisect_left(self._layers, layer)
+        if i < len(self._layers) and self._layers[i] == layer and num_blocks > self._final[i]:
+            self.ready_bytes += (num_blocks - self._final[i]) * self._unit_bytes
             self._final[i] = num_blocks
 
     def take(self, max_bytes: int) -> tuple[list[KVSlice], int]:
-        assert max_bytes >= self._unit
         slices: list[KVSlice] = []
-        room = max_bytes // self._unit
+        part, room = self._part, max_bytes // self._unit_bytes
         taken, layer = 0, 0
         while layer < len(self._sent) and room > taken:
             lo, hi = self._sent[layer], self._final[layer]
@@ -227,25 +266,25 @@ class _Route:
             end = layer + 1
             while end < len(self._sent) and self._sent[end] == lo and self._final[end] == hi:
                 end += 1
-            # A whole layer at a time while they fit, then as many blocks of the next as fit.
+            # Whole layers while they fit, then as many blocks of the next layer as fit.
             layers = min(end - layer, (room - taken) // (hi - lo))
             if not layers:
                 layers, hi = 1, lo + room - taken
             self._sent[layer : layer + layers] = [hi] * layers
-            first = self.piece.layer_lo + layer
-            slices.append(KVSlice(first, first + layers, self.piece.head_lo, self.piece.head_hi, lo, hi))
+            first = part.layer_lo + layer
+            slices.append(KVSlice(part.group, first, first + layers, part.head_lo, part.head_hi, lo, hi))
             taken += layers * (hi - lo)
             layer += layers
-        self.ready_bytes -= taken * self._unit
-        self.unsent_bytes -= taken * self._unit
-        return slices, taken * self._unit
+        self.ready_bytes -= taken * self._unit_bytes
+        self.unsent_bytes -= taken * self._unit_bytes
+        return slices, taken * self._unit_bytes
 
 
 class Incoming:
     """One attempt at one receiving rank.
 
-    Invariant: `missing` counts the (layer, head, block) cells of this rank's shard, held blocks excluded, that no
-    claim covered; a cell is claimed at most once.
+    Invariant: `missing` counts the (group, layer, head, block) cells of this rank's shard, held blocks excluded, that no
+    claim has covered; a cell is claimed at most once.
     Raises: HandshakeRefused if the layouts are incompatible, TransferError if `transfer` contradicts itself.
     """
 
@@ -256,21 +295,16 @@ class Incoming:
         if not 0 <= transfer.held_blocks <= len(self.blocks):
             raise TransferError(f"{transfer.key}: {transfer.held_blocks} of {len(self.blocks)} blocks held")
         self.deadline = now + transfer.timeout_s
-        """When to give up unless there is progress."""
+        """Time at which to give up unless there is progress."""
         self.bytes_received = 0
         self.in_hand = 0
-        self._layout = layout
-        self._shard = layout.shards()[rank]
+        self._unit_bytes = layout.spec.unit_bytes
+        self._parts = layout.rank_shard(rank).parts
         self._hashes = b"".join(transfer.block_hashes)
-        self._covered = np.zeros(
-            (
-                self._shard.layer_hi - self._shard.layer_lo,
-                self._shard.head_hi - self._shard.head_lo,
-                len(self.blocks) - transfer.held_blocks,
-            ),
-            dtype=np.bool_,
-        )
-        self.missing = self._covered.size
+        expected = len(self.blocks) - transfer.held_blocks
+        self._covered = [np.zeros((p.num_layers, p.num_heads, expected), dtype=np.bool_) for p in self._parts]
+        """For each group, the cells that were claimed."""
+        self.missing = sum(cells.size for cells in self._covered)
 
     @property
     def complete(self) -> bool:
@@ -280,14 +314,14 @@ class Incoming:
     def claim(self, header: SliceHeader, payload_bytes: int) -> Claim:
         """Check a message against the transfer and mark its slices as covered.
 
-        Raises: CorruptSlice if its hashes, size or place are wrong or a slice came before; the transfer is then
-        beyond repair, what was marked stays marked.
+        Raises: CorruptSlice if its hashes, size or place are wrong or a slice came before; the transfer has then
+        failed for good, and what was marked stays marked.
         """
         key = self.transfer.key
         at = header.first_block * HASH_BYTES
         if header.block_hashes != self._hashes[at : at + len(header.block_hashes)]:
             raise CorruptSlice(f"{key}: block hashes from block {header.first_block} on differ from the offer's")
-        size_bytes = sum(piece.size_bytes(self._layout) for piece in header.slices)
+        size_bytes = sum(piece.size_bytes(self._unit_bytes) for piece in header.slices)
         if size_bytes != payload_bytes:
             raise CorruptSlice(f"{key}: {payload_bytes} bytes for slices of {size_bytes}")
         for piece in header.slices:
@@ -296,23 +330,23 @@ class Incoming:
         return Claim(key, header.slices, size_bytes)
 
     def placed(self, claim: Claim, now: float) -> None:
-        """`claim` is written; the deadline starts anew."""
+        """`claim` is written; restart the deadline."""
         self.deadline = now + self.transfer.timeout_s
         self.in_hand -= claim.size_bytes
         self.bytes_received += claim.size_bytes
 
     def _cover(self, piece: KVSlice) -> None:
-        shard, held = self._shard, self.transfer.held_blocks
-        inside = (
-            shard.layer_lo <= piece.layer_lo < piece.layer_hi <= shard.layer_hi
-            and shard.head_lo <= piece.head_lo < piece.head_hi <= shard.head_hi
-            and held <= piece.block_lo < piece.block_hi <= len(self.blocks)
-        )
-        if not inside:
-            raise CorruptSlice(f"{self.transfer.key}: {piece} is not wanted here ({shard}, {held} blocks held)")
-        cells = self._covered[
-            piece.layer_lo - shard.layer_lo : piece.layer_hi - shard.layer_lo,
-            piece.head_lo - shard.head_lo : piece.head_hi - shard.head_lo,
+        held = self.transfer.held_blocks
+        part = self._parts[piece.group] if piece.group < len(self._parts) else None
+        if (
+            part is None
+            or not part.contains(piece.part)
+            or not held <= piece.block_lo < piece.block_hi <= len(self.blocks)
+        ):
+            raise CorruptSlice(f"{self.transfer.key}: {piece} is not wanted here ({part}, {held} blocks held)")
+        cells = self._covered[piece.group][
+            piece.layer_lo - part.layer_lo : piece.layer_hi - part.layer_lo,
+            piece.head_lo - part.head_lo : piece.head_hi - part.head_lo,
             piece.block_lo - held : piece.block_hi - held,
         ]
         if cells.any():

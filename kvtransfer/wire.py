@@ -1,10 +1,10 @@
-"""The frames of the ZMQ data plane. Pure; used by the I/O threads of both ends.
+"""The frames of the data plane. Pure; used by the I/O threads of both ends.
 
-A data message is `[header, payload]`: the header a `SliceHeader` as MessagePack, the payload the slices' KV
-one after the other, each in C order `[layers, 2 (K, V), blocks, heads, block_size, head_dim]`. It is answered
-by one `SliceAck`, also when it was discarded, so that the sender can reuse the memory that it was sent from.
-Layers and heads are numbered over the whole model, blocks over the sequence: a header means the same on
-every rank of every layout.
+A data message is `[header, payload]`: the header is a `SliceHeader` as MessagePack, the payload the slices' KV one
+after the other, each as `common.kv.group_memory` places it: `[layers, planes, blocks, heads, block_size, width]`. Every
+message is answered by one `SliceAck`, also when it was discarded, so that the sender can reuse the memory that it was
+sent from. Layers and heads are numbered over the whole layer group, blocks over the sequence: a header means the same
+on every rank of every layout.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from common.base.errors import ProtocolError
 from common.base.hashing import HASH_BYTES
 from common.control.codec import Codec
 from common.control.messages import AttemptKey
-from common.kv.layout import KVLayout
+from common.kv.layout import GroupPart
 
 MAX_HEADER_BYTES = 2**21
-"""Room for `MAX_BLOCKS` hashes, which a message at the seam of two layers may name all, and for its slices."""
+"""Room for `MAX_BLOCKS` hashes, all of which a message that ends one layer and begins the next may name, and for its slices."""
 MAX_BLOCKS = 3 * MAX_HEADER_BYTES // (4 * HASH_BYTES)
 """Blocks that one transfer may have: 1.5 million tokens."""
 MAX_PAYLOAD_BYTES = 64 * 2**20
@@ -35,9 +35,10 @@ _Name = Annotated[str, Field(max_length=256)]
 
 @dataclass(frozen=True)
 class KVSlice:
-    """Blocks [block_lo, block_hi) of a sequence in layers [layer_lo, layer_hi) and KV heads [head_lo, head_hi)."""
+    """Blocks [block_lo, block_hi) of a sequence in some layers and KV heads of one group, as in `GroupPart`."""
 
     __pydantic_config__ = _STRICT
+    group: _Count
     layer_lo: _Count
     layer_hi: _Count
     head_lo: _Count
@@ -45,21 +46,29 @@ class KVSlice:
     block_lo: _Count
     block_hi: _Count
 
-    def size_bytes(self, layout: KVLayout) -> int:
-        """Bytes of K and V in this slice; not positive for an empty or inverted range."""
+    @property
+    def part(self) -> GroupPart:
+        return GroupPart(self.group, self.layer_lo, self.layer_hi, self.head_lo, self.head_hi)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.block_hi - self.block_lo
+
+    def size_bytes(self, unit_bytes: tuple[int, ...]) -> int:
+        """Bytes of this slice, given `KVSpec.unit_bytes`; 0 for an empty or inverted range and for an unknown group."""
         layers, heads, blocks = (
             self.layer_hi - self.layer_lo,
             self.head_hi - self.head_lo,
             self.block_hi - self.block_lo,
         )
-        if min(layers, heads, blocks) <= 0:
+        if min(layers, heads, blocks) <= 0 or self.group >= len(unit_bytes):
             return 0
-        return layers * heads * blocks * layout.slice_bytes_per_block
+        return layers * heads * blocks * unit_bytes[self.group]
 
 
 @dataclass(frozen=True)
 class SliceHeader:
-    """What one payload holds, for which attempt, between which incarnations."""
+    """What one payload holds, for which attempt, and between which incarnations it goes."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
@@ -77,7 +86,7 @@ class SliceHeader:
 
 @dataclass(frozen=True)
 class SliceAck:
-    """The receiver is done with message `sequence`. `code` is empty if it was taken, else names the error."""
+    """The receiver has finished with message `sequence`. `code` is empty if it was accepted, else it names the error."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey

@@ -10,26 +10,26 @@ from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, why_not
 from common.attention.gathered import GatheredAttention
 from common.kernels.library import find_flashinfer
-from common.kv.storage import KVStorage
+from common.kv.storage import GroupStorage
 
 log = logging.getLogger(__name__)
 
 _SHORT_CONTEXT = 4096
 
 
-def choose_attention(storage: KVStorage, shape: AttentionShape) -> AttentionBackend:
+def choose_attention(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
     """On a card flashinfer where it has kernels for this model, else gathered pages, which the log then says."""
-    device = storage.data.device
+    device = kv.device
     if device.type == "cpu":
-        return CpuAttention(storage, shape)
+        return CpuAttention(kv, shape)
     flashinfer = find_flashinfer(device).flashinfer
     if flashinfer is None:
-        return GatheredAttention(storage, shape)
-    reason = why_not(shape, storage.data.dtype)
+        return GatheredAttention(kv, shape)
+    reason = why_not(shape, kv.dtype)
     if reason:
         _announce(reason)
-        return GatheredAttention(storage, shape)
-    return FlashInferAttention(storage, shape, flashinfer)
+        return GatheredAttention(kv, shape)
+    return FlashInferAttention(kv, shape, flashinfer)
 
 
 @functools.cache

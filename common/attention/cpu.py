@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.kernels.float8 import narrow, widen, words_of
 from common.kv.layout import blocks_for
-from common.kv.storage import KVStorage
+from common.kv.storage import GroupStorage
 
 _SCORE_BYTES = 2 * 2**20
 """Of scores in flight, about what stays in the second-level caches; sets the rows of a query block."""
@@ -52,19 +52,19 @@ class _Prefill:
 
 
 class CpuAttention:
-    """`AttentionBackend` for one rank's `KVStorage`, for any mix of prefill chunks and decode rows.
+    """`AttentionBackend` for one rank's `GroupStorage` of K and V, for any mix of prefill chunks and decode rows.
 
     Not thread-safe; `forward` calls belong to the latest `plan`.
     """
 
-    def __init__(self, storage: KVStorage, shape: AttentionShape) -> None:
-        self._storage = storage
-        self._data = storage.data
-        self._kv_scales = storage.scales
+    def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
+        self._kv = kv
+        self._data = kv.stacked
+        self._kv_scales = kv.scales
         self._shape = shape
         self._scale = 1.0 / math.sqrt(shape.head_dim) if shape.scale is None else shape.scale
         self._heads = torch.arange(shape.num_kv_heads)
-        planes = torch.arange(2)[:, None, None, None] * storage.num_blocks * shape.num_kv_heads
+        planes = torch.arange(2)[:, None, None, None] * kv.num_blocks * shape.num_kv_heads
         self._first_rows = planes + self._heads[:, None]
         """[2 (K, V), 1, kv_heads, 1]: the rows of block 0."""
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -93,7 +93,7 @@ class CpuAttention:
 
     def for_graph(self, rows: int) -> CpuAttention:
         """A backend of its own: a CPU records nothing, and repeats a step by calling it."""
-        return CpuAttention(self._storage, self._shape)
+        return CpuAttention(self._kv, self._shape)
 
     def _plan_group(self, group: list[tuple[int, int, list[int]]], num_rows: int) -> _DecodeGroup:
         longest = max(len(pages) for _, _, pages in group)

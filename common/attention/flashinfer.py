@@ -22,7 +22,7 @@ from common.attention.pages import host_int32, page_lists
 from common.kernels.flashinfer_kernels import DTYPES, HEAD_DIMS
 from common.kernels.float8 import E4M3, narrow
 from common.kv.layout import blocks_for
-from common.kv.storage import KVStorage
+from common.kv.storage import GroupStorage
 
 _LAYOUT = "HND"
 _SPLIT_BYTES = 256 * 2**20
@@ -53,17 +53,15 @@ def prefill_backend(device: torch.device, cache_dtype: torch.dtype) -> str:
 class _Cache:
     """The KV pages of all layers, and appending to them."""
 
-    def __init__(self, storage: KVStorage, flashinfer: ModuleType) -> None:
-        data = storage.data
-        self.device, self.dtype = data.device, data.dtype
-        self.scales = storage.scales
-        self.pages = [(data[layer, 0], data[layer, 1]) for layer in range(data.size(0))]
+    def __init__(self, kv: GroupStorage, flashinfer: ModuleType) -> None:
+        self.device, self.dtype = kv.device, kv.dtype
+        self.scales = kv.scales
+        self.pages = list(zip(kv.planes["k"], kv.planes["v"], strict=True))
         self._append = flashinfer.append_paged_kv_cache
         # All blocks are taken for one sequence, in which a slot of the cache is a position.
-        num_blocks, block_size = data.size(2), data.size(4)
-        self._indices = torch.arange(num_blocks, dtype=torch.int32, device=data.device)
-        self._indptr = torch.tensor([0, num_blocks], dtype=torch.int32, device=data.device)
-        self._last_page_len = torch.tensor([block_size], dtype=torch.int32, device=data.device)
+        self._indices = torch.arange(kv.num_blocks, dtype=torch.int32, device=kv.device)
+        self._indptr = torch.tensor([0, kv.num_blocks], dtype=torch.int32, device=kv.device)
+        self._last_page_len = torch.tensor([kv.block_size], dtype=torch.int32, device=kv.device)
 
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, sequence: Tensor) -> None:
         """k, v: [T, kv_heads, head_dim]; slots: [T] int32; sequence: [T] int32 zeros."""
@@ -97,16 +95,16 @@ class _Fence:
 
 
 class FlashInferAttention:
-    """`AttentionBackend` for one rank's `KVStorage`. Not thread-safe; `forward` calls belong to the latest `plan`.
+    """`AttentionBackend` for one rank's `GroupStorage` of K and V. Not thread-safe; `forward` calls belong to the latest `plan`.
 
     `for_graph` backends share its device memory: steps of all of them must be on one stream.
     """
 
-    def __init__(self, storage: KVStorage, shape: AttentionShape, flashinfer: ModuleType) -> None:
-        """`shape` and `storage` must be some that `why_not` has nothing against."""
+    def __init__(self, kv: GroupStorage, shape: AttentionShape, flashinfer: ModuleType) -> None:
+        """`shape` and `kv` must be some that `why_not` has nothing against."""
         self._flashinfer = flashinfer
         self._shape = shape
-        self._cache = _Cache(storage, flashinfer)
+        self._cache = _Cache(kv, flashinfer)
         device = self._cache.device
         self._pinned = device.type == "cuda"
         self._fence = _Fence(device)
@@ -118,7 +116,7 @@ class FlashInferAttention:
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._split, _LAYOUT, use_tensor_cores=True, backend="fa2"
         )
-        self._max_pages = blocks_for(shape.max_context, shape.block_size) or storage.data.size(2)
+        self._max_pages = blocks_for(shape.max_context, shape.block_size) or kv.num_blocks
         self._graph_pages = torch.empty(0, dtype=torch.int32, device=device)
         self._num_decodes = 0
         self._slots = self._sequence = torch.empty(0, dtype=torch.int32, device=device)

@@ -17,7 +17,7 @@ from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.pages import host_int32
 from common.kernels.float8 import E4M3, narrow, widen, words_of
 from common.kv.layout import blocks_for
-from common.kv.storage import KVStorage
+from common.kv.storage import GroupStorage
 
 _SCORES = 2**26
 """Of a query block: its rows times all query heads times the context. In float32, 256 MB."""
@@ -49,11 +49,11 @@ class _Prefill:
 class _Pages:
     """One rank's KV memory: appending to it, and reading pages of it."""
 
-    def __init__(self, storage: KVStorage, score_scale: float | None) -> None:
+    def __init__(self, kv: GroupStorage, score_scale: float | None) -> None:
         self.score_scale = score_scale
-        self.data = storage.data
-        self.scales = storage.scales
-        self.block_size = storage.data.size(4)
+        self.data = kv.stacked
+        self.scales = kv.scales
+        self.block_size = kv.block_size
 
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """k, v: [T, kv_heads, head_dim]; slots: [T] int64."""
@@ -92,13 +92,13 @@ class _Pages:
 
 
 class GatheredAttention:
-    """`AttentionBackend` for one rank's `KVStorage`. Not thread-safe; `forward` calls belong to the latest `plan`."""
+    """`AttentionBackend` for one rank's `GroupStorage` of K and V. Not thread-safe; `forward` calls belong to the latest `plan`."""
 
-    def __init__(self, storage: KVStorage, shape: AttentionShape) -> None:
+    def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
         self._shape = shape
-        self._pages = _Pages(storage, shape.scale)
-        self._device = storage.data.device
-        self._max_pages = blocks_for(shape.max_context, shape.block_size) or storage.data.size(2)
+        self._pages = _Pages(kv, shape.scale)
+        self._device = kv.device
+        self._max_pages = blocks_for(shape.max_context, shape.block_size) or kv.num_blocks
         self._slots = torch.empty(0, dtype=torch.int64)
         self._decodes: _Decodes | None = None
         self._prefills: list[_Prefill] = []

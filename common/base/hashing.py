@@ -15,7 +15,7 @@ from functools import lru_cache
 
 HASH_BYTES = 16
 BLOCK_SIZE = 16
-"""Token slots per KV block; the default everywhere, carried in every `KVLayout`."""
+"""Token slots per KV block; the default everywhere, carried in every `KVSpec`."""
 
 _TOKEN_BYTES = 4
 BlockHash = bytes

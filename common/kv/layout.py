@@ -1,68 +1,103 @@
-"""Who holds which part of the KV cache: the vocabulary of relays and of resharding. Pure, no torch.
+"""How a node cuts its KV cache over its ranks, and which nodes can relay to each other. Pure, no torch.
 
-A node's KV is split by layers over its pipeline stages and by KV heads over its tensor-parallel
-ranks. `KVLayout` describes a whole node, `RankShard` what one rank of it holds.
+Layers are split over pipeline stages, KV heads over tensor-parallel ranks. `KVLayout` describes a whole node,
+`RankShard` what one rank of it holds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from common.base.errors import ConfigError, HandshakeRefused
 from common.base.hashing import BLOCK_SIZE
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
+from common.kv.spec import KVSpec
 
 
 @dataclass(frozen=True)
-class RankShard:
-    """The half-open ranges of layers and KV heads that one rank holds."""
+class GroupPart:
+    """A half-open range of layers and one of KV heads in one layer group.
 
-    tp_rank: int
-    pp_rank: int
+    Layers are counted within the group: 0 is the first layer in `LayerGroup.layers`.
+    """
+
+    group: int
     layer_lo: int
     layer_hi: int
     head_lo: int
     head_hi: int
 
+    @property
+    def num_layers(self) -> int:
+        return self.layer_hi - self.layer_lo
+
+    @property
+    def num_heads(self) -> int:
+        return self.head_hi - self.head_lo
+
+    def contains(self, other: GroupPart) -> bool:
+        """Whether `other` is not empty and all of it is in here."""
+        return (
+            self.group == other.group
+            and self.layer_lo <= other.layer_lo < other.layer_hi <= self.layer_hi
+            and self.head_lo <= other.head_lo < other.head_hi <= self.head_hi
+        )
+
+    def overlap(self, other: GroupPart) -> GroupPart | None:
+        """What both have, of the same group; None if that is nothing."""
+        layer_lo, layer_hi = max(self.layer_lo, other.layer_lo), min(self.layer_hi, other.layer_hi)
+        head_lo, head_hi = max(self.head_lo, other.head_lo), min(self.head_hi, other.head_hi)
+        if layer_lo >= layer_hi or head_lo >= head_hi:
+            return None
+        return GroupPart(self.group, layer_lo, layer_hi, head_lo, head_hi)
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """What one rank holds: layers [layer_lo, layer_hi) of the model, and its part of every group."""
+
+    tp_rank: int
+    pp_rank: int
+    layer_lo: int
+    layer_hi: int
+    parts: tuple[GroupPart, ...]
+    """One for each group of the spec, without layers where the rank's stage has none of that group."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer_hi - self.layer_lo
+
 
 @dataclass(frozen=True)
 class KVLayout:
-    """How one node spreads its KV cache over its ranks.
+    """What a node's KV cache holds, and how its ranks share it.
 
-    Invariant: `pp_layers` sums to `num_layers`; either `tp_size` divides `num_kv_heads` or the reverse
-    (then each head is replicated on `tp_size / num_kv_heads` neighbouring ranks).
+    Invariant: `pp_layers` sums to `spec.num_layers`; for every group either `tp_size` divides its `num_heads` or the
+    reverse (then each head is replicated on `tp_size / num_heads` neighbouring ranks).
     """
 
     fingerprint: str
     """Identity of the model's weights and of the shape of its KV; nodes that differ refuse each other."""
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    block_size: int = BLOCK_SIZE
+    spec: KVSpec
     tp_size: int = 1
     pp_layers: tuple[int, ...] = ()
     """Layers per pipeline stage; empty means one stage."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.tp_size) < 1:
-            raise ConfigError(f"a KV layout has no size below 1: {self}")
+        num_layers = self.spec.num_layers
         if not self.pp_layers:
-            object.__setattr__(self, "pp_layers", (self.num_layers,))
-        if sum(self.pp_layers) != self.num_layers or min(self.pp_layers) < 1:
+            object.__setattr__(self, "pp_layers", (num_layers,))
+        if sum(self.pp_layers) != num_layers or min(self.pp_layers) < 1:
             raise ConfigError(
-                f"pipeline split {list(self.pp_layers)} does not cover {self.num_layers} layers, at least one per stage"
+                f"pipeline split {list(self.pp_layers)} does not cover {num_layers} layers, at least one per stage"
             )
-        if self.num_kv_heads % self.tp_size and self.tp_size % self.num_kv_heads:
-            fitting = [
-                n for n in range(1, 2 * self.num_kv_heads + 1) if not (self.num_kv_heads % n and n % self.num_kv_heads)
-            ]
-            raise ConfigError(
-                f"tensor-parallel size {self.tp_size} does not fit {self.num_kv_heads} KV heads; sizes that would: {fitting}"
-            )
+        for group in self.spec.groups:
+            if not heads_fit(group.num_heads, self.tp_size):
+                fitting = [n for n in range(1, 2 * group.num_heads + 1) if heads_fit(group.num_heads, n)]
+                raise ConfigError(
+                    f"tensor-parallel size {self.tp_size} does not fit {group.num_heads} KV heads; "
+                    f"sizes that would: {fitting}"
+                )
 
     @property
     def pp_size(self) -> int:
@@ -73,24 +108,52 @@ class KVLayout:
         return self.tp_size * self.pp_size
 
     @property
-    def slice_bytes_per_block(self) -> int:
-        """Bytes of K and V of one block, one layer, one head."""
-        return 2 * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers and heads, replicas not counted."""
-        return self.slice_bytes_per_block * self.num_layers * self.num_kv_heads
+    def kv_kind(self) -> str:
+        """Equal for two layouts exactly where `check_compatible` accepts them."""
+        return f"{self.fingerprint}/{self.spec}"
 
     def shard(self, tp_rank: int, pp_rank: int) -> RankShard:
         layer_lo = sum(self.pp_layers[:pp_rank])
-        heads = max(1, self.num_kv_heads // self.tp_size)
-        head_lo = tp_rank * self.num_kv_heads // self.tp_size
-        return RankShard(tp_rank, pp_rank, layer_lo, layer_lo + self.pp_layers[pp_rank], head_lo, head_lo + heads)
+        layer_hi = layer_lo + self.pp_layers[pp_rank]
+        parts = tuple(
+            GroupPart(
+                number,
+                bisect_left(group.layers, layer_lo),
+                bisect_left(group.layers, layer_hi),
+                *head_range(group.num_heads, self.tp_size, tp_rank),
+            )
+            for number, group in enumerate(self.spec.groups)
+        )
+        return RankShard(tp_rank, pp_rank, layer_lo, layer_hi, parts)
+
+    def rank_shard(self, rank: int) -> RankShard:
+        """The shard of `rank = pp_rank * tp_size + tp_rank`."""
+        return self.shard(rank % self.tp_size, rank // self.tp_size)
 
     def shards(self) -> list[RankShard]:
-        """All ranks' shards, in rank order: `rank = pp_rank * tp_size + tp_rank`."""
-        return [self.shard(tp, pp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
+        """All ranks' shards, in rank order."""
+        return [self.rank_shard(rank) for rank in range(self.world_size)]
+
+    def shard_bytes_per_block(self, shard: RankShard) -> int:
+        """Bytes of one block on the rank that holds `shard`."""
+        units = zip(self.spec.unit_bytes, shard.parts, strict=True)
+        return sum(unit * part.num_layers * part.num_heads for unit, part in units)
+
+    def layer_bytes_per_block(self, shard: RankShard) -> int:
+        """Bytes of one block in one layer on the rank that holds `shard`, of the group where that is most."""
+        units = zip(self.spec.unit_bytes, shard.parts, strict=True)
+        return max(unit * part.num_heads for unit, part in units)
+
+
+def head_range(num_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """The heads [lo, hi) of rank `tp_rank`; neighbouring ranks hold the same head where there are more ranks than heads."""
+    lo = tp_rank * num_heads // tp_size
+    return lo, lo + max(1, num_heads // tp_size)
+
+
+def heads_fit(num_heads: int, tp_size: int) -> bool:
+    """Whether `tp_size` ranks can share `num_heads` heads evenly, or replicate them evenly."""
+    return tp_size >= 1 and (num_heads % tp_size == 0 or tp_size % num_heads == 0)
 
 
 def blocks_for(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
@@ -103,7 +166,21 @@ def check_compatible(src: KVLayout, dst: KVLayout) -> None:
 
     Raises: HandshakeRefused naming the first difference and both values.
     """
-    for name in ("fingerprint", "block_size", "dtype", "num_layers", "num_kv_heads", "head_dim"):
-        ours, theirs = getattr(src, name), getattr(dst, name)
+    if src.fingerprint == dst.fingerprint and src.spec == dst.spec:
+        return
+    for (name, ours), (_, theirs) in zip(_facts(src), _facts(dst), strict=False):
         if ours != theirs:
             raise HandshakeRefused(f"{name} differs: prefill node has {ours!r}, decode node has {theirs!r}")
+
+
+def _facts(layout: KVLayout) -> list[tuple[str, object]]:
+    """What must be equal, by name, in the order in which a difference is worth naming."""
+    spec = layout.spec
+    facts: list[tuple[str, object]] = [("fingerprint", layout.fingerprint), ("block_size", spec.block_size)]
+    facts += [("dtype", spec.dtype), ("num_layers", spec.num_layers), ("number of layer groups", len(spec.groups))]
+    for number, group in enumerate(spec.groups):
+        of = f" of layer group {number}" if len(spec.groups) > 1 else ""
+        planes = [(plane.name, plane.width) for plane in group.planes]
+        facts += [(f"number of KV heads{of}", group.num_heads), (f"planes{of}", planes)]
+        facts += [(f"dtype{of}", group.dtype), (f"layers{of}", list(group.layers))]
+    return facts

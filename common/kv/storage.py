@@ -1,10 +1,11 @@
-"""The memory of one rank's KV cache, seen by two: attention (tensors) and transfers (NumPy)."""
+"""The memory of one rank's KV cache: tensors for attention, bytes for transfers."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,19 +15,66 @@ from common.base.errors import ConfigError
 from common.base.free_memory import free_memory_bytes
 from common.kernels.float8 import E4M3
 from common.kv.cuda_pages import allocate_shareable
-from common.kv.layout import DTYPE_BYTES, KVLayout, RankShard
+from common.kv.group_memory import GroupMemory, group_memories, strips_of
+from common.kv.layout import KVLayout, RankShard
+from common.kv.spec import LayerGroup
 
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
-_NUMPY_WORD = {4: np.uint32, 2: np.uint16, 1: np.uint8}
+Scales = tuple[tuple[float, ...], ...]
+"""For each of a rank's layers in a group, the scale of each plane."""
+
+
+class GroupStorage:
+    """One layer group's planes on one rank. Layers are counted from the rank's first in this group."""
+
+    def __init__(self, data: Tensor, group: LayerGroup, memory: GroupMemory, block_size: int, scales: Scales) -> None:
+        """`data`: [bytes], uint8, of the rank's whole storage. `scales`: empty for 1. Raises: ConfigError."""
+        num_layers = memory.part.num_layers
+        self.num_blocks = memory.num_blocks
+        self.block_size = block_size
+        is_scaled = bool(scales) and group.dtype == "float8_e4m3"
+        self.scales: Scales = scales if is_scaled else ((1.0,) * len(group.planes),) * num_layers
+        """What a stored number is multiplied by, for each layer and plane; always 1 where the dtype is not FP8."""
+        _check_scales(self.scales, num_layers, len(group.planes))
+        numbers = data[memory.offset : memory.offset + memory.size_bytes].view(_TORCH_DTYPE[group.dtype])
+        self._heads = memory.part.num_heads
+        self._layers = numbers.view(num_layers, memory.layer_bytes // numbers.itemsize)
+        self._is_uniform = len(strips_of(group, block_size)) == 1
+        widths = [plane.width for plane in group.planes]
+        self.planes: dict[str, Tensor] = {
+            plane.name: self._plane(sum(widths[:i]), plane.width) for i, plane in enumerate(group.planes)
+        }
+        """[layers, num_blocks, heads, block_size, width] by name of the plane."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layers.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._layers.device
+
+    @property
+    def stacked(self) -> Tensor:
+        """[layers, planes, num_blocks, heads, block_size, width]: all planes, which must be equally wide."""
+        assert self._is_uniform, "planes of different widths cannot be stacked"
+        width = next(iter(self.planes.values())).size(-1)
+        shape = (len(self.planes), self.num_blocks, self._heads, self.block_size, width)
+        return self._layers.view(self._layers.size(0), *shape)
+
+    def _plane(self, width_before: int, width: int) -> Tensor:
+        slots = self.num_blocks * self._heads * self.block_size
+        plane = self._layers[:, slots * width_before : slots * (width_before + width)]
+        return plane.unflatten(1, (self.num_blocks, self._heads, self.block_size, width))
 
 
 class KVStorage:
-    """Paged K and V of one rank, all its layers, in one allocation.
+    """Paged KV of one rank, all its layers, in one allocation.
 
-    `data`: [layers, 2 (K, V), num_blocks, kv_heads/tp, block_size, head_dim]: one head of one block is contiguous,
-    so that ranks that split heads copy long runs (docs/decisions/0004-heads-before-slots.md).
-    `words`: the same CPU memory as unsigned integers of the dtype's width, for copies that must not start
-    an OpenMP team on the calling thread and for dtypes that NumPy lacks; None on other devices.
+    `data`: [bytes], uint8, with the rank's groups as `common.kv.group_memory` places them.
+    `host_bytes`: the same CPU memory for NumPy, for copies that must not start an OpenMP team on the calling thread;
+    None on other devices.
+    `groups`: the same memory as tensors, one `GroupStorage` for each group of the spec.
     """
 
     def __init__(
@@ -35,64 +83,54 @@ class KVStorage:
         shard: RankShard,
         num_blocks: int,
         device: str = "cpu",
-        scales: tuple[tuple[float, float], ...] = (),
+        scales: Sequence[Scales] = (),
     ) -> None:
-        """`scales`: those of K and V for each of this rank's layers, empty for 1. Raises: ConfigError."""
+        """`scales`: one entry for each group, empty for 1. Raises: ConfigError."""
         self.layout = layout
         self.shard = shard
         self.num_blocks = num_blocks
-        num_layers = shard.layer_hi - shard.layer_lo
-        is_scaled = bool(scales) and layout.dtype == "float8_e4m3"
-        self.scales = scales if is_scaled else ((1.0, 1.0),) * num_layers
-        """What a stored number is multiplied by, (K, V) for each layer; always 1 where the dtype is not FP8."""
-        _check_scales(self.scales, num_layers)
-        shape = (
-            shard.layer_hi - shard.layer_lo,
-            2,
-            num_blocks,
-            shard.head_hi - shard.head_lo,
-            layout.block_size,
-            layout.head_dim,
-        )
-        dtype, where = _TORCH_DTYPE[layout.dtype], torch.device(device)
-        size_bytes = math.prod(shape) * DTYPE_BYTES[layout.dtype]
+        self.memories = group_memories(layout.spec, shard.parts, num_blocks)
+        """Where each group lies in `data`."""
+        self._is_on_cpu = device == "cpu"
+        where = torch.device(device)
+        size_bytes = self.memories[-1].offset + self.memories[-1].size_bytes
         self.shared = allocate_shareable(where, size_bytes) if where.type == "cuda" else None
-        """On a card: its memory, if other processes can map it."""
-        if device == "cpu":
-            self.data: Tensor = _zeros_on_demand(size_bytes).view(dtype).view(shape)
+        """On a GPU: its memory, if other processes can map it."""
+        if self._is_on_cpu:
+            data = _zeros_on_demand(size_bytes)
         elif self.shared is None:
-            self.data = torch.zeros(shape, dtype=dtype, device=where)
+            data = torch.zeros(size_bytes, dtype=torch.uint8, device=where)
         else:
-            self.data = self.shared.tensor(where).view(dtype).view(shape).zero_()
-        self.words: np.ndarray | None = None
-        if device == "cpu":
-            word = _NUMPY_WORD[DTYPE_BYTES[layout.dtype]]
-            self.words = self.data.view(getattr(torch, np.dtype(word).name)).numpy()
+            data = self.shared.tensor(where).zero_()
+        self._scales = scales or [()] * len(layout.spec.groups)
+        self.use(data)
 
-    def keys(self, layer: int) -> Tensor:
-        """[num_blocks, kv_heads/tp, block_size, head_dim] of this rank's `layer`-th layer."""
-        return self.data[layer, 0]
+    def use(self, data: Tensor) -> None:
+        """Have the cache in `data` ([bytes], uint8) from now on. Raises: ConfigError."""
+        self.data = data
+        self.host_bytes: np.ndarray | None = data.numpy() if self._is_on_cpu else None
+        spec = self.layout.spec
+        self.groups = tuple(
+            GroupStorage(data, group, memory, spec.block_size, scales)
+            for group, memory, scales in zip(spec.groups, self.memories, self._scales, strict=True)
+        )
 
-    def values(self, layer: int) -> Tensor:
-        """As `keys`."""
-        return self.data[layer, 1]
 
-
-def _check_scales(scales: tuple[tuple[float, float], ...], num_layers: int) -> None:
-    if len(scales) != num_layers:
-        raise ConfigError(f"{len(scales)} pairs of KV scales for {num_layers} layers")
-    if not all(0.0 < scale < math.inf for pair in scales for scale in pair):
+def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:
+    if len(scales) != num_layers or any(len(each) != num_planes for each in scales):
+        raise ConfigError(f"{len(scales)} sets of KV scales for {num_layers} layers of {num_planes} planes")
+    if not all(0.0 < scale < math.inf for each in scales for scale in each):
         raise ConfigError(f"KV scales must be positive numbers: {scales}")
 
 
 def _zeros_on_demand(size_bytes: int) -> Tensor:
-    """[size_bytes], uint8, of memory that the system clears and hands out page by page as it is first written:
-    a node starts at once, and takes no more than its requests have needed.
+    """[size_bytes], uint8, of memory that the system clears and hands out page by page as it is first written: a node
+    starts at once and takes no more than its requests have needed.
 
-    In large pages where there are any: blocks at random places otherwise miss the TLB at every turn, which halves the
-    speed of gathering and scattering them.
+    Huge pages are asked for: blocks at random places otherwise miss the TLB at every access, which halves the speed of
+    gathering and scattering them.
 
-    Raises: ConfigError if there is not so much: to find that out page by page would end the node in the middle of its work.
+    Raises: ConfigError if there is not that much memory: to find out page by page would end the node while it works.
     """
     left = free_memory_bytes()
     if size_bytes > left:
@@ -102,6 +140,6 @@ def _zeros_on_demand(size_bytes: int) -> Tensor:
     except OSError as error:
         raise ConfigError(f"no memory for {size_bytes / 1e9:.2f} GB of KV: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # no more than a wish
+        with contextlib.suppress(OSError):  # only a hint
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size_bytes))

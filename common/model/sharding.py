@@ -1,6 +1,6 @@
 """Which rank holds which part of a model: layers, heads, features, vocabulary. Pure; used before any rank starts.
 
-A part is a half-open range. Head ranges equal those of `common.kv.layout.KVLayout.shard`.
+A part is a half-open range. Ranges of KV heads are those of `common.kv.layout`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.base.errors import ConfigError
+from common.kv.layout import head_range as kv_head_range
+from common.kv.layout import heads_fit
 from common.model.config import ModelConfig
 from common.model.description import AttentionDescription, LayerDescription
 
@@ -85,7 +87,7 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_layers: tuple[int, ...]
         q_heads, kv_heads, inner = layer.attention.num_q_heads, layer.attention.num_kv_heads, layer.mlp.inner_size
         demands += [
             (f"{q_heads} query heads", lambda n, q=q_heads: q % n == 0),
-            (f"{kv_heads} KV heads", lambda n, kv=kv_heads: kv % n == 0 or n % kv == 0),
+            (f"{kv_heads} KV heads", lambda n, kv=kv_heads: heads_fit(kv, n)),
             (f"an MLP of {inner}", lambda n, inner=inner: n <= inner),
         ]
     fitting = [n for n in range(1, config.num_q_heads + 1) if all(fits(n) for _, fits in demands)]
@@ -100,9 +102,8 @@ def head_range(attention: AttentionDescription, tp_rank: int, tp_size: int) -> H
     Every query head's KV head is in the range. `check_parallel` has accepted `tp_size`.
     """
     q_heads = attention.num_q_heads // tp_size
-    kv_lo = tp_rank * attention.num_kv_heads // tp_size
-    kv_heads = max(1, attention.num_kv_heads // tp_size)
-    return HeadRange(tp_rank * q_heads, (tp_rank + 1) * q_heads, kv_lo, kv_lo + kv_heads)
+    kv_lo, kv_hi = kv_head_range(attention.num_kv_heads, tp_size, tp_rank)
+    return HeadRange(tp_rank * q_heads, (tp_rank + 1) * q_heads, kv_lo, kv_hi)
 
 
 def even_range(size: int, parts: int, index: int) -> tuple[int, int]:

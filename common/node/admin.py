@@ -112,8 +112,8 @@ class NodeAdmin:
             "layout": {
                 "tensor_parallel": record.layout.tp_size,
                 "pipeline_stages": list(record.layout.pp_layers),
-                "dtype": record.layout.dtype,
-                "block_size": record.layout.block_size,
+                "dtype": record.layout.spec.dtype,
+                "block_size": record.layout.spec.block_size,
             },
             "draining": node.drain.active,
             "idle": node.drain.active and attempts == [] and untold == 0,

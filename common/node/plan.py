@@ -22,6 +22,7 @@ from common.kv.pool import BlockPool
 from common.model.config import ModelConfig, load_model_config
 from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.hub import resolve_model
+from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
 from common.parallel.mesh import RankPlace
 
@@ -73,10 +74,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     drawn_on = gpu_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
     layout = KVLayout(
         fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed, drawn_on),
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=_kv_dtype(config.kv_cache_dtype, dtype),
+        spec=kv_spec(model_config, _kv_dtype(config.kv_cache_dtype, dtype)),
         tp_size=config.tensor_parallel_size,
         pp_layers=stages,
     )
@@ -87,7 +85,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
 
 
 def _kv_dtype(wanted: str, model_dtype: str) -> str:
-    """`--kv-cache-dtype` as `KVLayout` names it."""
+    """`--kv-cache-dtype` as `KVSpec` names it."""
     if wanted == "auto":
         return model_dtype
     return "float8_e4m3" if wanted.startswith("fp8") else wanted
@@ -124,7 +122,7 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
 
     Raises: ConfigError if the operator asked for a longer one.
     """
-    longest = num_blocks * plan.layout.block_size
+    longest = num_blocks * plan.layout.spec.block_size
     if plan.model.max_model_len <= longest:
         return plan
     if config.max_model_len is not None:

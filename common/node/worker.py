@@ -60,11 +60,7 @@ class Worker:
         self.place = mesh.place
         self.shard = plan.layout.shard(mesh.place.tp_rank, mesh.place.pp_rank)
         self._model = model
-        per_block = (
-            plan.layout.slice_bytes_per_block
-            * (self.shard.layer_hi - self.shard.layer_lo)
-            * (self.shard.head_hi - self.shard.head_lo)
-        )
+        per_block = plan.layout.shard_bytes_per_block(self.shard)
         kv_bytes = int(config.cpu_kv_gb * 2**30)
         blocks = config.kv_blocks or kv_bytes // per_block
         self.max_blocks = blocks if meter is None else self._blocks_on_gpu(meter, per_block)
@@ -120,7 +116,7 @@ class Worker:
         use_device(self.device)
         try:
             graphs = DecodeGraphs(
-                self._model, self._attention, max_num_seqs=seqs, pad_block=pad_block, block_size=layout.block_size
+                self._model, self._attention, max_num_seqs=seqs, pad_block=pad_block, block_size=layout.spec.block_size
             )
             graphs.capture(self._graph_capture)
         except RuntimeError as error:
@@ -131,14 +127,15 @@ class Worker:
 
     def _storage(self, num_blocks: int) -> KVStorage:
         try:
-            scales = self._model.kv_scales
+            scales = [self._model.kv_scales]
             return KVStorage(self.plan.layout, self.shard, num_blocks, str(self.device), scales)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"no memory for {num_blocks} KV blocks on {self.device}: {_sentence(error)}") from error
 
     def _runner(self, storage: KVStorage) -> tuple[ModelRunner, AttentionBackend]:
-        shape = self._model.attention_shape(self.plan.layout.block_size, self.plan.model.max_model_len)
-        attention = choose_attention(storage, shape)
+        shape = self._model.attention_shape(self.plan.layout.spec.block_size, self.plan.model.max_model_len)
+        [kv] = storage.groups
+        attention = choose_attention(kv, shape)
         return self._model_runner(storage, attention), attention
 
     def _model_runner(

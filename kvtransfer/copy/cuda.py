@@ -1,6 +1,6 @@
-"""A CUDA card as `kvtransfer.copy.device` wants it: events for marks, copies by one kernel on a stream of their own.
+"""`RelayDevice` for CUDA GPUs: marks are events, and one kernel copies, on a stream of its own.
 
-Thin on purpose: nothing else of a relay names CUDA. The compute stream never waits for anything here.
+Nothing else in the relay calls CUDA. The compute stream never waits for anything here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvtransfer.copy.host import as_tensor
 log = logging.getLogger(__name__)
 
 _BLOCKS_PER_SM, _BLOCKS_TO_HOST = 4, 32
-"""Thread blocks of a copy: enough to fill the card's memory bandwidth, or what connects it to the host."""
+"""Thread blocks of a copy: enough to saturate the GPU's memory bandwidth, or its link to the host."""
 
 
 class EventMark:
@@ -37,7 +37,7 @@ class EventMark:
 
 
 class CudaDevice:
-    """`RelayDevice` of a storage on a card. The engine computes on the stream that is current on its thread."""
+    """`RelayDevice` for a storage on a GPU. The engine computes on the stream that is current on its thread."""
 
     def __init__(self, storage: KVStorage) -> None:
         self._storage = storage
@@ -47,31 +47,31 @@ class CudaDevice:
         cuda: Any = torch.cuda
         properties = cuda.get_device_properties(self._device)
         self._grid: int = _BLOCKS_PER_SM * properties.multi_processor_count
-        self._card: str = f"GPU-{properties.uuid}"
+        self._gpu_id: str = f"GPU-{properties.uuid}"
 
     @property
-    def card(self) -> str:
-        """As `RelayDevice.card`: the driver's name of the card, whatever its number in this process."""
-        return self._card
+    def gpu_id(self) -> str:
+        """As `RelayDevice.gpu_id`: the driver's UUID of the GPU, whatever its number in this process."""
+        return self._gpu_id
 
     def mark(self) -> EventMark:
         """As `RelayDevice.mark`."""
         return EventMark(torch.cuda.current_stream(self._device))
 
     def follow(self, mark: Mark) -> None:
-        """As `RelayDevice.follow`: the card waits, not the caller."""
+        """As `RelayDevice.follow`: the GPU waits, not the caller."""
         assert isinstance(mark, EventMark)
         self._stream.wait_event(mark.event)
 
     def copy(self, dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
-        """As `RelayDevice.copy`. Raises: RuntimeError or OSError if the card failed."""
+        """As `RelayDevice.copy`. Raises: RuntimeError or OSError if the GPU failed."""
         if self._library is None:
             with torch.cuda.stream(self._stream):
                 copy_by_index(dst, src, planes, blocks, run_bytes)
             return
-        stays = self._on_card(dst.base) and self._on_card(src.base)
+        stays = self._on_gpu(dst.base) and self._on_gpu(src.base)
         grid = self._grid if stays else _BLOCKS_TO_HOST
-        # Freed while the kernel may still read them: the allocator gives them to this same stream only, in order.
+        # They are freed while the kernel may still read them: the allocator reuses them on this stream only, in order.
         dst_ids, src_ids = self._ids(dst), self._ids(src)
         self._library.copy_runs(self._stream, _side(dst, dst_ids), _side(src, src_ids), planes, blocks, run_bytes, grid)
 
@@ -85,16 +85,16 @@ class CudaDevice:
         try:
             while not self._stream.query():
                 if time.monotonic() > until_s:
-                    log.error("copies of KV have not ended within %g s: the card stands still", at_most_s)
+                    log.error("KV copies have not ended within %g s: the GPU hangs", at_most_s)
                     return False
                 time.sleep(POLL_S)
         except RuntimeError as error:
-            log.error("the card failed while KV was copied: %s", error)
+            log.error("the GPU failed while KV was copied: %s", error)
         return True
 
     def as_bytes(self, storage: KVStorage) -> torch.Tensor:
         """As `RelayDevice.as_bytes`."""
-        return storage.data.view(torch.uint8).view(-1)
+        return storage.data
 
     def reaches(self, buffer: Any) -> bool:
         """As `RelayDevice.reaches`."""
@@ -113,7 +113,7 @@ class CudaDevice:
     def export(self) -> int:
         """As `RelayDevice.export`."""
         if self._storage.shared is None:
-            raise OSError("this KV was not allocated to be shared")
+            raise OSError("this KV memory was not allocated to be shared")
         return self._storage.shared.export()
 
     def open(self, fd: int, size_bytes: int) -> CardMemory:
@@ -122,14 +122,14 @@ class CudaDevice:
             raise OSError("pages.cu is not compiled")
         return self._library.open(self._device, fd, size_bytes)
 
-    def _on_card(self, base: Any) -> bool:
+    def _on_gpu(self, base: Any) -> bool:
         return isinstance(base, CardMemory) or as_tensor(base).is_cuda
 
     def _ids(self, runs: Runs) -> torch.Tensor | None:
         if runs.ids is None:
             return None
         with torch.cuda.stream(self._stream):
-            # From pageable memory the caller would wait for the stream.
+            # A copy from pageable memory would make the caller wait for the stream.
             pinned = torch.from_numpy(runs.ids).pin_memory()  # pyright: ignore[reportUnknownMemberType]
             return pinned.to(self._device, non_blocking=True)
 
@@ -141,7 +141,7 @@ def _side(runs: Runs, ids: torch.Tensor | None) -> tuple[int, int, int, int]:
 
 
 def copy_by_index(dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
-    """As `RelayDevice.copy`, on PyTorch's current stream and by its operators alone; for tensors on any device."""
+    """As `RelayDevice.copy`, on PyTorch's current stream and with its operators alone; for tensors on any device."""
 
     def view(runs: Runs) -> torch.Tensor:
         count = blocks if runs.ids is None else int(runs.ids.max()) + 1

@@ -1,8 +1,8 @@
-"""What a relay needs of the device that holds a rank's KV, and where KV lies on one. Pure; the seam that tests fill.
+"""The interface between a relay and the device that holds a rank's KV, and where KV lies on it. Pure; tests have their own.
 
-Work on a device is only started by a call and ends later. `Mark`s tell when: the compute stream is marked by the
-engine's thread, copies run on a stream of their own, and I/O threads look at marks without ever waiting for one.
-`kvtransfer.copy.cuda` is the real one.
+A call only starts work on a device; `Mark`s tell when it has ended. The engine's thread marks the compute stream, copies
+run on a stream of their own, and I/O threads poll marks without ever waiting for one.
+`kvtransfer.copy.cuda` implements it for GPUs.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.base.errors import CorruptSlice
+from common.kv.group_memory import GroupMemory, Strip
 from common.kv.storage import KVStorage
 from kvtransfer.mailbox import Command
 from kvtransfer.wire import KVSlice
 
 POLL_S = 100e-6
-"""An I/O thread looks at its marks this often while it has nothing else to do."""
+"""An I/O thread polls its marks this often while it has nothing else to do."""
 CLOSING_S = 5.0
-"""An end that is closed waits so long for its copies: the process is about to go, and a device may stand still."""
+"""A closed end waits at most this long for its copies: the process is about to exit, and the device may hang."""
 
 
 class Mark(Protocol):
     """A place in a stream of work."""
 
     def done(self) -> bool:
-        """All work before it has ended, and what it wrote can be seen by everybody. Never waits.
+        """Whether all work before it has ended and its writes are visible to everyone. Never waits.
 
         Raises: RuntimeError if the device failed.
         """
@@ -54,16 +55,16 @@ class RelayDevice(Protocol):
     """The device of one rank at one end of a relay. All but `mark` belong to that end's I/O thread."""
 
     @property
-    def card(self) -> str:
-        """Names the card, for every process of this host alike."""
+    def gpu_id(self) -> str:
+        """Identifies the GPU; the same in every process of this host."""
         ...
 
     def mark(self) -> Mark:
-        """After all that the calling thread has started on the compute stream so far. Takes microseconds."""
+        """A mark after everything that the calling thread has started on the compute stream so far. Takes microseconds."""
         ...
 
     def follow(self, mark: Mark) -> None:
-        """Copies started from now on run after `mark`."""
+        """Run copies that are started from now on after `mark`."""
         ...
 
     def copy(self, dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
@@ -71,16 +72,16 @@ class RelayDevice(Protocol):
         ...
 
     def fence(self) -> Mark:
-        """After all copies started so far."""
+        """A mark after all copies started so far."""
         ...
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """Until all copies have ended or the device has failed, but no longer than that; whether it is so. A copy
-        follows what was computed before, which never ends where it waits for a rank that is gone."""
+        """Wait until all copies have ended or the device has failed, for at most this time; return whether that happened.
+        A copy follows what was computed before it, which never ends if that waits for a rank that is gone."""
         ...
 
     def as_bytes(self, storage: KVStorage) -> Any:
-        """[bytes], uint8: all of the storage."""
+        """[bytes], uint8: the whole storage."""
         ...
 
     def reaches(self, buffer: Any) -> bool:
@@ -103,8 +104,8 @@ class RelayDevice(Protocol):
         ...
 
     def open(self, fd: int, size_bytes: int) -> Any:
-        """The memory behind a descriptor that `export` gave in another process, to be read by `copy`. It stays
-        whole for as long as this object lives, also when its owner has died. `fd` stays the caller's.
+        """The memory behind a descriptor that `export` gave in another process, for `copy` to read. It stays mapped
+        as long as this object lives, even if its owner has died. The caller still owns `fd`.
 
         Raises: OSError if it cannot be mapped here.
         """
@@ -112,77 +113,49 @@ class RelayDevice(Protocol):
 
 
 @dataclass(frozen=True)
-class Pages:
-    """One rank's KV in memory: [layers, 2 (K, V), num_blocks, heads, head_bytes]. Layers and heads as in the model."""
+class RankMemory:
+    """One rank's KV in memory that a device reaches."""
 
     base: Any
-    layer_lo: int
-    layer_hi: int
-    head_lo: int
-    head_hi: int
-    num_blocks: int
-    head_bytes: int
-    """Of one head of K (or V) in one block."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one block of one plane: K or V of a layer."""
-        return (self.head_hi - self.head_lo) * self.head_bytes
+    groups: tuple[GroupMemory, ...]
+    """For each group of the spec, where its part lies in `base`."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all pages."""
-        return 2 * (self.layer_hi - self.layer_lo) * self.num_blocks * self.block_bytes
+        return self.groups[-1].offset + self.groups[-1].size_bytes
 
-    def runs(self, piece: KVSlice, ids: np.ndarray) -> Runs:
-        """Where the layers and heads of `piece` lie in the blocks `ids` (int64).
+    def check(self, piece: KVSlice, ids: np.ndarray) -> None:
+        """Refuse a piece that is not here, in the blocks `ids` (int64). Raises: CorruptSlice."""
+        group = self.groups[piece.group] if piece.group < len(self.groups) else None
+        if (
+            group is None
+            or not group.part.contains(piece.part)
+            or not len(ids) == piece.num_blocks > 0
+            or not 0 <= ids.min() <= ids.max() < group.num_blocks
+        ):
+            raise CorruptSlice(f"{piece} is not in this memory ({group})")
 
-        Raises: CorruptSlice if they are not here.
-        """
-        inside = (
-            self.layer_lo <= piece.layer_lo < piece.layer_hi <= self.layer_hi
-            and self.head_lo <= piece.head_lo < piece.head_hi <= self.head_hi
-            and len(ids) == piece.block_hi - piece.block_lo > 0
-            and 0 <= ids.min() <= ids.max() < self.num_blocks
-        )
-        if not inside:
-            raise CorruptSlice(f"{piece} is not in these pages of {self.num_blocks} blocks")
-        plane_bytes = self.num_blocks * self.block_bytes
-        first = 2 * (piece.layer_lo - self.layer_lo) * plane_bytes + (piece.head_lo - self.head_lo) * self.head_bytes
-        return Runs(self.base, first, plane_bytes, self.block_bytes, ids)
-
-
-def pages_of(storage: KVStorage, device: RelayDevice) -> Pages:
-    """A storage's own pages."""
-    shard = storage.shard
-    return Pages(
-        device.as_bytes(storage),
-        shard.layer_lo,
-        shard.layer_hi,
-        shard.head_lo,
-        shard.head_hi,
-        storage.num_blocks,
-        storage.layout.slice_bytes_per_block // 2,
-    )
+    def runs(self, strip: Strip, piece: KVSlice, ids: np.ndarray) -> Runs:
+        """Where `piece`, which `check` accepts, lies in the blocks `ids`."""
+        return Runs(self.base, *self.groups[piece.group].place(strip, piece.part), ids)
 
 
 @dataclass(frozen=True)
 class LentBlocks:
-    """KV that lies in another process: what a message brings instead of a payload."""
+    """KV in the memory of another process: what a message refers to instead of carrying a payload."""
 
-    pages: Pages
+    memory: RankMemory
     size_bytes: int
     first_block: int
     ids: np.ndarray
-    """int64: where blocks `first_block`, `first_block` + 1, ... of the sequence are in `pages`."""
+    """int64: where blocks `first_block`, `first_block` + 1, ... of the sequence are in `memory`."""
 
     def __len__(self) -> int:
         return self.size_bytes
 
-    def runs(self, piece: KVSlice) -> Runs:
-        """As `Pages.runs`. Raises: CorruptSlice."""
-        lo, hi = piece.block_lo - self.first_block, piece.block_hi - self.first_block
-        return self.pages.runs(piece, self.ids[max(lo, 0) : hi])
+    def ids_of(self, piece: KVSlice) -> np.ndarray:
+        """The ids of the piece's blocks; fewer than it has if some were not lent."""
+        return self.ids[max(piece.block_lo - self.first_block, 0) : max(piece.block_hi - self.first_block, 0)]
 
 
 class DeferredCommands:
@@ -199,7 +172,7 @@ class DeferredCommands:
         self._commands.append((mark, command))
 
     def due(self) -> Iterator[Command]:
-        """The commands whose marks are done."""
+        """Yield the commands whose marks are done."""
         while self._commands and self._commands[0][0].done():
             yield self._commands.popleft()[1]
 

@@ -1,7 +1,7 @@
-"""Gather and scatter where KV lies on a device: each is one kind of copy, of runs between pages and a buffer.
+"""Gathering and scattering KV on a device: both copy runs between a rank's blocks and a buffer.
 
 Runs on I/O threads, which only start copies; a `Mark` tells when one has ended. KV that another process lends is
-copied from its pages straight into ours.
+copied from its blocks directly into ours.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import Any
 
 import numpy as np
 
+from common.kv.group_memory import GroupMemory, strips_of
 from common.kv.storage import KVStorage
-from kvtransfer.copy.device import LentBlocks, Mark, RelayDevice, Runs, pages_of
+from kvtransfer.copy.device import LentBlocks, Mark, RankMemory, RelayDevice, Runs
 from kvtransfer.wire import KVSlice
 
 
 class DeviceCopier:
-    """As `SliceCopier`, for KV on a device. Buffers that it does not reach are filled and read by way of pinned memory."""
+    """`Copier` for KV on a device. Buffers that the device does not reach are copied by way of pinned memory."""
 
     def __init__(self, device: RelayDevice, storage: KVStorage) -> None:
+        spec = storage.layout.spec
         self._device = device
-        self._layout = storage.layout
-        self._pages = pages_of(storage, device)
+        self._unit_bytes = spec.unit_bytes
+        self._strips = [strips_of(group, spec.block_size) for group in spec.groups]
+        self._memory = RankMemory(device.as_bytes(storage), storage.memories)
         self._bounces: list[np.ndarray] = []
 
     def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> Mark:
@@ -45,12 +48,13 @@ class DeviceCopier:
     def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> Mark:
         """As `Copier.scatter_all`; `payload` may be reused when the mark is done.
 
-        Raises: CorruptSlice if lent blocks are not where they are said to be; nothing is written then.
+        Raises: CorruptSlice if lent blocks are not where the message says they are; nothing is written then.
         """
         if isinstance(payload, LentBlocks):
-            sources = [payload.runs(piece) for piece in pieces]
-            for piece, source in zip(pieces, sources, strict=True):
-                self._copy(self._own(piece, blocks), source, piece)
+            for piece in pieces:
+                payload.memory.check(piece, payload.ids_of(piece))
+            for piece in pieces:
+                self._copy_lent(piece, blocks, payload)
             return self._device.fence()
         if self._device.reaches(payload):
             self._move(pieces, blocks, payload, into_buffer=False)
@@ -65,31 +69,33 @@ class DeviceCopier:
         """As `Copier.wait`."""
         return self._device.wait(at_most_s)
 
+    def _copy_lent(self, piece: KVSlice, blocks: np.ndarray, lent: LentBlocks) -> None:
+        own, theirs = blocks[piece.block_lo : piece.block_hi], lent.ids_of(piece)
+        for strip in self._strips[piece.group]:
+            dst, src = self._memory.runs(strip, piece, own), lent.memory.runs(strip, piece, theirs)
+            self._copy(dst, src, piece, strip.planes_per_layer, strip.head_bytes)
+
     def _move(self, pieces: Sequence[KVSlice], blocks: np.ndarray, buffer: Any, *, into_buffer: bool) -> None:
         at = 0
         for piece in pieces:
-            run_bytes, count = self._run_bytes(piece), piece.block_hi - piece.block_lo
-            inside = Runs(buffer, at, count * run_bytes, run_bytes)
-            pages = self._own(piece, blocks)
-            self._copy(*((inside, pages) if into_buffer else (pages, inside)), piece)
-            at += piece.size_bytes(self._layout)
+            own, part = blocks[piece.block_lo : piece.block_hi], piece.part
+            packed = GroupMemory(part, piece.num_blocks, self._unit_bytes[piece.group], at)
+            for strip in self._strips[piece.group]:
+                inside, cache = Runs(buffer, *packed.place(strip, part)), self._memory.runs(strip, piece, own)
+                dst, src = (inside, cache) if into_buffer else (cache, inside)
+                self._copy(dst, src, piece, strip.planes_per_layer, strip.head_bytes)
+            at += packed.size_bytes
 
-    def _copy(self, dst: Runs, src: Runs, piece: KVSlice) -> None:
-        planes, blocks = 2 * (piece.layer_hi - piece.layer_lo), piece.block_hi - piece.block_lo
-        self._device.copy(dst, src, planes, blocks, self._run_bytes(piece))
-
-    def _own(self, piece: KVSlice, blocks: np.ndarray) -> Runs:
-        return self._pages.runs(piece, blocks[piece.block_lo : piece.block_hi])
-
-    def _run_bytes(self, piece: KVSlice) -> int:
-        """All wanted heads of one block of one plane: they are neighbours in the pages and in a payload."""
-        return (piece.head_hi - piece.head_lo) * self._pages.head_bytes
+    def _copy(self, dst: Runs, src: Runs, piece: KVSlice, planes_per_layer: int, head_bytes: int) -> None:
+        """All wanted heads of one block of one plane are neighbours, in the cache and in a payload: one run."""
+        planes = planes_per_layer * (piece.layer_hi - piece.layer_lo)
+        self._device.copy(dst, src, planes, piece.num_blocks, (piece.head_hi - piece.head_lo) * head_bytes)
 
     def _size(self, pieces: Sequence[KVSlice]) -> int:
-        return sum(piece.size_bytes(self._layout) for piece in pieces)
+        return sum(piece.size_bytes(self._unit_bytes) for piece in pieces)
 
     def _take(self, size_bytes: int) -> np.ndarray:
-        """A pinned buffer of at least that size. As many exist as were ever needed at once, which windows bound."""
+        """A pinned buffer of at least that size. There are as many as were ever needed at once, which windows bound."""
         fitting = [i for i, bounce in enumerate(self._bounces) if len(bounce) >= size_bytes]
         if fitting:
             return self._bounces.pop(fitting[0])
@@ -99,7 +105,7 @@ class DeviceCopier:
 
 @dataclass
 class _Then:
-    """Done when `mark` is and `finish` has run, once, on the thread that looks."""
+    """Done when `mark` is done and `finish` has run, once, on the thread that polls."""
 
     mark: Mark
     finish: Callable[[], None] | None

@@ -1,13 +1,13 @@
-"""Gather and scatter between paged KV and contiguous payloads, with NumPy alone. Runs on I/O threads.
+"""Gathering and scattering between paged KV and contiguous payloads, with NumPy alone. Runs on I/O threads.
 
-No torch operation may run there: the first one would start an OpenMP team of that thread, which fights the
-engine's for the cores. NumPy copies on the calling thread and lets go of the interpreter lock meanwhile.
+No torch operation may run there: the first one would start an OpenMP team for that thread, which competes with the
+engine's for the cores. NumPy copies on the calling thread and releases the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from common.base.errors import ConfigError
+from common.kv.group_memory import Strip, strips_of
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import Mark, RelayDevice
 from kvtransfer.copy.device_copy import DeviceCopier
@@ -25,67 +26,75 @@ class Copier(Protocol):
     """Copies slices of one rank's storage into and out of a connection's buffers, [bytes] of uint8."""
 
     def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: Any) -> Mark | None:
-        """Gather `pieces` one after the other into `out`, at least their bytes.
+        """Gather `pieces` one after the other into `out`, which has at least their size.
 
-        It is filled on return where that gives None, else once the mark is done; until then the blocks are read.
+        If this returns None, `out` is filled; otherwise it is once the mark is done, and until then the blocks are read.
         """
         ...
 
     def scatter_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, payload: Any) -> Mark | None:
         """Scatter `pieces`, which lie one after the other in `payload`.
 
-        It may be reused on return where that gives None, else once the mark is done; until then the blocks are written.
-        Raises: CorruptSlice if `payload` is no such thing; nothing is written then.
+        If this returns None, `payload` may be reused; otherwise it may be once the mark is done, and until then the
+        blocks are written. Raises: CorruptSlice if `payload` does not hold them; nothing is written then.
         """
         ...
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """Until every copy has ended, but no longer than that; whether they have."""
+        """Wait until every copy has ended, for at most this time; return whether they have."""
         ...
 
 
 def make_copier(storage: KVStorage, device: RelayDevice | None) -> Copier:
-    """What copies in `storage`, which is in CPU memory or on `device`. Raises: ConfigError."""
+    """The copier for `storage`, which is on `device`, or in CPU memory if that is None. Raises: ConfigError."""
     return SliceCopier(storage) if device is None else DeviceCopier(device, storage)
 
 
 class SliceCopier:
     """Copies slices of one rank's storage.
 
-    Each plane of the storage (K or V of a layer) is seen as rows, each the longest run that is contiguous both in it
-    and in the slice: a whole block where the slice has all heads of the rank, else neighbouring heads of a block.
-    One `take` or one indexed store then moves any number of blocks of a plane.
+    Each plane of a layer is seen as rows. A row is the longest run that is contiguous both in the plane and in the
+    slice: a whole block where the slice has all heads of the rank, else neighbouring heads of a block. One `take` or
+    one indexed store then moves any number of blocks of a plane.
 
     Raises: ConfigError if the storage is not in CPU memory.
     """
 
     def __init__(self, storage: KVStorage) -> None:
-        if storage.words is None:
+        data = storage.host_bytes
+        if data is None:
             raise ConfigError("this transport needs a KV storage in CPU memory")
-        planes = 2 * len(storage.words)
-        self._planes = storage.words.reshape(planes, -1).view(np.uint8)
-        self._layout = storage.layout
-        self._shard = storage.shard
-        self._head_bytes = storage.layout.slice_bytes_per_block // 2
+        spec = storage.layout.spec
+        self._unit_bytes = spec.unit_bytes
+        self._parts = storage.shard.parts
+        self._strips: list[list[tuple[Strip, np.ndarray]]] = []
+        """For each group, its strips and their planes: [layers * planes_per_layer, bytes]."""
+        for group, memory in zip(spec.groups, storage.memories, strict=True):
+            own, units = (
+                data[memory.offset : memory.offset + memory.size_bytes],
+                memory.num_blocks * memory.part.num_heads,
+            )
+            strips = strips_of(group, spec.block_size)
+            self._strips.append([(strip, _planes(own, memory.part.num_layers, strip, units)) for strip in strips])
 
     def gather(self, piece: KVSlice, blocks: np.ndarray, out: np.ndarray) -> None:
         """Copy `piece` of the sequence whose block ids are `blocks` into `out` ([piece's bytes], uint8)."""
-        planes, index = self._rows(piece, blocks)
-        for rows, part in zip(planes, out.view(planes.dtype).reshape(len(planes), -1), strict=True):
-            # mode="raise" would buffer the whole output; the index is in range by construction.
-            np.take(rows, index, out=part, mode="clip")
+        for rows, index, packed in self._rows(piece, blocks, out):
+            for plane, part in zip(rows, packed, strict=True):
+                # mode="raise" would buffer the whole output; the index is in range by construction.
+                np.take(plane, index, out=part, mode="clip")
 
     def scatter(self, piece: KVSlice, blocks: np.ndarray, payload: np.ndarray) -> None:
         """Copy `payload` ([piece's bytes], uint8) into `piece` of the sequence whose block ids are `blocks`."""
-        planes, index = self._rows(piece, blocks)
-        for rows, part in zip(planes, payload.view(planes.dtype).reshape(len(planes), -1), strict=True):
-            rows[index] = part
+        for rows, index, packed in self._rows(piece, blocks, payload):
+            for plane, part in zip(rows, packed, strict=True):
+                plane[index] = part
 
     def gather_all(self, pieces: Sequence[KVSlice], blocks: np.ndarray, out: np.ndarray) -> None:
-        """Gather `pieces` one after the other into `out` (uint8, at least their bytes)."""
+        """Gather `pieces` one after the other into `out` (uint8, at least their size)."""
         at = 0
         for piece in pieces:
-            size_bytes = piece.size_bytes(self._layout)
+            size_bytes = piece.size_bytes(self._unit_bytes)
             self.gather(piece, blocks, out[at : at + size_bytes])
             at += size_bytes
 
@@ -93,28 +102,43 @@ class SliceCopier:
         """Scatter `pieces`, which lie one after the other in `payload` (uint8)."""
         at = 0
         for piece in pieces:
-            size_bytes = piece.size_bytes(self._layout)
+            size_bytes = piece.size_bytes(self._unit_bytes)
             self.scatter(piece, blocks, payload[at : at + size_bytes])
             at += size_bytes
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """As `Copier.wait`: they have ended already."""
+        """As `Copier.wait`: all copies have ended already."""
         return True
 
-    def _rows(self, piece: KVSlice, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The piece's planes (K or V of a layer) as rows, and the index of the piece's rows, the same in each plane."""
-        heads = self._shard.head_hi - self._shard.head_lo
-        head_lo, wanted = piece.head_lo - self._shard.head_lo, piece.head_hi - piece.head_lo
-        lo, hi = piece.layer_lo - self._shard.layer_lo, piece.layer_hi - self._shard.layer_lo
+    def _rows(
+        self, piece: KVSlice, blocks: np.ndarray, packed: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """For each strip of the piece's group: the piece's planes as rows, the index of the piece's rows, which is the
+        same in each plane, and those rows in `packed` by plane."""
+        part = self._parts[piece.group]
+        heads, wanted = part.head_hi - part.head_lo, piece.head_hi - piece.head_lo
+        head_lo, lo = piece.head_lo - part.head_lo, piece.layer_lo - part.layer_lo
+        layers, count = piece.layer_hi - piece.layer_lo, piece.block_hi - piece.block_lo
         run = gcd(head_lo, wanted, heads)
         first = blocks[piece.block_lo : piece.block_hi, None] * (heads // run)
-        index = first + np.arange(head_lo // run, (head_lo + wanted) // run)
-        row = np.dtype((np.void, run * self._head_bytes))
-        return self._planes[2 * lo : 2 * hi].view(row), index.reshape(-1)
+        index = (first + np.arange(head_lo // run, (head_lo + wanted) // run)).reshape(-1)
+        for strip, planes in self._strips[piece.group]:
+            row, per_layer = np.dtype((np.void, run * strip.head_bytes)), strip.planes_per_layer
+            own = planes[per_layer * lo : per_layer * (lo + layers)]
+            yield own.view(row), index, _planes(packed, layers, strip, count * wanted).view(row)
+
+
+def _planes(data: np.ndarray, num_layers: int, strip: Strip, num_units: int) -> np.ndarray:
+    """[layers * planes_per_layer, bytes], without a copy: the planes of `strip` in `data`, which holds `num_units` heads
+    of a block in each layer and plane of the group."""
+    begin = num_units * strip.bytes_before
+    end = begin + num_units * strip.planes_per_layer * strip.head_bytes
+    layers = data.reshape(num_layers, data.size // max(1, num_layers))[:, begin:end]
+    return layers.reshape(num_layers * strip.planes_per_layer, (end - begin) // strip.planes_per_layer)
 
 
 class _Writable:
-    """An array's memory, said to be writable, and kept for as long as anybody looks at it."""
+    """An array's memory, declared writable and kept alive by whatever views it."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -123,9 +147,9 @@ class _Writable:
 
 
 def as_tensor(buffer: Any) -> torch.Tensor:
-    """A tensor over the memory of an array; tensors as they are. Runs no operator.
+    """A tensor over the memory of an array; a tensor is returned unchanged. Runs no operator.
 
-    Received memory is read-only, and the caller may only read it: PyTorch knows no such tensors, and would warn.
+    Received memory is read-only, and the caller may only read it. PyTorch has no read-only tensors and would warn.
     """
     if isinstance(buffer, torch.Tensor):
         return buffer

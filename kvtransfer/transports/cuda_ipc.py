@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -24,9 +25,12 @@ import zmq
 
 from common.base.errors import PeerLost, ProtocolError
 from common.base.hashing import HASH_BYTES
+from common.kv.group_memory import GroupMemory, group_memories
+from common.kv.layout import GroupPart
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from kvtransfer import wire
-from kvtransfer.copy.device import LentBlocks, Pages, RelayDevice, pages_of
+from kvtransfer.copy.device import LentBlocks, RankMemory, RelayDevice
 from kvtransfer.transfer_state import Batch
 from kvtransfer.transports.base import Arrival, Buffer, TransportContext
 from kvtransfer.transports.choose import CUDA_IPC, TransportOffer
@@ -39,15 +43,40 @@ MESSAGE_BYTES, WINDOW = 2**30, 16
 """Messages hold no KV, so they may be large: a GPU copies 1 GiB in the time that two processes need for a few messages.
 The window bounds the delay of an abort to some milliseconds."""
 _LOAN_WORDS = 3
-_MAX_PAGES_BYTES = 2**50
+_MAX_MEMORY_BYTES = 2**50
 _MAX_BLOCKS = wire.MAX_HEADER_BYTES // HASH_BYTES
 _LOAN_BYTES = 8 * (_LOAN_WORDS + _MAX_BLOCKS)
-_PAGES = struct.Struct("<6Q")
-"""The fields of `Pages` behind its `base`."""
+
+
+def _format(num_groups: int) -> struct.Struct:
+    """A sender's memory in its greeting: the number of blocks, then the part of every layer group and its unit_bytes."""
+    return struct.Struct(f"<{1 + 5 * num_groups}Q")
+
+
+def _pack(groups: Sequence[GroupMemory]) -> bytes:
+    numbers = [groups[0].num_blocks]
+    for part, unit_bytes in ((memory.part, memory.unit_bytes) for memory in groups):
+        numbers += [part.layer_lo, part.layer_hi, part.head_lo, part.head_hi, unit_bytes]
+    return _format(len(groups)).pack(*numbers)
+
+
+def _unpack(data: bytes, spec: KVSpec) -> tuple[GroupMemory, ...]:
+    """Raises: ProtocolError if no rank with the KV of `spec` can have such a memory."""
+    num_blocks, *numbers = _format(len(spec.groups)).unpack(data)
+    parts = [GroupPart(i, *numbers[5 * i : 5 * i + 4]) for i in range(len(spec.groups))]
+    memories = group_memories(spec, parts, num_blocks)
+    fits = all(
+        part.layer_lo <= part.layer_hi <= len(group.layers) and part.head_lo < part.head_hi <= group.num_heads
+        for part, group in zip(parts, spec.groups, strict=True)
+    )
+    size_bytes = memories[-1].offset + memories[-1].size_bytes
+    if not fits or spec.unit_bytes != tuple(numbers[4::5]) or not 0 < size_bytes < _MAX_MEMORY_BYTES:
+        raise ProtocolError(f"it lends memory that cannot be: {num_blocks} blocks of {parts}")
+    return memories
 
 
 class CudaIpcPeer(ShmPeer):
-    """One connection that lends the blocks of `pages`. Raises: PeerLost if there can be none."""
+    """One connection that lends the blocks of `memory`. Raises: PeerLost if there can be none."""
 
     def __init__(
         self,
@@ -55,7 +84,7 @@ class CudaIpcPeer(ShmPeer):
         poller: zmq.Poller,
         incarnation: str,
         device: RelayDevice,
-        pages: Pages,
+        memory: RankMemory,
         *,
         message_bytes: int,
         window: int,
@@ -64,8 +93,7 @@ class CudaIpcPeer(ShmPeer):
         try:
             fd = device.export()
         except OSError as error:
-            raise PeerLost(f"cannot share the memory of {device.card}: {error}") from error
-        shape = (pages.layer_lo, pages.layer_hi, pages.head_lo, pages.head_hi, pages.num_blocks, pages.head_bytes)
+            raise PeerLost(f"cannot share the memory of {device.gpu_id}: {error}") from error
         try:
             super().__init__(
                 name,
@@ -75,7 +103,7 @@ class CudaIpcPeer(ShmPeer):
                 page_bytes=_LOAN_BYTES,
                 now=now,
                 transport=CUDA_IPC,
-                greeting=_PAGES.pack(*shape),
+                greeting=_pack(memory.groups),
                 fds=(fd,),
             )
         finally:
@@ -120,10 +148,10 @@ class CudaIpcConnector:
         self, device: RelayDevice, storage: KVStorage, *, message_bytes: int = MESSAGE_BYTES, window: int = WINDOW
     ) -> None:
         self._device = device
-        self._pages = pages_of(storage, device)
+        self._memory = RankMemory(device.as_bytes(storage), storage.memories)
         self._message_bytes = message_bytes
         self._window = window
-        self.offer = TransportOffer(CUDA_IPC, host_id=require_host_id(), gpu_id=device.card)
+        self.offer = TransportOffer(CUDA_IPC, host_id=require_host_id(), gpu_id=device.gpu_id)
 
     def attach(self, context: TransportContext) -> None:
         """As `Connector.attach`."""
@@ -137,7 +165,7 @@ class CudaIpcConnector:
             self._poller,
             incarnation,
             self._device,
-            self._pages,
+            self._memory,
             message_bytes=self._message_bytes,
             window=self._window,
             now=now,
@@ -148,44 +176,42 @@ class CudaIpcConnector:
 
 
 class _LendingSender(RingSender):
-    """One sender at a receiver. Its pages are mapped once the greeting has come, until the last copy from them."""
+    """One sender at a receiver. Its KV memory is mapped from its greeting until the last copy from it."""
 
-    greeting_bytes, num_fds = ring.GREETING_BYTES + _PAGES.size, 2
+    num_fds = 2
 
-    def __init__(self, connected: socket.socket, *, device: RelayDevice, head_bytes: int) -> None:
+    def __init__(self, connected: socket.socket, *, device: RelayDevice, spec: KVSpec) -> None:
         super().__init__(connected)
         self._device = device
-        self._head_bytes = head_bytes
-        self._pages: Pages | None = None
+        self._spec = spec
+        self.greeting_bytes = ring.GREETING_BYTES + _format(len(spec.groups)).size
+        self._memory: RankMemory | None = None
 
     def forget(self) -> None:
-        """As `RingSender.forget`. Copies under way hold the pages for as long as they need them."""
+        """As `RingSender.forget`. Copies in progress keep the memory mapped as long as they need it."""
         super().forget()
-        self._pages = None
+        self._memory = None
 
     def accept(self, greeting: bytes, fds: list[int]) -> ring.Ring:
         """As `RingSender.accept`."""
         shared = ring.accept(greeting[: ring.GREETING_BYTES], fds[0])
-        of_pages = greeting[ring.GREETING_BYTES :]
-        if len(of_pages) != _PAGES.size or shared.page_bytes != _LOAN_BYTES:
+        if len(greeting) != self.greeting_bytes or shared.page_bytes != _LOAN_BYTES:
             raise ProtocolError(f"a greeting of {len(greeting)} bytes with pages of {shared.page_bytes}")
-        pages = Pages(None, *_PAGES.unpack(of_pages))
-        if pages.head_bytes != self._head_bytes or not 0 < pages.size_bytes < _MAX_PAGES_BYTES:
-            raise ProtocolError(f"it lends pages that cannot be: {pages}")
-        base = self._device.open(fds[1], pages.size_bytes)
-        self._pages = Pages(base, *_PAGES.unpack(of_pages))
+        groups = _unpack(greeting[ring.GREETING_BYTES :], self._spec)
+        base = self._device.open(fds[1], RankMemory(None, groups).size_bytes)
+        self._memory = RankMemory(base, groups)
         return shared
 
     def arrival(self, shared: ring.Ring, page: int, header: bytes, payload_bytes: int) -> Arrival:
         """As `RingSender.arrival`."""
-        assert self._pages is not None
+        assert self._memory is not None
         loan = shared.payload(page, _LOAN_BYTES).view(np.int64)
         first, count = int(loan[1]), int(loan[2])
-        if not (first >= 0 and 0 <= count <= _MAX_BLOCKS and payload_bytes < _MAX_PAGES_BYTES):
+        if not (first >= 0 and 0 <= count <= _MAX_BLOCKS and payload_bytes < _MAX_MEMORY_BYTES):
             raise ProtocolError(f"a loan of {count} blocks from {first} on, {payload_bytes} bytes")
         # Copied before they are checked, because the sender could still write there.
         ids = loan[_LOAN_WORDS : _LOAN_WORDS + count].copy()
-        lent = LentBlocks(self._pages, payload_bytes, first, ids)
+        lent = LentBlocks(self._memory, payload_bytes, first, ids)
         return Arrival(header, lent, self, revoked=lambda: not loan[0])
 
 
@@ -193,5 +219,5 @@ class CudaIpcListener(ShmListener):
     """CUDA IPC at a receiver. Raises: ConfigError where descriptors cannot be passed."""
 
     def __init__(self, device: RelayDevice, storage: KVStorage) -> None:
-        head_bytes = storage.layout.slice_bytes_per_block // 2
-        super().__init__(CUDA_IPC, device.card, partial(_LendingSender, device=device, head_bytes=head_bytes))
+        connect = partial(_LendingSender, device=device, spec=storage.layout.spec)
+        super().__init__(CUDA_IPC, device.gpu_id, connect)

@@ -7,22 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from common.control.messages import AttemptKey, Message, NodeLoad, NodeRecord
-from common.kv.layout import DTYPE_BYTES, KVLayout
-
-
-def kv_kind(layout: KVLayout) -> str:
-    """Equal for nodes between which KV can be relayed; the parallel split does not matter."""
-    shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.dtype)
-    return f"{layout.fingerprint}/{shape}"
-
-
-def token_bytes(layout: KVLayout) -> int:
-    """KV bytes of one token, over all ranks."""
-    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
 
 
 class NodeLink(Protocol):
@@ -78,6 +67,11 @@ class Node:
     @property
     def node_id(self) -> str:
         return self.record.peer.node_id
+
+    @cached_property
+    def kv_kind(self) -> str:
+        """Equal for nodes between which KV can be relayed. The layout of an incarnation never changes."""
+        return self.record.layout.kv_kind
 
     @property
     def incarnation(self) -> str:

@@ -26,7 +26,7 @@ from common.control.messages import (
     Role,
 )
 from common.kv.layout import check_compatible
-from router.nodes.node import Node, NodeLink, OpenLeg, kv_kind, token_bytes
+from router.nodes.node import Node, NodeLink, OpenLeg
 from router.policy import Fleet
 
 log = logging.getLogger(__name__)
@@ -273,10 +273,10 @@ class NodeTable:
             fleet.add(
                 node.node_id,
                 node.incarnation,
-                kv_kind=kv_kind(record.layout),
+                kv_kind=node.kv_kind,
                 context=record.model.max_model_len,
                 capacity=record.max_num_seqs,
-                token_bytes=token_bytes(record.layout),
+                token_bytes=record.layout.spec.bytes_per_token,
             )
         legs = node.unreported
         fleet.reported(

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from common.base.errors import KvRelayError, Overloaded, Unavailable
 from common.control.messages import Abort, DecodeRequest, PrefillRequest
-from router.nodes.node import kv_kind
 from router.policy import Decision
 from router.requests import flow_events as f
 from router.requests.placement import HashChain, Placement, PlacementRequest
@@ -128,7 +127,7 @@ class Attempts:
         prefill = None if decision.prefill is None else router.nodes.get(decision.prefill.picked.incarnation)
         assert decode is not None
         if not self._token_ids:
-            self._kv_kind = kv_kind(decode.record.layout)
+            self._kv_kind = decode.kv_kind
         router.metrics.attempt(decision.mode, wanted.attempt)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s#%d goes to %s", self.request_id, wanted.attempt, decision.explain())

@@ -26,6 +26,7 @@ from common.control.messages import (
     Role,
 )
 from common.kv.layout import KVLayout
+from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from router.index.prefix_index import PrefixIndex
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
@@ -155,11 +156,12 @@ class SimulatedRouter:
 
     def _record(self, role: Role, name: str) -> NodeRecord:
         hardware = self._hardware
+        plane = KVPlane("kv", max(1, hardware.kv_token_bytes))
         return NodeRecord(
             role,
             PeerRef(name, name, name, []),
             ModelInfo("simulated", "", vocab_size=1, max_model_len=ANY_CONTEXT),
-            KVLayout("simulated", 1, 1, max(1, hardware.kv_token_bytes // 2), "float8_e4m3"),
+            KVLayout("simulated", KVSpec((LayerGroup((0,), (plane,), 1, "float8_e4m3"),))),
             kv_blocks_total=self._nodes[name].cache.capacity,
             started_at=0.0,
             max_num_seqs=hardware.max_num_seqs,

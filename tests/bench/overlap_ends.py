@@ -132,7 +132,7 @@ class OverlapSource(_Engine):
                 first = output.sampled[0].token_id
         first_s = time.perf_counter()
         if not layer_wise:
-            for layer in range(self.layout.num_layers):
+            for layer in range(self.layout.spec.num_layers):
                 self._sender.blocks_final(key, layer, len(blocks))
         return {"first": first, "started": started, "first_s": first_s}
 
@@ -165,7 +165,7 @@ class OverlapDestination(_Engine):
 
     def expect(self, number: int, tokens: int) -> None:
         """Open the transfer of that prompt; what its blocks held is forgotten."""
-        self.worker.storage.data.zero_()
+        self.worker.storage.groups[0].stacked.zero_()
         prompt = self.prompt(number, tokens)
         src, blocks = PeerRef("src", "0" * 16, "none", []), list(range(blocks_for(tokens)))
         self._receiver.open(

@@ -33,6 +33,7 @@ from common.engine.kv_transfer import (
     SourceReleased,
 )
 from common.kv.layout import KVLayout, blocks_for
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 
 _TIMEOUT_S = 60.0
@@ -66,8 +67,8 @@ class _End:
         self.shard = self.layout.shards()[rank]
         each = blocks_for(tokens)
         self.storage = KVStorage(self.layout, self.shard, each * transfers, device)
-        self.storage.data.zero_()  # its pages are there before anything is measured
-        self.bits = self.storage.data.view(torch.int16)
+        self.storage.groups[0].stacked.zero_()  # its pages are there before anything is measured
+        self.bits = self.storage.groups[0].stacked.view(torch.int16)
         self.tokens = tokens
         blocks = list(range(each * transfers))
         if shuffled:
@@ -84,7 +85,7 @@ class _End:
         layers, kv_heads, head_dim = self._model
         tp, pp = tp_pp
         stages = tuple((stage + 1) * layers // pp - stage * layers // pp for stage in range(pp))
-        return KVLayout("bench", layers, kv_heads, head_dim, "bfloat16", tp_size=tp, pp_layers=stages)
+        return KVLayout("bench", KVSpec.uniform(layers, kv_heads, head_dim, "bfloat16"), tp_size=tp, pp_layers=stages)
 
     def keys(self, number: int) -> list[AttemptKey]:
         """Of that round's transfers."""
@@ -97,7 +98,7 @@ class _End:
         shape = (layers, 2, self.bits.size(2), kv_heads, BLOCK_SIZE, head_dim)
         whole = np.random.default_rng(1).integers(-(2**15), 2**15, size=shape, dtype=np.int16)
         shard = self.shard
-        own = whole[shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi]
+        own = whole[shard.layer_lo : shard.layer_hi, :, :, shard.parts[0].head_lo : shard.parts[0].head_hi]
         return torch.from_numpy(own).to(self.bits.device)
 
     def more(self) -> dict[str, Any]:

@@ -31,22 +31,22 @@ def random_storage(kv: KVLayout, rank: int, num_blocks: int, seed: int, device: 
     """Every byte of it random."""
     storage = KVStorage(kv, kv.shards()[rank], num_blocks, device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    held = storage.data.view(torch.uint8)
+    held = storage.groups[0].stacked.view(torch.uint8)
     held.copy_(torch.randint(0, 256, held.shape, dtype=torch.uint8, device=device, generator=generator))
     return storage
 
 
 def digest(storage: KVStorage, blocks: list[int]) -> str:
     """Of all that lies in these blocks."""
-    held = storage.data.view(torch.uint8)[:, :, blocks].cpu().contiguous()
+    held = storage.groups[0].stacked.view(torch.uint8)[:, :, blocks].cpu().contiguous()
     return hashlib.sha256(held.numpy().tobytes()).hexdigest()
 
 
 def _receive(pipe: Connection, kv: KVLayout, num_blocks: int, transport: str, device: str) -> None:
     """The child: opens, waits and tells, one order after the other."""
     storage = random_storage(kv, 0, num_blocks, 2, device)
-    if storage.data.is_cuda:
-        torch.cuda.set_device(storage.data.device)
+    if storage.groups[0].stacked.is_cuda:
+        torch.cuda.set_device(storage.groups[0].stacked.device)
         torch.cuda.synchronize()
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     config = DecodeConfig(kv_transport=transport)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ class GpuPair:
     ) -> None:
         """Both ends, and the grant."""
         hashes = hashes_of(len(src_blocks))
-        tokens = len(hashes) * self.kv.block_size
+        tokens = len(hashes) * self.kv.spec.block_size
         source = PeerRef("p", "src-1", "", [])
         self.ask("open", IncomingTransfer(key, source, self.kv, dst_blocks, hashes, 0, timeout_s))
         self.sender.open(OutgoingTransfer(key, "src-1", src_blocks, hashes, tokens, timeout_s))
@@ -103,7 +103,7 @@ class GpuPair:
 
     def final(self, key: AttemptKey, num_blocks: int) -> None:
         """Every layer, as the engine reports it."""
-        for layer in range(self.kv.num_layers):
+        for layer in range(self.kv.spec.num_layers):
             self.sender.blocks_final(key, layer, num_blocks)
 
     def finish(self) -> None:
@@ -140,7 +140,7 @@ def relay_bytes_per_s(
     kv: KVLayout, tokens: int, transfers: int, transport: str = "auto", device: str = "cuda:0"
 ) -> float:
     """KV bytes per second of the median of `transfers`, final all at once, until the sender has its blocks back."""
-    count = tokens // kv.block_size
+    count = tokens // kv.spec.block_size
     pair = GpuPair(kv, count, transport, (device, device))
     try:
         took: list[float] = []
@@ -155,7 +155,7 @@ def relay_bytes_per_s(
                 raise released.error
             for _ in (Received, DestinationReleased):
                 pair.ask("next event")
-        return count * kv.bytes_per_block / sorted(took[2:])[transfers // 2]
+        return count * kv.spec.bytes_per_block / sorted(took[2:])[transfers // 2]
     finally:
         pair.close()
 

@@ -17,6 +17,7 @@ from common.attention.choose import choose_attention
 from common.attention.flashinfer import FlashInferAttention
 from common.attention.gathered import GatheredAttention
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 
 GPU = torch.device("cuda", 0)
@@ -73,10 +74,10 @@ def test_fp8_cache_is_read_through_its_scales(
 def test_writes_only_the_slots_of_the_step_in_its_layer(make_backend: MakeBackend) -> None:
     case = Case(make_backend, (4, 2, 64), [(1, 20), (9, 30)], "bfloat16", (), torch.bfloat16, GPU)
     case.run(layer=1)
-    garbage = case.storage.data[0, 0, 0, 0, 0, 0].item()
+    garbage = case.storage.groups[0].stacked[0, 0, 0, 0, 0, 0].item()
     written = (case.stored(1)[0] != garbage).flatten(1).any(1).nonzero().flatten().tolist()
     assert sorted(written) == sorted(case.slots(0, 0, 20) + case.slots(1, 0, 30))
-    assert (case.storage.data[0] == garbage).all()
+    assert (case.storage.groups[0].stacked[0] == garbage).all()
     for i, (_, context) in enumerate(case.lens):
         assert torch.equal(case.stored(1)[:, case.slots(i, 0, context)].float(), case.kv[i])
 
@@ -123,9 +124,11 @@ def test_a_recorded_step_replays_what_was_planned_and_equals_itself_launched(
 def test_long_prompts_in_chunks_agree_with_attention_over_the_whole(make_backend: MakeBackend) -> None:
     """8k tokens in chunks of 3,000, beside a row that decodes."""
     q_heads, kv_heads, dim, length, chunk = 8, 2, 128, 8000, 3000
-    layout = KVLayout("f", 1, kv_heads, dim, "bfloat16")
+    layout = KVLayout("f", KVSpec.uniform(1, kv_heads, dim, "bfloat16"))
     storage = KVStorage(layout, layout.shard(0, 0), 600, "cuda")
-    backend = make_backend(storage, AttentionShape(q_heads, kv_heads, dim, torch.bfloat16, layout.block_size))
+    backend = make_backend(
+        storage.groups[0], AttentionShape(q_heads, kv_heads, dim, torch.bfloat16, layout.spec.block_size)
+    )
     generator = torch.Generator("cuda").manual_seed(1)
     q, k, v = (
         torch.randn(1 + length, heads, dim, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -148,6 +151,8 @@ def test_long_prompts_in_chunks_agree_with_attention_over_the_whole(make_backend
 
 
 def test_a_gpu_with_flashinfer_uses_it(flashinfer: ModuleType) -> None:
-    layout = KVLayout("f", 1, 2, 64, "bfloat16")
+    layout = KVLayout("f", KVSpec.uniform(1, 2, 64, "bfloat16"))
     storage = KVStorage(layout, layout.shard(0, 0), 4, "cuda")
-    assert isinstance(choose_attention(storage, AttentionShape(4, 2, 64, torch.bfloat16, 16)), FlashInferAttention)
+    assert isinstance(
+        choose_attention(storage.groups[0], AttentionShape(4, 2, 64, torch.bfloat16, 16)), FlashInferAttention
+    )

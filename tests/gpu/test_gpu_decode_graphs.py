@@ -45,9 +45,11 @@ def started(config: DecodeConfig) -> Worker:
 
 def fill(worker: Worker) -> None:
     """The same KV everywhere, of ordinary size."""
-    flat = worker.storage.data.view(torch.uint8).flatten()
-    noise = torch.randn(worker.storage.data.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    flat.copy_(noise.to(worker.storage.data.dtype).view(torch.uint8).flatten())
+    flat = worker.storage.groups[0].stacked.view(torch.uint8).flatten()
+    noise = torch.randn(
+        worker.storage.groups[0].stacked.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda"
+    )
+    flat.copy_(noise.to(worker.storage.groups[0].stacked.dtype).view(torch.uint8).flatten())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -63,7 +65,7 @@ def test_graphs_on_and_off_give_the_same_bits_at_every_batch_size(
     for num_seqs in [*range(1, MAX_SEQS + 1), *range(MAX_SEQS, 0, -3)]:
         step = random_decode(POOL, MAX_PAGES, rng, num_seqs, SHAPE.vocab)
         assert replayed.runner.execute(step).sampled == launched.runner.execute(step).sampled
-        kept = [worker.storage.data[:, :, :POOL].view(torch.uint8) for worker in (replayed, launched)]
+        kept = [worker.storage.groups[0].stacked[:, :, :POOL].view(torch.uint8) for worker in (replayed, launched)]
         assert torch.equal(*kept)
 
 

@@ -20,12 +20,13 @@ from common.base.errors import PeerLost
 from common.control.messages import AttemptKey
 from common.kv.cuda_pages import pages_library
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from kvtransfer.copy.cuda import CudaDevice, copy_by_index
 from kvtransfer.copy.device import Runs
 from kvtransfer.copy.device_copy import DeviceCopier
 from kvtransfer.wire import KVSlice
 
-KV = KVLayout("m", 4, 8, 128, "bfloat16")
+KV = KVLayout("m", KVSpec.uniform(4, 8, 128, "bfloat16"))
 KEY = AttemptKey("r", 1)
 LONG = 1_000_000_000
 """Clock cycles that a GPU sleeps: about half a second."""
@@ -41,7 +42,7 @@ def test_kernel_copies_what_pytorch_copies(run_bytes: int) -> None:
     """16-byte words, 4-byte words and bytes; runs shorter and longer than what a thread block copies at once."""
     assert pages_library() is not None
     planes, blocks, rng = 6, 37, np.random.default_rng(run_bytes)
-    device = CudaDevice(random_storage(KVLayout("m", 1, 1, 16, "bfloat16"), 0, 1, 0))
+    device = CudaDevice(random_storage(KVLayout("m", KVSpec.uniform(1, 1, 16, "bfloat16")), 0, 1, 0))
     source = torch.randint(0, 256, (2 * planes * blocks * run_bytes,), dtype=torch.uint8, device="cuda")
     got, want = torch.zeros_like(source), torch.zeros_like(source)
     src = second_halves(source, blocks, run_bytes, rng.permutation(blocks)[:20])
@@ -58,13 +59,13 @@ def test_kernel_copies_what_pytorch_copies(run_bytes: int) -> None:
 def test_gather_and_scatter_by_way_of_any_buffer(place: str) -> None:
     storages = random_storage(KV, 0, 32, 1), random_storage(KV, 0, 32, 2)
     devices = [CudaDevice(storage) for storage in storages]
-    pieces = [KVSlice(0, 4, 2, 7, 0, 20)]
+    pieces = [KVSlice(0, 0, 4, 2, 7, 0, 20)]
     make: dict[str, Any] = {
         "pinned": devices[0].host_buffer,
         "pageable": lambda size: np.zeros(size, dtype=np.uint8),
         "GPU": devices[0].device_buffer,
     }
-    buffer = make[place](sum(piece.size_bytes(KV) for piece in pieces))
+    buffer = make[place](sum(piece.size_bytes(KV.spec.unit_bytes) for piece in pieces))
     blocks = np.random.default_rng(0).permutation(32).astype(np.int64)
     torch.cuda.synchronize()
     for device, storage, move in zip(devices, storages, ("gather_all", "scatter_all"), strict=True):
@@ -72,7 +73,7 @@ def test_gather_and_scatter_by_way_of_any_buffer(place: str) -> None:
         end = time.monotonic() + 30
         while not mark.done():
             assert time.monotonic() < end
-    src, dst = (storage.data[:, :, blocks[:20].tolist()] for storage in storages)
+    src, dst = (storage.groups[0].stacked[:, :, blocks[:20].tolist()] for storage in storages)
     as_bytes = torch.uint8
     assert torch.equal(dst[:, :, :, 2:7].view(as_bytes), src[:, :, :, 2:7].view(as_bytes))
     assert not torch.equal(dst[:, :, :, :2].view(as_bytes), src[:, :, :, :2].view(as_bytes))
@@ -118,7 +119,9 @@ def test_nothing_leaves_before_the_compute_stream_has_got_there(pair: GpuPair) -
     pair.open(KEY, blocks, blocks)
     computed = torch.cuda.Event()
     torch.cuda._sleep(LONG)
-    pair.storage.data[:, :, :100].fill_(3.0)  # a list of blocks would be copied to the GPU, which waits for it
+    pair.storage.groups[0].stacked[:, :, :100].fill_(
+        3.0
+    )  # a list of blocks would be copied to the GPU, which waits for it
     computed.record()
     pair.final(KEY, 100)
     assert not computed.query(), "reported while the GPU sleeps"
@@ -221,7 +224,10 @@ def test_relay_between_two_gpus_is_exact() -> None:
 
 def test_relay_reaches_much_of_the_gpus_copy_rate() -> None:
     """Llama-3.1-8B shape. `scripts/gpu-bench` records the figure; here only that nothing is grossly wrong."""
-    limit, reached = copy_bytes_per_s(), relay_bytes_per_s(KVLayout("m", 32, 8, 128, "bfloat16"), 16384, 10)
+    limit, reached = (
+        copy_bytes_per_s(),
+        relay_bytes_per_s(KVLayout("m", KVSpec.uniform(32, 8, 128, "bfloat16")), 16384, 10),
+    )
     print(f"relay {reached / 1e9:.0f} GB/s of {limit / 1e9:.0f} GB/s that the GPU copies: {reached / limit:.0%}")
     assert reached > 0.2 * limit
 

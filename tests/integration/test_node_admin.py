@@ -19,6 +19,7 @@ from common.control.links import Link
 from common.control.messages import Message, ModelInfo, NodeLoad, NodeRecord, Ping, Pong
 from common.kv.journal import BlockJournal
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.node.drain import Drain
 from common.node.server import NodeServer
 
@@ -66,7 +67,12 @@ def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Await
         server.drain = Drain(0.0)  # these pings follow each other as fast as their pongs come
         await server.bind()
         record = NodeRecord(
-            "decode", server.me, ModelInfo("m", "/m", 100, 64), KVLayout("f", 2, 2, 16, "float32"), 10, 1.0
+            "decode",
+            server.me,
+            ModelInfo("m", "/m", 100, 64),
+            KVLayout("f", KVSpec.uniform(2, 2, 16, "float32")),
+            10,
+            1.0,
         )
         node = asyncio.create_task(
             server.run(core, record, BlockJournal(), ready.set, lambda: {"ranks": [], **describe})

@@ -1,4 +1,4 @@
-"""`plan` against its definition: relay = gather the whole KV, split it anew."""
+"""`plan` against its definition, over random specs: relay = gather the whole KV, split it anew."""
 
 from __future__ import annotations
 
@@ -6,21 +6,45 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.kv_words import plane_words, word_of
 
 from common.base.errors import ConfigError
-from common.kv.layout import KVLayout
+from common.kv.layout import GroupPart, KVLayout
+from common.kv.spec import KVPlane, KVSpec, LayerGroup
+from common.kv.storage import KVStorage
+from kvtransfer.copy.host import SliceCopier
 from kvtransfer.resharding import plan
+from kvtransfer.wire import KVSlice
+
+NUM_BLOCKS = 3
 
 
 @st.composite
-def layouts(draw: st.DrawFn, layers: int, heads: int) -> KVLayout:
-    tp = draw(st.integers(1, 12))
-    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
-    stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+def specs(draw: st.DrawFn) -> KVSpec:
+    """One to three groups over 1 to 7 layers; a layer may be in several. Heads from none (1) to 12."""
+    num_layers = draw(st.integers(1, 7))
+    members: list[set[int]] = [set() for _ in range(draw(st.integers(1, 3)))]
+    for layer in range(num_layers):
+        for number in draw(st.sets(st.integers(0, len(members) - 1), min_size=1)):
+            members[number].add(layer)
+    groups: list[LayerGroup] = []
+    for layers in filter(None, members):
+        planes = [
+            KVPlane(f"plane {i}", w) for i, w in enumerate(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+        ]
+        heads, dtype = draw(st.sampled_from([1, 1, 2, 3, 4, 6, 8, 12])), draw(st.sampled_from(["float32", "bfloat16"]))
+        groups.append(LayerGroup(tuple(sorted(layers)), tuple(planes), heads, dtype))
+    return KVSpec(tuple(groups), block_size=2)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, spec: KVSpec) -> KVLayout:
+    cuts = sorted(draw(st.sets(st.integers(1, spec.num_layers - 1), max_size=3))) if spec.num_layers > 1 else []
+    stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, spec.num_layers], strict=True))
     try:
-        return KVLayout("m", layers, heads, 4, "float32", tp_size=tp, pp_layers=stages)
+        return KVLayout("m", spec, tp_size=draw(st.integers(1, 12)), pp_layers=stages)
     except ConfigError:
         assume(False)
         raise
@@ -28,45 +52,102 @@ def layouts(draw: st.DrawFn, layers: int, heads: int) -> KVLayout:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[KVLayout, KVLayout]:
-    layers, heads = draw(st.integers(1, 7)), draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
-    return draw(layouts(layers, heads)), draw(layouts(layers, heads))
+    spec = draw(specs())
+    return draw(layouts(spec)), draw(layouts(spec))
 
 
+def cut(whole: np.ndarray, part: GroupPart) -> np.ndarray:
+    """whole: [layers of the group, heads, ...]."""
+    return whole[part.layer_lo : part.layer_hi, part.head_lo : part.head_hi]
+
+
+def inside(piece: GroupPart, part: GroupPart) -> GroupPart:
+    """`piece`, counted from the beginning of `part`."""
+    layer, head = part.layer_lo, part.head_lo
+    return GroupPart(
+        part.group, piece.layer_lo - layer, piece.layer_hi - layer, piece.head_lo - head, piece.head_hi - head
+    )
+
+
+@settings(deadline=None)
 @given(pairs())
 def test_relay_equals_gathering_everything_and_splitting_anew(pair: tuple[KVLayout, KVLayout]) -> None:
     src, dst = pair
-    whole = np.arange(src.num_layers * src.num_kv_heads).reshape(src.num_layers, src.num_kv_heads)
-    have = [whole[s.layer_lo : s.layer_hi, s.head_lo : s.head_hi] for s in src.shards()]
-    got = [np.full((s.layer_hi - s.layer_lo, s.head_hi - s.head_lo), -1) for s in dst.shards()]
+    groups = src.spec.groups
+    whole = [np.arange(len(g.layers) * g.num_heads).reshape(len(g.layers), g.num_heads) for g in groups]
+    have = [[cut(whole[part.group], part) for part in shard.parts] for shard in src.shards()]
+    got = [[np.full((part.num_layers, part.num_heads), -1) for part in shard.parts] for shard in dst.shards()]
     for piece in plan(src, dst):
-        a, b = src.shards()[piece.src_rank], dst.shards()[piece.dst_rank]
-        assert a.layer_lo <= piece.layer_lo < piece.layer_hi <= a.layer_hi, "the source has the layers"
-        assert a.head_lo <= piece.head_lo < piece.head_hi <= a.head_hi, "the source has the heads"
-        target = got[piece.dst_rank][
-            piece.layer_lo - b.layer_lo : piece.layer_hi - b.layer_lo,
-            piece.head_lo - b.head_lo : piece.head_hi - b.head_lo,
-        ]
+        group = piece.part.group
+        a, b = src.shards()[piece.src_rank].parts[group], dst.shards()[piece.dst_rank].parts[group]
+        assert a.contains(piece.part), "the source has the layers and the heads"
+        assert b.contains(piece.part), "the destination wants them"
+        target = cut(got[piece.dst_rank][group], inside(piece.part, b))
         assert (target == -1).all(), "each byte once"
-        target[:] = have[piece.src_rank][
-            piece.layer_lo - a.layer_lo : piece.layer_hi - a.layer_lo,
-            piece.head_lo - a.head_lo : piece.head_hi - a.head_lo,
-        ]
+        target[:] = cut(have[piece.src_rank][group], inside(piece.part, a))
     for shard, received in zip(dst.shards(), got, strict=True):
-        want = whole[shard.layer_lo : shard.layer_hi, shard.head_lo : shard.head_hi]
-        np.testing.assert_array_equal(received, want)
+        for part, cells in zip(shard.parts, received, strict=True):
+            np.testing.assert_array_equal(cells, cut(whole[part.group], part))
 
 
+@settings(max_examples=50, deadline=None)
+@given(pairs(), st.data())
+def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, KVLayout], data: st.DataObject) -> None:
+    """The same with real memory: planes of any width and dtype, blocks at other places on both sides."""
+    src, dst = pair
+    rng = np.random.default_rng(len(src.shards()))
+    ids = [np.array(data.draw(st.permutations(range(NUM_BLOCKS))), dtype=np.int64) for _ in range(2)]
+    whole = [
+        [
+            rng.integers(0, 2**16, (len(g.layers), g.num_heads, NUM_BLOCKS, 2, plane.width)).astype(word_of(g))
+            for plane in g.planes
+        ]
+        for g in src.spec.groups
+    ]
+    sources = [KVStorage(src, shard, NUM_BLOCKS) for shard in src.shards()]
+    targets = [KVStorage(dst, shard, NUM_BLOCKS) for shard in dst.shards()]
+    for storage in sources:
+        for part in storage.shard.parts:
+            for plane, truth in zip(plane_words(storage, part.group), whole[part.group], strict=True):
+                plane[:, ids[0]] = cut(truth, part).transpose(0, 2, 1, 3, 4)
+    for piece in plan(src, dst):
+        p = piece.part
+        moved = [KVSlice(p.group, p.layer_lo, p.layer_hi, p.head_lo, p.head_hi, 0, NUM_BLOCKS)]
+        payload = np.zeros(moved[0].size_bytes(src.spec.unit_bytes), dtype=np.uint8)
+        SliceCopier(sources[piece.src_rank]).gather_all(moved, ids[0], payload)
+        SliceCopier(targets[piece.dst_rank]).scatter_all(moved, ids[1], payload)
+    for storage in targets:
+        for part in storage.shard.parts:
+            for plane, truth in zip(plane_words(storage, part.group), whole[part.group], strict=True):
+                np.testing.assert_array_equal(plane[:, ids[1]], cut(truth, part).transpose(0, 2, 1, 3, 4))
+
+
+@settings(deadline=None)
 @given(pairs())
-def test_a_pair_of_ranks_exchanges_at_most_one_piece(pair: tuple[KVLayout, KVLayout]) -> None:
-    """The sender keeps one route per destination rank."""
-    counts = Counter((p.src_rank, p.dst_rank) for p in plan(*pair))
+def test_a_pair_of_ranks_exchanges_at_most_one_piece_of_a_group(pair: tuple[KVLayout, KVLayout]) -> None:
+    counts = Counter((p.src_rank, p.dst_rank, p.part.group) for p in plan(*pair))
     assert not counts or max(counts.values()) == 1
+
+
+@settings(deadline=None)
+@given(pairs())
+def test_ranks_that_hold_planes_without_heads_share_the_work(pair: tuple[KVLayout, KVLayout]) -> None:
+    """In every stage of the source, no rank sends to more than one destination more than another rank does."""
+    src, dst = pair
+    pieces = plan(src, dst)
+    for number, group in enumerate(src.spec.groups):
+        if group.num_heads > 1:
+            continue
+        counts = Counter(p.src_rank for p in pieces if p.part.group == number)
+        for stage in range(src.pp_size):
+            of_stage = [counts[stage * src.tp_size + tp_rank] for tp_rank in range(src.tp_size)]
+            assert max(of_stage) - min(of_stage) <= 1
 
 
 @pytest.mark.parametrize(
     ("heads", "src_tp", "dst_tp", "busy"), [(2, 4, 4, 4), (2, 4, 2, 2), (1, 4, 4, 4), (2, 8, 4, 4)]
 )
 def test_replicas_of_the_source_share_the_work(heads: int, src_tp: int, dst_tp: int, busy: int) -> None:
-    src = KVLayout("m", 2, heads, 4, "float32", tp_size=src_tp)
-    dst = KVLayout("m", 2, heads, 4, "float32", tp_size=dst_tp)
+    spec = KVSpec.uniform(2, heads, 4, "float32")
+    src, dst = KVLayout("m", spec, tp_size=src_tp), KVLayout("m", spec, tp_size=dst_tp)
     assert len({p.src_rank for p in plan(src, dst)}) == busy

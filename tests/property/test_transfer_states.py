@@ -7,6 +7,7 @@ claim stays in hand), so every abort meets them in every phase.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from hypothesis import settings
@@ -25,16 +26,25 @@ from common.engine.kv_transfer import (
     SourceReleased,
 )
 from common.kv.layout import KVLayout
+from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from kvtransfer.rank_transfers import ReceivingTransfers, SendingTransfers
 from kvtransfer.transfer_state import Batch, Claim
 from kvtransfer.wire import SliceHeader
 
 NUM_BLOCKS = 64
-LAYOUTS = [
-    KVLayout("m", 3, 2, 4, "float32", block_size=2, tp_size=tp, pp_layers=pp)
-    for tp, pp in [(1, ()), (2, ()), (4, ()), (1, (2, 1)), (2, (1, 2))]
-]
-Cell = tuple[int, int, int]
+SPECS = {
+    "K and V": KVSpec.uniform(3, 2, 4, "float32", block_size=2),
+    "groups that share a layer, one without heads": KVSpec(
+        (
+            LayerGroup((0, 2), (KVPlane("k", 4), KVPlane("v", 3)), 2, "float32"),
+            LayerGroup((1, 2), (KVPlane("latent", 5),), 1, "bfloat16"),
+        ),
+        block_size=2,
+    ),
+}
+SPLITS: list[tuple[int, tuple[int, ...]]] = [(1, ()), (2, ()), (4, ()), (1, (2, 1)), (2, (1, 2))]
+Cell = tuple[int, int, int, int]
+"""Group, layer in the group, head, block."""
 
 
 class Relay(RuleBasedStateMachine):
@@ -56,9 +66,9 @@ class Relay(RuleBasedStateMachine):
         self.offered: dict[tuple[int, int, AttemptKey], set[Cell]] = {}
         self.placed: dict[tuple[int, AttemptKey], set[Cell]] = {}
 
-    @initialize(src=st.sampled_from(LAYOUTS), dst=st.sampled_from(LAYOUTS))
-    def nodes(self, src: KVLayout, dst: KVLayout) -> None:
-        self.src, self.dst = src, dst
+    @initialize(spec=st.sampled_from(list(SPECS)), splits=st.tuples(st.sampled_from(SPLITS), st.sampled_from(SPLITS)))
+    def nodes(self, spec: str, splits: list[tuple[int, tuple[int, ...]]]) -> None:
+        self.src, self.dst = src, dst = [KVLayout("m", SPECS[spec], tp_size=tp, pp_layers=pp) for tp, pp in splits]
         self.senders = [SendingTransfers(src, r, NUM_BLOCKS) for r in range(src.world_size)]
         self.receivers = [ReceivingTransfers(dst, r, NUM_BLOCKS, "d1") for r in range(dst.world_size)]
 
@@ -77,7 +87,7 @@ class Relay(RuleBasedStateMachine):
         hashes = [bytes([ord(request), attempt, i]).ljust(HASH_BYTES) for i in range(blocks)]
         ids = list(range(blocks))
         held = min(held, blocks)
-        final = [[0] * (s.layer_hi - s.layer_lo) for s in self.src.shards()]
+        final = [[0] * s.num_layers for s in self.src.shards()]
         self.attempts[key] = {"blocks": blocks, "held": held, "hashes": hashes, "final": final, "granted": False}
         src = PeerRef("p", "s1", "", [])
         for r, receiver in enumerate(self.receivers):
@@ -156,7 +166,7 @@ class Relay(RuleBasedStateMachine):
     def read(self, data: st.DataObject, units: int, minimum: int) -> None:
         key = data.draw(st.sampled_from(list(self.attempts)))
         for src_rank, shard in enumerate(self.src.shards()):
-            max_bytes = units * (shard.head_hi - shard.head_lo) * self.src.slice_bytes_per_block
+            max_bytes = units * self.src.layer_bytes_per_block(shard)
             for dst_rank in range(self.dst.world_size):
                 batch = self.senders[src_rank].take(key, dst_rank, max_bytes=max_bytes, min_bytes=minimum, now=self.now)
                 if batch is not None:
@@ -168,12 +178,13 @@ class Relay(RuleBasedStateMachine):
         a, shard = self.attempts[batch.key], self.src.shards()[src_rank]
         assert a["granted"]
         cells = [cell for s in batch.slices for cell in cells_of(s)]
-        assert batch.size_bytes == len(cells) * self.src.slice_bytes_per_block
+        assert batch.size_bytes == self.bytes_of(cells)
         before = self.offered.setdefault((src_rank, batch.dst_rank, batch.key), set())
         assert len(set(cells)) == len(cells)
         assert not before & set(cells), "offered twice"
         before |= set(cells)
-        for layer, _, block in cells:
+        for group, index, _, block in cells:
+            layer = self.src.spec.groups[group].layers[index]
             assert a["held"] <= block < a["final"][src_rank][layer - shard.layer_lo], "held or not final"
 
     @precondition(lambda self: self.batches)
@@ -284,8 +295,8 @@ class Relay(RuleBasedStateMachine):
         self.release("s", rank, event.key)
         assert all((rank, event.key) != (r, b.key) for r, b in self.batches), "released under a read"
         if event.error is None:
-            cells = sum(len(c) for (r, _, k), c in self.offered.items() if (r, k) == (rank, event.key))
-            assert event.bytes_sent == cells * self.src.slice_bytes_per_block
+            sent = sum(self.bytes_of(c) for (r, _, k), c in self.offered.items() if (r, k) == (rank, event.key))
+            assert event.bytes_sent == sent
             for (src_rank, dst_rank, key), offered in self.offered.items():
                 if (src_rank, key) == (rank, event.key):
                     assert offered <= self.placed.get((dst_rank, key), set()), "released before the other end had it"
@@ -295,12 +306,16 @@ class Relay(RuleBasedStateMachine):
         assert (side, rank, key) in self.opened
         self.released[side, rank, key] = 1
 
+    def bytes_of(self, cells: Iterable[Cell]) -> int:
+        return sum(self.src.spec.unit_bytes[group] for group, *_ in cells)
+
     def wanted(self, rank: int, key: AttemptKey) -> set[Cell]:
         shard, a = self.dst.shards()[rank], self.attempts[key]
         return {
-            (layer, head, block)
-            for layer in range(shard.layer_lo, shard.layer_hi)
-            for head in range(shard.head_lo, shard.head_hi)
+            (part.group, layer, head, block)
+            for part in shard.parts
+            for layer in range(part.layer_lo, part.layer_hi)
+            for head in range(part.head_lo, part.head_hi)
             for block in range(a["held"], a["blocks"])
         }
 
@@ -326,7 +341,7 @@ class Relay(RuleBasedStateMachine):
 
 def cells_of(s: Any) -> list[Cell]:
     return [
-        (layer, head, block)
+        (s.group, layer, head, block)
         for layer in range(s.layer_lo, s.layer_hi)
         for head in range(s.head_lo, s.head_hi)
         for block in range(s.block_lo, s.block_hi)
@@ -338,8 +353,8 @@ TestRelay.settings = settings(max_examples=100, stateful_step_count=50, deadline
 
 
 def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() -> None:
-    """Its shell would poll without a pause until the batch comes back: from a card that stands still, never."""
-    kv = KVLayout("m", 1, 1, 8, "float32", block_size=4)
+    """Its I/O thread would poll without a pause until the batch comes back, which a GPU that hangs never gives."""
+    kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
     end, key = SendingTransfers(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
     end.open(OutgoingTransfer(key, "s1", [0], [bytes(HASH_BYTES)], 4, timeout_s=5.0, final_blocks=1))
     assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, 0, [0]), now=0.0) == [0]

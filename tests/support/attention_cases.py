@@ -13,6 +13,7 @@ from common.attention.base import AttentionBackend, AttentionMetadata, Attention
 from common.base.device import CPU
 from common.kernels.float8 import narrow, widen, words_of
 from common.kv.layout import KVLayout, blocks_for
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 
 MakeBackend = Callable[[KVStorage, AttentionShape], AttentionBackend]
@@ -61,15 +62,16 @@ class Case:
         """shape: query heads, KV heads, head size; dtype: of the cache."""
         q_heads, kv_heads, dim = shape
         generator = torch.Generator().manual_seed(len(lens))
-        layout = KVLayout("f", LAYERS, kv_heads, dim, dtype)
-        self.storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, str(device), scales=scales)
-        self.storage.data.copy_(torch.full((), min(1e4, torch.finfo(self.storage.data.dtype).max)))
-        self.block_size = layout.block_size
+        layout = KVLayout("f", KVSpec.uniform(LAYERS, kv_heads, dim, dtype))
+        self.storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, str(device), scales=[scales])
+        [self.cache] = self.storage.groups
+        self.cache.stacked.copy_(torch.full((), min(1e4, torch.finfo(self.cache.dtype).max)))
+        self.block_size = layout.spec.block_size
         self.device = device
         self.score_scale = score_scale
         self.backend = make_backend(
-            self.storage,
-            AttentionShape(q_heads, kv_heads, dim, query_dtype, layout.block_size, scale=score_scale),
+            self.cache,
+            AttentionShape(q_heads, kv_heads, dim, query_dtype, layout.spec.block_size, scale=score_scale),
         )
         free = list(range(NUM_BLOCKS))
         random.Random(1).shuffle(free)
@@ -82,8 +84,8 @@ class Case:
     def kept(self, kv: Tensor) -> Tensor:
         """What the cache's dtype keeps of K and V of the last layer, where its scales put them. kv: [2, T, ...]."""
         sides = [
-            widen(narrow(x * scale, self.storage.data.dtype, scale)) * scale
-            for x, scale in zip(kv, self.storage.scales[-1], strict=True)
+            widen(narrow(x * scale, self.cache.dtype, scale)) * scale
+            for x, scale in zip(kv, self.cache.scales[-1], strict=True)
         ]
         return torch.stack(sides)
 
@@ -92,16 +94,16 @@ class Case:
 
     def stored(self, layer: int) -> Tensor:
         """[2, num_blocks * block_size, kv_heads, head_dim]: a copy of the layer in host memory, slot by slot."""
-        return self.storage.data[layer].cpu().transpose(2, 3).flatten(1, 2)
+        return self.cache.stacked[layer].cpu().transpose(2, 3).flatten(1, 2)
 
     def put(self, layer: int) -> None:
         """Put what was computed before the step into the cache."""
-        dtype = self.storage.data.dtype
-        pages = words_of(self.storage.data[layer]).transpose(2, 3)
+        dtype = self.cache.dtype
+        pages = words_of(self.cache.stacked[layer]).transpose(2, 3)
         for i, (n, context) in enumerate(self.lens):
             before = torch.tensor(self.slots(i, 0, context - n), dtype=torch.int64, device=self.device)
             where = (before // self.block_size, before % self.block_size)
-            for side, x, scale in zip(pages, self.kv[i], self.storage.scales[layer], strict=True):
+            for side, x, scale in zip(pages, self.kv[i], self.cache.scales[layer], strict=True):
                 side.index_put_(where, words_of(narrow(x[: context - n], dtype, scale)).to(self.device))
 
     def metadata(self) -> AttentionMetadata:

@@ -55,18 +55,16 @@ class LateMark:
 class HostDevice:
     """Takes a storage's memory over into a memfd. Nothing is copied before somebody has looked twice."""
 
-    card = "card-of-the-host"
+    gpu_id = "gpu-of-the-host"
 
     def __init__(self, storage: KVStorage, copy_runs: CopyRuns = copy_runs) -> None:
-        assert storage.words is not None
-        size = storage.words.nbytes
-        self._fd = os.memfd_create("kvrelay-test-card", os.MFD_CLOEXEC)
+        assert storage.host_bytes is not None
+        size = storage.host_bytes.nbytes
+        self._fd = os.memfd_create("kvrelay-test-gpu", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size)
         self._memory = np.frombuffer(mmap.mmap(self._fd, size), dtype=np.uint8)
-        self._memory[:] = storage.words.reshape(-1).view(np.uint8)
-        shape, dtype, word = storage.data.shape, storage.data.dtype, storage.words.dtype
-        storage.words = self._memory.view(word).reshape(shape)
-        storage.data = torch.from_numpy(self._memory).view(dtype).view(shape)
+        self._memory[:] = storage.host_bytes
+        storage.use(torch.from_numpy(self._memory))
         self._buffers: list[np.ndarray] = []
         self._started: list[Callable[[], None]] = []
         self._followed: tuple[Mark, ...] = ()

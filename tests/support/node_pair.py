@@ -21,12 +21,13 @@ from common.engine.executor import Executor, LocalExecutor
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
+from common.kv.spec import KVSpec
 from common.node.core import CoreParts
 from common.node.events import FromClient, FromPeer, OutgoingMessage, SendBuffer, ToClient, ToPeer
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
 
-LAYOUT = KVLayout("fake", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+LAYOUT = KVLayout("fake", KVSpec.uniform(1, 1, 1, "float32"))
 P_REF = PeerRef("p", "p1", "tcp://p", [])
 D_REF = PeerRef("d", "d1", "tcp://d", ["tcp://d-data"])
 ROUTER, P_LINK = b"router", b"p-link"

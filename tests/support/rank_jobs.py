@@ -21,6 +21,7 @@ from common.engine.step import StepInput, StepOutput
 from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
+from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 from common.parallel.connect import RankMesh, connect_mesh
 from common.parallel.mesh import Mesh, RankPlace
@@ -205,27 +206,25 @@ def replay(
     mesh = connect(place, port, listener, same_host)
     config = load_model_config(Path(model))
     pp = tuple(pp_layers)
-    layout = KVLayout(
-        "f", config.num_layers, config.num_kv_heads, config.head_dim, "float32", tp_size=place.tp_size, pp_layers=pp
-    )
+    layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size, pp_layers=pp)
     shard = layout.shard(place.tp_rank, place.pp_rank)
     storage = KVStorage(layout, shard, recorded.kv.size(2))
-    storage.data.fill_(1e4)
+    storage.groups[0].stacked.fill_(1e4)
     share = load_model(
         Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp
     )
-    runner = ModelRunner(share, storage, CpuAttention(storage, share.attention_shape(BLOCK)))
+    runner = ModelRunner(share, storage, CpuAttention(storage.groups[0], share.attention_shape(BLOCK)))
     announced: list[int] = []
     outputs = [runner.execute(step, announced.append) for step in recorded.steps]
     assert announced == list(range(shard.layer_hi - shard.layer_lo)) * len(recorded.steps)
     mesh.agree("replayed", "all")
     mesh.close()
-    expected = recorded.kv[shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi]
+    expected = recorded.kv[shard.layer_lo : shard.layer_hi, :, :, shard.parts[0].head_lo : shard.parts[0].head_hi]
     drawn = [token for output in outputs for token in output.sampled]
     return {
         "tokens": [token.token_id for token in drawn],
         "logprobs": [token.logprobs.logprob for token in drawn if token.logprobs],
-        "kv_error": (storage.data - expected).abs().max().item(),
+        "kv_error": (storage.groups[0].stacked - expected).abs().max().item(),
     }
 
 
@@ -236,10 +235,10 @@ def lose_a_rank_in_a_step(
     mesh = connect(place, port, listener, True, 5.0)
     config = load_model_config(Path(model))
     recorded: Recording = pickle.loads(Path(recording).read_bytes())
-    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32", tp_size=place.tp_size)
+    layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size)
     storage = KVStorage(layout, layout.shard(place.tp_rank, 0), recorded.kv.size(2))
     share = load_model(Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh)
-    runner = ModelRunner(share, storage, CpuAttention(storage, share.attention_shape(BLOCK)))
+    runner = ModelRunner(share, storage, CpuAttention(storage.groups[0], share.attention_shape(BLOCK)))
     try:
         for i, step in enumerate(recorded.steps):
             if i == 3 and place.rank == lost:

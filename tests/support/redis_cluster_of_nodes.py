@@ -14,6 +14,7 @@ from common.cluster.membership import LEASE_IN_REDIS, Directory, Registrar
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.journal import BlockJournal
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.index.prefix_index import PrefixIndex
 
@@ -23,7 +24,7 @@ LEASE_S = 0.6
 def make_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
     """A new incarnation's record."""
     peer = PeerRef(node_id, secrets.token_hex(8), "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
-    layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+    layout = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
     return NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, started_at)
 
 

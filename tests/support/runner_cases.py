@@ -18,6 +18,7 @@ from common.engine.step import SampleSpec, StepInput, StepOutput
 from common.kv.layout import KVLayout, blocks_for
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
+from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 
 BLOCK = 16
@@ -36,11 +37,11 @@ class Runner(Protocol):
 def make_runner(path: Path, dtype: str = "float32", kv_dtype: str | None = None) -> ModelRunner:
     config = load_model_config(path)
     model = load_model(path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True)
-    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype)
-    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, scales=model.kv_scales)
+    layout = KVLayout("f", kv_spec(config, kv_dtype or dtype))
+    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, scales=[model.kv_scales])
     # What a reused block may hold must never reach a result.
-    storage.data.fill_(min(1e4, torch.finfo(storage.data.dtype).max))
-    return ModelRunner(model, storage, CpuAttention(storage, model.attention_shape(BLOCK)))
+    storage.groups[0].stacked.fill_(min(1e4, torch.finfo(storage.groups[0].stacked.dtype).max))
+    return ModelRunner(model, storage, CpuAttention(storage.groups[0], model.attention_shape(BLOCK)))
 
 
 @dataclass

@@ -42,6 +42,7 @@ from common.control.messages import (
     TokenLogprobs,
 )
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from router.http.server import bind, http_server
 from router.router import Router
 
@@ -149,7 +150,7 @@ class StubNode:
 
     @property
     def record(self) -> NodeRecord:
-        layout = KVLayout(self.fingerprint, 2, 2, 16, "float32")
+        layout = KVLayout(self.fingerprint, KVSpec.uniform(2, 2, 16, "float32"))
         model = ModelInfo("stub-model", self.model_path, self.vocab_size, self.max_len)
         return NodeRecord(self.role, self.peer, model, layout, 1000, time.time(), self.max_num_seqs)
 

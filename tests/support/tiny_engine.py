@@ -20,6 +20,7 @@ from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
+from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 
 NUM_BLOCKS = 12
@@ -28,11 +29,11 @@ VOCAB = 256
 
 def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None) -> ModelRunner:
     config = load_model_config(path)
-    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
+    layout = KVLayout("f", kv_spec(config, "float32"))
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
     return ModelRunner(
-        model, storage, CpuAttention(storage, model.attention_shape(16)), sampler=sampler, overlaps=overlaps
+        model, storage, CpuAttention(storage.groups[0], model.attention_shape(16)), sampler=sampler, overlaps=overlaps
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from support.kv_words import plane_words, word_of
 
 from common.base.clock import Clock, monotonic
 from common.base.hashing import hash_blocks, root_hash
@@ -22,6 +23,7 @@ from common.engine.kv_transfer import (
     SourceReleased,
 )
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec, LayerGroup
 from common.kv.storage import KVStorage
 
 DEADLINE_S = 20.0
@@ -31,7 +33,7 @@ PATTERN = 0xA5
 def layout(
     *, tp: int = 1, pp: tuple[int, ...] = (), heads: int = 2, dtype: str = "bfloat16", layers: int = 4
 ) -> KVLayout:
-    return KVLayout("model", layers, heads, 8, dtype, block_size=4, tp_size=tp, pp_layers=pp)
+    return KVLayout("model", KVSpec.uniform(layers, heads, 8, dtype, block_size=4), tp_size=tp, pp_layers=pp)
 
 
 class Recorder:
@@ -127,27 +129,37 @@ class Transfer:
         self.tokens = tokens
         rng = np.random.default_rng(seed)
         src = cluster.src_layout
-        self.total = -(-tokens // src.block_size)
+        self.total = -(-tokens // src.spec.block_size)
         self.hashes = hash_blocks(
             root_hash(src.fingerprint),
             [seed + i for i in range(tokens)],
-            block_size=src.block_size,
+            block_size=src.spec.block_size,
             include_partial=True,
         )
         ids = rng.permutation(cluster.num_blocks)
         self.src_blocks: list[int] = ids[: self.total].tolist()
         self.dst_blocks: list[int] = rng.permutation(cluster.num_blocks)[: self.total].tolist()
-        words = cluster.senders[0].storage.words
-        assert words is not None
-        shape = (src.num_layers, 2, self.total, src.num_kv_heads, src.block_size, src.head_dim)
-        self.truth = rng.integers(1, 2 ** (8 * words.itemsize) - 1, shape, dtype=words.dtype)
+        self.planes = [self._draw(rng, group) for group in src.spec.groups]
+        """For each group and plane the true KV: [layers, blocks of the sequence, heads, block_size, width]."""
+
+    def _draw(self, rng: np.random.Generator, group: LayerGroup) -> list[np.ndarray]:
+        word = word_of(group)
+        shape = len(group.layers), self.total, group.num_heads, self.cluster.src_layout.spec.block_size
+        high = 2 ** (8 * word.itemsize) - 1
+        return [rng.integers(1, high, (*shape, plane.width), dtype=word) for plane in group.planes]
+
+    @property
+    def truth(self) -> np.ndarray:
+        """[layers, planes, blocks of the sequence, heads, block_size, width] of the only group."""
+        [planes] = self.planes
+        return np.stack(planes, axis=1)
 
     def compute(self) -> None:
         """Put the true KV into the source blocks of every sending rank."""
         for rank, shard in zip(self.cluster.senders, self.cluster.src_layout.shards(), strict=True):
-            rank.storage.words[:, :, self.src_blocks] = self.truth[
-                shard.layer_lo : shard.layer_hi, :, :, shard.head_lo : shard.head_hi
-            ]
+            for part in shard.parts:
+                for plane, truth in zip(plane_words(rank.storage, part.group), self.planes[part.group], strict=True):
+                    plane[:, self.src_blocks] = truth[part.layer_lo : part.layer_hi, :, part.head_lo : part.head_hi]
 
     def open_receivers(self, *, src_incarnation: str = "src-1", hashes: list[bytes] | None = None) -> None:
         src = PeerRef("prefill", src_incarnation, "", [])
@@ -179,7 +191,7 @@ class Transfer:
     def final(self, num_blocks: int | None = None, layers: range | None = None) -> None:
         """Every sending rank's `layers` (its own numbering; all of them by default) are final."""
         for rank in self.cluster.senders:
-            for layer in layers or range(rank.storage.data.shape[0]):
+            for layer in layers or range(rank.storage.shard.num_layers):
                 rank.end.blocks_final(self.key, layer, self.total if num_blocks is None else num_blocks)
 
     def hand_over(self, num_blocks: int | None = None) -> None:
@@ -209,19 +221,21 @@ class Transfer:
             assert released.error is None, released
             sent += released.bytes_sent
         dst = self.cluster.dst_layout
-        replicas = max(1, dst.tp_size // dst.num_kv_heads)
-        assert sent == received == dst.bytes_per_block * (self.total - self.held) * replicas
+        per_block = sum(dst.shard_bytes_per_block(shard) for shard in dst.shards())
+        assert sent == received == per_block * (self.total - self.held)
         self.check_content()
 
     def check_content(self) -> None:
         for rank, shard in zip(self.cluster.receivers, self.cluster.dst_layout.shards(), strict=True):
-            want = self.truth[shard.layer_lo : shard.layer_hi, :, self.held :, shard.head_lo : shard.head_hi]
-            np.testing.assert_array_equal(rank.storage.words[:, :, self.dst_blocks[self.held :]], want)
+            for part in shard.parts:
+                for plane, truth in zip(plane_words(rank.storage, part.group), self.planes[part.group], strict=True):
+                    want = truth[part.layer_lo : part.layer_hi, self.held :, part.head_lo : part.head_hi]
+                    np.testing.assert_array_equal(plane[:, self.dst_blocks[self.held :]], want)
 
     def poison_destination(self) -> None:
         for rank in self.cluster.receivers:
-            rank.storage.words[:] = PATTERN
+            rank.storage.host_bytes[:] = PATTERN
 
     def check_destination_untouched(self) -> None:
         for rank in self.cluster.receivers:
-            assert (rank.storage.words == PATTERN).all()
+            assert (rank.storage.host_bytes == PATTERN).all()

@@ -15,6 +15,7 @@ from common.engine.kv_transfer import (
     OutgoingTransfer,
 )
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 
 KEY = AttemptKey("r", 1)
@@ -22,7 +23,7 @@ BLOCKS = 8
 HASHES = [bytes([i]) * 16 for i in range(BLOCKS)]
 IDS = list(range(BLOCKS))
 KV = layout()
-BIG = KVLayout("model", 4, 2, 512, "float32", block_size=64)
+BIG = KVLayout("model", KVSpec.uniform(4, 2, 512, "float32", block_size=64))
 """1 MiB for each block of one layer: several messages, which do not fit into any socket buffer."""
 TRANSPORTS = ("zmq", "shm", "cuda_ipc", "collective")
 

@@ -139,14 +139,14 @@ class Leader:
 
     def _log_memory(self) -> None:
         log.info(self.worker.describe(peak_memory_bytes()))
-        layout = self._plan.layout
+        spec = self._plan.layout.spec
         log.info(
             "model %s, %s, %d KV blocks (%.2f GB, %d tokens)",
             self._plan.model.name,
-            layout.dtype,
+            spec.dtype,
             self.num_blocks,
-            self.num_blocks * layout.bytes_per_block / 1e9,
-            self.num_blocks * layout.block_size,
+            self.num_blocks * spec.bytes_per_block / 1e9,
+            self.num_blocks * spec.block_size,
         )
 
     async def start_ranks(self, incarnation: str, own_data_address: str) -> None:

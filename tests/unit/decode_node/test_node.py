@@ -30,6 +30,7 @@ from common.control.messages import (
 )
 from common.engine.kv_transfer import DestinationReleased, ReceiveFailed, SourceReleased
 from common.engine.step import SampledToken, StepInput, StepOutput
+from common.kv.spec import KVSpec
 from common.node.events import ClientLost, FromClient, FromPeer, PeerGone, ToClient, ToPeer
 from decode_node.node import Phase
 
@@ -267,9 +268,19 @@ def test_node_that_has_accepted_its_bound_answers_overloaded() -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"dtype": "bfloat16"}, "dtype differs: prefill node has 'float32', decode node has 'bfloat16'"),
+        (
+            {"spec": KVSpec.uniform(1, 1, 1, "bfloat16")},
+            "dtype differs: prefill node has 'float32', decode node has 'bfloat16'",
+        ),
         ({"fingerprint": "other"}, "fingerprint differs: prefill node has 'fake', decode node has 'other'"),
-        ({"block_size": 32}, "block_size differs: prefill node has 16, decode node has 32"),
+        (
+            {"spec": KVSpec.uniform(1, 1, 1, "float32", block_size=32)},
+            "block_size differs: prefill node has 16, decode node has 32",
+        ),
+        (
+            {"spec": KVSpec.uniform(1, 1, 2, "float32")},
+            "planes differs: prefill node has [('k', 1), ('v', 1)], decode node has [('k', 2), ('v', 2)]",
+        ),
     ],
 )
 def test_incompatible_nodes_refuse_each_other_naming_both_values(changed: dict[str, object], named: str) -> None:

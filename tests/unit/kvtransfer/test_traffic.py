@@ -18,7 +18,7 @@ def test_both_ends_report_the_bytes_of_every_pair() -> None:
         received = [t for rank in cluster.receivers for t in rank.recorder.wait(transfer.key, Received).traffic]
     finally:
         cluster.close()
-    layer_bytes = cluster.dst_layout.bytes_per_block * 4 // 4 // 2
+    layer_bytes = cluster.dst_layout.spec.bytes_per_block * 4 // 4 // 2
     expected = {(0, 0): 3 * layer_bytes, (0, 1): layer_bytes, (1, 0): 3 * layer_bytes, (1, 1): layer_bytes}
     assert {(t.rank, t.peer_rank): t.size_bytes for t in sent} == expected
     assert {(t.peer_rank, t.rank): t.size_bytes for t in received} == expected

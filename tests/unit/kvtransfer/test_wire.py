@@ -30,7 +30,7 @@ HEADER = SliceHeader(
     src_rank=0,
     dst_rank=1,
     sequence=7,
-    slices=[KVSlice(0, 2, 0, 1, 3, 5)],
+    slices=[KVSlice(0, 0, 2, 0, 1, 3, 5)],
     first_block=3,
     block_hashes=bytes(2 * HASH_BYTES),
 )
@@ -46,11 +46,12 @@ def test_header_and_ack_survive_the_wire() -> None:
     "changed",
     [
         {"slices": []},
-        {"slices": [KVSlice(0, 2, 0, 1, 2, 5)]},
-        {"slices": [KVSlice(0, 2, 0, 1, 3, 6)]},
-        {"slices": [KVSlice(0, 2, 0, 1, 5, 3)]},
-        {"slices": [KVSlice(-1, 2, 0, 1, 3, 5)]},
-        {"slices": [KVSlice(0, 2**40, 0, 1, 3, 5)]},
+        {"slices": [KVSlice(0, 0, 2, 0, 1, 2, 5)]},
+        {"slices": [KVSlice(0, 0, 2, 0, 1, 3, 6)]},
+        {"slices": [KVSlice(0, 0, 2, 0, 1, 5, 3)]},
+        {"slices": [KVSlice(-1, 0, 2, 0, 1, 3, 5)]},
+        {"slices": [KVSlice(0, -1, 2, 0, 1, 3, 5)]},
+        {"slices": [KVSlice(0, 0, 2**40, 0, 1, 3, 5)]},
         {"block_hashes": bytes(HASH_BYTES + 1)},
         {"block_hashes": bytes(MAX_HEADER_BYTES)},
         {"sequence": -1},
@@ -92,7 +93,7 @@ def test_header_of_the_version_before_is_refused_naming_both() -> None:
 
 def test_longest_transfer_can_name_all_its_blocks_in_one_message() -> None:
     """As the message at the seam of two layers does: the end of one, the beginning of the next."""
-    slices = [KVSlice(0, 1, 0, 1, MAX_BLOCKS - 1, MAX_BLOCKS), KVSlice(1, 2, 0, 1, 0, 1)] * (MAX_SLICES // 2)
+    slices = [KVSlice(0, 0, 1, 0, 1, MAX_BLOCKS - 1, MAX_BLOCKS), KVSlice(0, 1, 2, 0, 1, 0, 1)] * (MAX_SLICES // 2)
     hashes = bytes(MAX_BLOCKS * HASH_BYTES)
     longest = dataclasses.replace(HEADER, slices=slices, first_block=0, block_hashes=hashes)
     assert decode_header(encode(longest)) == longest

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from router.metrics import Metrics
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
 
 
 def node() -> Node:
-    layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+    layout = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
     peer = PeerRef("d0", "aa1", "tcp://127.0.0.1:1", [])
     return Node(NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, 0.0))
 

@@ -21,6 +21,7 @@ from common.config.options import DecodeConfig, NodeConfig
 from common.config.sources import Resolved
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 
 
 async def _serve(config: NodeConfig, role: Any) -> None:
@@ -36,7 +37,7 @@ async def _serve(config: NodeConfig, role: Any) -> None:
         loop.remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     peer = PeerRef(config.node_id, secrets.token_hex(8), f"tcp://127.0.0.1:{os.getpid() % 60000}", [])
-    layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+    layout = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
     record = NodeRecord(role, peer, ModelInfo("stub-model", "/m", 100, 64), layout, 10, time.time())
     registrar = Registrar(config.redis_url, config.cluster, record, lease_s=config.lease_s)
     try:

@@ -26,10 +26,11 @@ from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.library import find_flashinfer
 from common.kernels.torch_kernels import TORCH
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 
 CARD = torch.device("cuda", 0)
-LAYOUT = KVLayout("f", 1, 2, 64, "bfloat16")
+LAYOUT = KVLayout("f", KVSpec.uniform(1, 2, 64, "bfloat16"))
 
 
 def shape(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, max_context: int = 0) -> AttentionShape:
@@ -95,10 +96,11 @@ def test_a_model_without_kernels_attends_to_gathered_pages_which_is_said_once(
     card: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     card.setitem(sys.modules, "flashinfer", fake_flashinfer)
-    on_card = SimpleNamespace(device=CARD, dtype=torch.bfloat16, size=lambda axis: 16)
-    storage: Any = SimpleNamespace(data=on_card, scales=())
+    on_gpu: Any = SimpleNamespace(
+        device=CARD, dtype=torch.bfloat16, stacked=torch.empty(0), scales=(), block_size=16, num_blocks=16
+    )
     for _ in range(2):
-        assert isinstance(choose_attention(storage, shape(head_dim=96)), GatheredAttention)
+        assert isinstance(choose_attention(on_gpu, shape(head_dim=96)), GatheredAttention)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         "attention runs on gathered pages, which is slower: "
         "flashinfer has kernels for heads of (64, 128, 256), the model's have 96"
@@ -122,11 +124,11 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
 
 def test_a_cpu_gets_its_own_attention_and_gathered_pages_are_recorded_for_short_contexts_only() -> None:
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 4)
-    assert isinstance(choose_attention(storage, shape()), CpuAttention)
-    gathered = GatheredAttention(storage, shape())
+    assert isinstance(choose_attention(storage.groups[0], shape()), CpuAttention)
+    gathered = GatheredAttention(storage.groups[0], shape())
     assert not worth_recording(gathered, 100_000)
     assert worth_recording(gathered, 2048)
-    assert worth_recording(FlashInferAttention(storage, shape(), fake_flashinfer), 100_000)  # pyright: ignore[reportArgumentType]
+    assert worth_recording(FlashInferAttention(storage.groups[0], shape(), fake_flashinfer), 100_000)  # pyright: ignore[reportArgumentType]
 
 
 def test_page_lists_have_the_pages_of_the_contexts_and_no_more() -> None:
@@ -139,7 +141,7 @@ def test_page_lists_have_the_pages_of_the_contexts_and_no_more() -> None:
 
 def test_a_context_beyond_the_longest_is_refused_rather_than_written_elsewhere() -> None:
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 8)
-    graph = FlashInferAttention(storage, shape(max_context=32), fake_flashinfer).for_graph(1)  # pyright: ignore[reportArgumentType]
+    graph = FlashInferAttention(storage.groups[0], shape(max_context=32), fake_flashinfer).for_graph(1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="more than the 2 of the longest"):
         graph.plan(AttentionMetadata([1], [33], [[0, 1, 2]], torch.tensor([32])))
 

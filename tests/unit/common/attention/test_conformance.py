@@ -72,7 +72,7 @@ def test_writes_only_the_slots_of_the_step_in_its_layer(backend: str) -> None:
     case.run(layer=1)
     written = (case.stored(1)[0] != 1e4).flatten(1).any(1).nonzero().flatten().tolist()
     assert sorted(written) == sorted(case.slots(0, 0, 20) + case.slots(1, 0, 30))
-    assert (case.storage.data[0] == 1e4).all()
+    assert (case.storage.groups[0].stacked[0] == 1e4).all()
     for i, (_, context) in enumerate(case.lens):
         assert torch.equal(case.stored(1)[:, case.slots(i, 0, context)], case.kv[i])
 
@@ -94,7 +94,7 @@ def test_broken_values_that_a_sequence_left_in_its_blocks_do_not_touch_the_next_
     backend: str, left: float, lens: list[tuple[int, int]]
 ) -> None:
     case = make_case(backend, (4, 2, 16), lens, "float32")
-    case.storage.data.fill_(left)
+    case.storage.groups[0].stacked.fill_(left)
     for i, out in enumerate(case.run(layer=1)):
         torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
 

@@ -22,13 +22,14 @@ from common.cluster.redis_server import RedisServer
 from common.control.codec import PROTOCOL_VERSION
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 
 LEASE_S = 0.6
 
 
 def a_record(node_id: str, *, started_at: float = 1.0) -> NodeRecord:
     peer = PeerRef(node_id, secrets.token_hex(4), "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
-    layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+    layout = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
     return NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, started_at)
 
 

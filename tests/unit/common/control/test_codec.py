@@ -34,10 +34,11 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 
 KEY = AttemptKey("r", 2)
 PEER = PeerRef("n", "i", "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"])
-LAYOUT = KVLayout("f", 3, 2, 64, "bfloat16", tp_size=2, pp_layers=(1, 2))
+LAYOUT = KVLayout("f", KVSpec.uniform(3, 2, 64, "bfloat16"), tp_size=2, pp_layers=(1, 2))
 SAMPLING = SamplingParams(seed=2**63, max_tokens=4, stop_token_ids=[1], logprobs=0)
 MESSAGES = [
     PrefillRequest(KEY, EngineRequest([1], SAMPLING, "salt"), [2], PEER, 1.5),

@@ -23,6 +23,7 @@ from common.kv.layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
+from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 from common.parallel.mesh import RankPlace, SoloMesh
 
@@ -38,7 +39,7 @@ class PlainOrStatic(CpuAttention):
     """The CPU's attention, whose captured sizes are gathered pages: memory that never moves, and tensors only."""
 
     def for_graph(self, rows: int) -> GatheredDecode:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return GatheredAttention(self._storage, self._shape).for_graph(rows)
+        return GatheredAttention(self._kv, self._shape).for_graph(rows)
 
 
 @dataclass
@@ -54,17 +55,17 @@ class Rig:
 
 def make_rig(path: Path, capture: GraphCapture, *, place: RankPlace | None = None) -> Rig:
     config = load_model_config(path)
-    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
+    layout = KVLayout("f", kv_spec(config, "float32"))
     mesh = SoloMesh()
     pp_layers: tuple[int, ...] = ()
     if place is not None:
         mesh.place, pp_layers = place, (1, config.num_layers - 1)
     storage = KVStorage(layout, layout.shard(0, 0), POOL + 1)
-    storage.data.normal_(generator=torch.Generator().manual_seed(3))
+    storage.groups[0].stacked.normal_(generator=torch.Generator().manual_seed(3))
     model = load_model(
         path, config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp_layers
     )
-    attention = PlainOrStatic(storage, model.attention_shape(BLOCK, MAX_PAGES * BLOCK))
+    attention = PlainOrStatic(storage.groups[0], model.attention_shape(BLOCK, MAX_PAGES * BLOCK))
     graphs = DecodeGraphs(model, attention, max_num_seqs=MAX_SEQS, pad_block=PAD, block_size=BLOCK)
     graphs.capture(capture)
     return Rig(
@@ -128,17 +129,19 @@ def test_replays_equal_the_eager_runner_bit_for_bit_at_every_batch_size(name: st
         got, want = replaying.captured.execute(step), eager.captured.execute(step)
         assert got.sampled == want.sampled
         assert len(got.sampled) == num_seqs
-        assert torch.equal(replaying.storage.data[:, :, :POOL], eager.storage.data[:, :, :POOL])
+        assert torch.equal(
+            replaying.storage.groups[0].stacked[:, :, :POOL], eager.storage.groups[0].stacked[:, :, :POOL]
+        )
 
 
 def test_captured_steps_compute_what_the_plain_runner_does_and_leave_other_blocks_alone(rig: Rig) -> None:
     rng = random.Random(8)
     for num_seqs in range(1, MAX_SEQS + 1):
         step = random_decode(POOL, MAX_PAGES, rng, num_seqs, rig.model.config.vocab_size)
-        before = rig.storage.data.clone()
+        before = rig.storage.groups[0].stacked.clone()
         captured = rig.captured.execute(step)
-        kv = rig.storage.data.clone()
-        rig.storage.data.copy_(before)
+        kv = rig.storage.groups[0].stacked.clone()
+        rig.storage.groups[0].stacked.copy_(before)
         plain = rig.plain.execute(step)
         assert [drawn.token_id for drawn in captured.sampled] == [drawn.token_id for drawn in plain.sampled]
         for got, want in zip(captured.sampled, plain.sampled, strict=True):
@@ -146,7 +149,7 @@ def test_captured_steps_compute_what_the_plain_runner_does_and_leave_other_block
             assert want.logprobs is not None
             assert got.logprobs.top_ids == want.logprobs.top_ids
             assert got.logprobs.top_logprobs == pytest.approx(want.logprobs.top_logprobs, abs=1e-4)
-        torch.testing.assert_close(kv[:, :, :POOL], rig.storage.data[:, :, :POOL], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(kv[:, :, :POOL], rig.storage.groups[0].stacked[:, :, :POOL], atol=1e-5, rtol=1e-5)
         written = sorted({slot // BLOCK for slot in step.slot_mapping})
         others = [block for block in range(POOL) if block not in written]
         assert torch.equal(kv[:, :, others], before[:, :, others])
@@ -156,17 +159,17 @@ def test_rows_that_pad_change_nothing_whatever_their_block_holds(rig: Rig) -> No
     rng = random.Random(9)
     for num_seqs in (3, 5, 9):
         step = random_decode(POOL, MAX_PAGES, rng, num_seqs, rig.model.config.vocab_size)
-        before = rig.storage.data.clone()
+        before = rig.storage.groups[0].stacked.clone()
         outputs = []
         for garbage in (0.0, 1e30, torch.nan):
-            rig.storage.data.copy_(before)
-            rig.storage.data[:, :, PAD] = garbage
+            rig.storage.groups[0].stacked.copy_(before)
+            rig.storage.groups[0].stacked[:, :, PAD] = garbage
             outputs.append(rig.captured.execute(step).sampled)
         # The very rows that pad, but as sequences that the plain runner is told of.
-        rig.storage.data.copy_(before)
+        rig.storage.groups[0].stacked.copy_(before)
         rig.graphs.load(padded(step, rig.graphs.size_for(num_seqs)))
         hidden = rig.graphs.run(rig.graphs.size_for(num_seqs), None).clone()
-        rig.storage.data.copy_(before)
+        rig.storage.groups[0].stacked.copy_(before)
         rig.graphs.load(step)
         assert torch.equal(rig.graphs.run(num_seqs, None), hidden[:num_seqs])
         assert outputs[0] == outputs[1] == outputs[2]
@@ -192,10 +195,10 @@ def test_the_largest_size_is_captured_first(tiny: dict[str, Path]) -> None:
 
 def test_token_ids_may_be_put_in_place_on_the_device_after_loading(rig: Rig) -> None:
     step = random_decode(POOL, MAX_PAGES, random.Random(11), 5, rig.model.config.vocab_size)
-    before = rig.storage.data.clone()
+    before = rig.storage.groups[0].stacked.clone()
     rig.graphs.load(step)
     want = rig.graphs.run(5, None).clone()
-    rig.storage.data.copy_(before)
+    rig.storage.groups[0].stacked.copy_(before)
     rows = rig.graphs.load(StepInput(**{**vars(step), "token_ids": [0] * 5}))
     rows.token_ids.copy_(torch.tensor(step.token_ids))
     assert torch.equal(rig.graphs.run(5, None), want)
@@ -222,7 +225,7 @@ def test_several_rows_of_one_decoding_sequence_are_replayed_as_the_rows_of_as_ma
     step = random_decode(POOL, MAX_PAGES, rng, 3, rig.model.config.vocab_size)
     table, params = step.block_tables[0], SamplingParams(seed=3, max_tokens=9, temperature=0.7)
     tokens = [rng.randrange(rig.model.config.vocab_size) for _ in range(4)]
-    before = rig.storage.data.clone()
+    before = rig.storage.groups[0].stacked.clone()
     want: list[SampledToken] = []
     for at, token in enumerate(tokens, 30):
         spec = SampleSpec(0, 0, params, at + 1, 0)
@@ -230,8 +233,8 @@ def test_several_rows_of_one_decoding_sequence_are_replayed_as_the_rows_of_as_ma
             1, [token], [at], [table[at // BLOCK] * BLOCK + at % BLOCK], [1], [at + 1], [table], 1, [spec]
         )
         want += rig.plain.execute(alone).sampled
-    kv = rig.storage.data.clone()
-    rig.storage.data.copy_(before)
+    kv = rig.storage.groups[0].stacked.clone()
+    rig.storage.groups[0].stacked.copy_(before)
     several = StepInput(
         step_id=2,
         token_ids=tokens + step.token_ids[1:],
@@ -246,9 +249,9 @@ def test_several_rows_of_one_decoding_sequence_are_replayed_as_the_rows_of_as_ma
     assert rig.graphs.takes(several)
     assert rig.graphs.size_for(len(several.token_ids)) == 8
     for runner in (rig.captured, rig.plain):
-        rig.storage.data.copy_(before)
+        rig.storage.groups[0].stacked.copy_(before)
         assert [token.token_id for token in runner.execute(several).sampled] == [token.token_id for token in want]
-        torch.testing.assert_close(rig.storage.data[:, :, table], kv[:, :, table], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(rig.storage.groups[0].stacked[:, :, table], kv[:, :, table], atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_that_does_not_fit_together_fails_alone(rig: Rig) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.kv_words import kv_words
 from support.runner_cases import make_runner
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -14,6 +15,7 @@ from common.attention.base import AttentionMetadata
 from common.base.errors import ConfigError, HandshakeRefused
 from common.kernels.float8 import E4M3, E4M3_MAX, narrow, widen, words_of
 from common.kv.layout import KVLayout, blocks_for, check_compatible
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from common.model.hub import DEMO_MODEL_PATH
 from common.tools.demo.samples import SAMPLES, prompt_text
@@ -49,30 +51,31 @@ def test_other_dtypes_are_left_alone() -> None:
 
 
 def test_storage_takes_half_the_bytes_of_bf16_and_knows_its_scales() -> None:
-    layouts = [KVLayout("f", 3, 2, 16, dtype) for dtype in ("bfloat16", "float8_e4m3")]
-    assert layouts[0].bytes_per_block == 2 * layouts[1].bytes_per_block
-    storage = KVStorage(layouts[1], layouts[1].shard(0, 0), 5, scales=((0.5, 2.0), (1.0, 1.0), (0.25, 1.0)))
-    assert storage.data.nbytes == 5 * layouts[1].bytes_per_block
-    assert storage.words is not None
-    assert storage.words.nbytes == storage.data.nbytes
-    assert storage.scales[0] == (0.5, 2.0)
-    plain = KVStorage(layouts[0], layouts[0].shard(0, 0), 5, scales=((0.5, 2.0),) * 3)
-    assert plain.scales == ((1.0, 1.0),) * 3
+    layouts = [KVLayout("f", KVSpec.uniform(3, 2, 16, dtype)) for dtype in ("bfloat16", "float8_e4m3")]
+    assert layouts[0].spec.bytes_per_block == 2 * layouts[1].spec.bytes_per_block
+    storage = KVStorage(layouts[1], layouts[1].shard(0, 0), 5, scales=[((0.5, 2.0), (1.0, 1.0), (0.25, 1.0))])
+    assert storage.data.nbytes == 5 * layouts[1].spec.bytes_per_block
+    assert kv_words(storage).nbytes == storage.data.nbytes
+    assert storage.groups[0].scales[0] == (0.5, 2.0)
+    plain = KVStorage(layouts[0], layouts[0].shard(0, 0), 5, scales=[((0.5, 2.0),) * 3])
+    assert plain.groups[0].scales == ((1.0, 1.0),) * 3
 
 
 def test_scales_belong_to_fp8_and_are_one_pair_for_each_layer() -> None:
-    layout = KVLayout("f", 2, 2, 16, "float8_e4m3")
-    with pytest.raises(ConfigError, match="1 pairs of KV scales for 2 layers"):
-        KVStorage(layout, layout.shard(0, 0), 5, scales=((1.0, 1.0),))
+    layout = KVLayout("f", KVSpec.uniform(2, 2, 16, "float8_e4m3"))
+    with pytest.raises(ConfigError, match="1 sets of KV scales for 2 layers of 2 planes"):
+        KVStorage(layout, layout.shard(0, 0), 5, scales=[((1.0, 1.0),)])
     with pytest.raises(ConfigError, match="must be positive"):
-        KVStorage(layout, layout.shard(0, 0), 5, scales=((1.0, 1.0), (0.0, 1.0)))
+        KVStorage(layout, layout.shard(0, 0), 5, scales=[((1.0, 1.0), (0.0, 1.0))])
 
 
 def test_nodes_that_keep_kv_in_other_types_refuse_each_other_naming_both() -> None:
     with pytest.raises(
         HandshakeRefused, match="dtype differs: prefill node has 'bfloat16', decode node has 'float8_e4m3'"
     ):
-        check_compatible(KVLayout("f", 2, 2, 16, "bfloat16"), KVLayout("f", 2, 2, 16, "float8_e4m3"))
+        check_compatible(
+            KVLayout("f", KVSpec.uniform(2, 2, 16, "bfloat16")), KVLayout("f", KVSpec.uniform(2, 2, 16, "float8_e4m3"))
+        )
 
 
 def log_probabilities(kv_dtype: str, tokens: list[int], chunk: int) -> Tensor:

@@ -24,6 +24,7 @@ from common.kv.storage import KVStorage
 from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
+from common.model.kv_spec import kv_spec
 from common.model.precision import Precision
 from common.model.weights import CheckpointWeights
 
@@ -85,12 +86,14 @@ def logits(path: Path, kernels: Kernels) -> Tensor:
     """Of a chunked prompt, then of a step of two sequences."""
     config = load_model_config(path)
     precision = Precision.choose("float32", small_batches=True)
-    layout = KVLayout("f", config.num_layers, config.num_kv_heads, config.head_dim, "float32")
+    layout = KVLayout("f", kv_spec(config, "float32"))
     storage = KVStorage(layout, layout.shard(0, 0), 8)
     with torch.inference_mode():
         model = DecoderModel(Build(config, CheckpointWeights(path), precision, kernels=kernels))
-    shape = model.attention_shape(layout.block_size)
-    attention = CpuAttention(storage, shape) if kernels is TORCH else GatheredAttention(storage, shape)
+    shape = model.attention_shape(layout.spec.block_size)
+    attention = (
+        CpuAttention(storage.groups[0], shape) if kernels is TORCH else GatheredAttention(storage.groups[0], shape)
+    )
     results = []
     for lens, contexts in (([9], [9]), ([3], [12]), ([1, 2], [13, 2])):
         slots = [16 * (1 + i) + p for i, (n, c) in enumerate(zip(lens, contexts, strict=True)) for p in range(c - n, c)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.kv import cuda_pages, storage
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 
 
@@ -99,11 +100,11 @@ class Memory:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
 def test_kv_on_a_card_lies_in_memory_that_can_be_shared(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "allocate_shareable", Memory)
-    kv = KVLayout("m", 3, 4, 8, dtype, block_size=16)
+    kv = KVLayout("m", KVSpec.uniform(3, 4, 8, dtype, block_size=16))
     made = KVStorage(kv, kv.shard(0, 0), 5, device="cuda:0")
-    assert made.words is None
+    assert made.host_bytes is None
     assert isinstance(made.shared, Memory)
-    assert made.shared.size_bytes == 5 * kv.bytes_per_block
-    assert made.data.shape == (3, 2, 5, 4, 16, 8)
+    assert made.shared.size_bytes == 5 * kv.spec.bytes_per_block
+    assert made.groups[0].stacked.shape == (3, 2, 5, 4, 16, 8)
     assert made.data.data_ptr() == made.shared.bytes.data_ptr()
     assert not made.shared.bytes.any(), "it begins empty"

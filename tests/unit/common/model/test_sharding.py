@@ -8,6 +8,7 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.model.config import ModelConfig
 from common.model.description import AttentionDescription, LayerDescription, MlpDescription, NormDescription
 from common.model.rope import RopeConfig
@@ -122,12 +123,12 @@ def test_heads_are_those_of_the_kv_layout_and_serve_their_queries(q_heads: int) 
                 check_parallel(model, tp)
             except ConfigError:
                 continue
-            layout = KVLayout("f", model.num_layers, kv_heads, model.head_dim, "float32", tp_size=tp)
+            layout = KVLayout("f", KVSpec.uniform(model.num_layers, kv_heads, model.head_dim, "float32"), tp_size=tp)
             ranges = [head_range(model.attention, rank, tp) for rank in range(tp)]
             assert [q for r in ranges for q in range(r.q_lo, r.q_hi)] == list(range(q_heads))
             for rank, heads in enumerate(ranges):
                 shard = layout.shard(rank, 0)
-                assert (heads.kv_lo, heads.kv_hi) == (shard.head_lo, shard.head_hi)
+                assert (heads.kv_lo, heads.kv_hi) == (shard.parts[0].head_lo, shard.parts[0].head_hi)
                 # As attention groups them: equal runs of query heads per KV head.
                 group = heads.num_q // heads.num_kv
                 for i, q in enumerate(range(heads.q_lo, heads.q_hi)):
@@ -142,7 +143,7 @@ def test_ranges_cover_everything_once(vocab: int, tp: int) -> None:
 
 
 def test_ranks_are_numbered_as_the_kv_layouts_shards() -> None:
-    layout = KVLayout("f", 6, 4, 16, "float32", tp_size=2, pp_layers=(1, 2, 3))
+    layout = KVLayout("f", KVSpec.uniform(6, 4, 16, "float32"), tp_size=2, pp_layers=(1, 2, 3))
     for rank, shard in enumerate(layout.shards()):
         place = RankPlace.of(rank, 2, 3)
         assert (place.rank, place.tp_rank, place.pp_rank) == (rank, shard.tp_rank, shard.pp_rank)

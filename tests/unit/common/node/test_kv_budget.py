@@ -200,7 +200,7 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
     assert ran == [1, 5, 1, 5]
     assert meter.looks[-1] == "card"
     use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, len(graph_sizes(5)) * GRAPH_BYTES + 4 * 10**6)
-    per_block = worker.plan.layout.bytes_per_block
+    per_block = worker.plan.layout.spec.bytes_per_block
     assert worker.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), per_block, 1)
 
 
@@ -211,7 +211,7 @@ def test_without_cuda_graphs_no_memory_is_set_aside_for_them(model: str) -> None
     )
     eager, kept = (load(config, meter=FakeMeter(), graph_capture=each()) for each in (EagerCapture, KeepingCapture))
     use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
-    per_block = eager.plan.layout.bytes_per_block
+    per_block = eager.plan.layout.spec.bytes_per_block
     assert eager.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), per_block, 1)
     assert eager.max_blocks - kept.max_blocks >= len(graph_sizes(5)) * GRAPH_BYTES // per_block
 
@@ -227,7 +227,7 @@ def test_buffers_of_relays_by_nccl_are_counted_where_there_may_be_some(model: st
     }
     assert blocks["auto"].max_blocks == blocks["collective"].max_blocks
     fewer = blocks["cuda_ipc"].max_blocks - blocks["auto"].max_blocks
-    assert abs(fewer - STAGING_BYTES // blocks["auto"].plan.layout.bytes_per_block) <= 1
+    assert abs(fewer - STAGING_BYTES // blocks["auto"].plan.layout.spec.bytes_per_block) <= 1
 
 
 def test_steps_that_will_not_be_recorded_get_no_memory(
@@ -239,7 +239,7 @@ def test_steps_that_will_not_be_recorded_get_no_memory(
     )
     worker = load(config, meter=FakeMeter(), graph_capture=KeepingCapture())
     use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, graphs=0)
-    assert worker.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), worker.plan.layout.bytes_per_block, 1)
+    assert worker.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), worker.plan.layout.spec.bytes_per_block, 1)
     worker.allocate_kv(20)
     worker.capture_graphs()
     assert "decode steps are not captured" in caplog.text

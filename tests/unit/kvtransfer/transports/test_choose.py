@@ -173,7 +173,7 @@ def test_slices_of_one_attempt_arrive_over_two_transports(make: Any, caplog: pyt
     cluster = make(layout(tp=2), layout(tp=1))
     for i in range(3):
         cluster.transfer(f"r{i}", tokens=27, seed=i).run()
-    half = 3 * 7 * cluster.dst_layout.bytes_per_block // 2
+    half = 3 * 7 * cluster.dst_layout.spec.bytes_per_block // 2
     assert cluster.receivers[0].end.bytes_by_transport == {"zmq": half, "shm": half}
     assert cluster.senders[0].end.bytes_by_transport == {"zmq": 0, "shm": half}
     assert cluster.senders[1].end.bytes_by_transport == {"zmq": half}
@@ -332,7 +332,7 @@ def test_sender_or_receiver_that_cannot_be_made_closes_its_transports() -> None:
     with pytest.raises(ConfigError, match="CUDA"):
         Receiver(storage, kv, 0, recorder, listeners)
     assert all(listener._router.socket.closed for listener in listeners)
-    storage.words = None  # as on a GPU, but no device is given
+    storage.host_bytes = None  # as on a GPU, but no device is given
     connector, listener = ZmqConnector(), ZmqListener("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="CPU memory"):
         Sender(storage, kv, 0, recorder, [connector])

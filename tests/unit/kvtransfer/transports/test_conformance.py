@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import transports
-from support.transfer_harness import Cluster, Recorder, layout, wait_until
+from support.kv_words import kv_words
+from support.transfer_harness import PATTERN, Cluster, Recorder, layout, wait_until
 
 from common.base.clock import MockClock
 from common.base.errors import CorruptSlice, DeadlineExceeded, HandshakeRefused, PeerLost, TransferError
@@ -26,6 +27,7 @@ from common.engine.kv_transfer import (
     SourceReleased,
 )
 from common.kv.layout import KVLayout
+from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from kvtransfer.transports.collective.connector import CollectiveConnector
 from kvtransfer.transports.collective.listener import CollectiveListener
 from kvtransfer.transports.shm.connector import ShmConnector
@@ -111,6 +113,37 @@ def test_relay_between_layouts_is_equal_bit_for_bit(make: Any, pair: str) -> Non
     make(src, dst).transfer(tokens=27).run()
 
 
+LATENT = KVSpec((LayerGroup((0, 1, 2), (KVPlane("latent", 9),), 1, "bfloat16"),), block_size=4)
+"""One plane without heads, which every tensor-parallel rank of a stage holds whole."""
+MIXED = KVSpec(
+    (
+        LayerGroup((0, 2), (KVPlane("k", 8), KVPlane("v", 8)), 4, "bfloat16"),
+        LayerGroup((1,), (KVPlane("k", 6), KVPlane("v", 4)), 2, "float32"),
+        LayerGroup((1, 2), (KVPlane("index", 5),), 1, "float8_e4m3"),
+    ),
+    block_size=4,
+)
+"""Layers that differ, one of them in two groups, with planes that differ in width."""
+STAGES = {1: (3,), 2: (2, 1), 3: (1, 1, 1)}
+
+
+# Process groups take seconds to make: gloo relays groups that differ, below.
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if "collective" not in name], indirect=True)
+@pytest.mark.parametrize("pp", STAGES)
+@pytest.mark.parametrize("dst_tp", [1, 2, 4])
+@pytest.mark.parametrize("src_tp", [1, 2, 4])
+def test_plane_without_heads_reaches_every_rank_whole(make: Any, src_tp: int, dst_tp: int, pp: int) -> None:
+    src = KVLayout("model", LATENT, tp_size=src_tp)
+    dst = KVLayout("model", LATENT, tp_size=dst_tp, pp_layers=STAGES[pp])
+    make(src, dst).transfer(tokens=11).run()
+
+
+@pytest.mark.parametrize(("src", "dst"), [((1, 1), (2, 2)), ((4, 1), (1, 3)), ((2, 2), (4, 1)), ((2, 3), (2, 2))])
+def test_layer_groups_that_differ_are_relayed_together(make: Any, src: tuple[int, int], dst: tuple[int, int]) -> None:
+    layouts = [KVLayout("model", MIXED, tp_size=tp, pp_layers=STAGES[pp]) for tp, pp in (src, dst)]
+    make(*layouts).transfer(tokens=27, held=1).run()
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 64])
 def test_partial_last_block_is_relayed(make: Any, tokens: int) -> None:
     make().transfer(tokens=tokens).run()
@@ -122,7 +155,7 @@ def test_held_blocks_are_not_sent_nor_written(make: Any, held: int) -> None:
     transfer.poison_destination()
     transfer.run()
     for rank in transfer.cluster.receivers:
-        assert (rank.storage.words[:, :, transfer.dst_blocks[:held]] == 0xA5).all()
+        assert (kv_words(rank.storage)[:, :, transfer.dst_blocks[:held]].view(np.uint8) == PATTERN).all()
 
 
 def test_grant_before_anything_is_final(make: Any) -> None:
@@ -158,14 +191,14 @@ def test_layers_and_chunks_go_out_as_they_become_final(make: Any) -> None:
     transfer.open_receivers()
     transfer.open_senders()
     transfer.grant()
-    source = cluster.senders[0].storage.words
+    source = kv_words(cluster.senders[0].storage)
     for upto in (2, 5, transfer.total):
         for layer in range(4):
             source[layer][:, transfer.src_blocks[:upto]] = transfer.truth[layer, :, :upto]
             transfer.final(upto, range(layer, layer + 1))
             wait_until(
                 lambda layer=layer, upto=upto: np.array_equal(
-                    cluster.receivers[0].storage.words[layer][:, transfer.dst_blocks[:upto]],
+                    kv_words(cluster.receivers[0].storage)[layer][:, transfer.dst_blocks[:upto]],
                     transfer.truth[layer, :, :upto],
                 ),
                 f"layer {layer} up to block {upto}",
@@ -223,7 +256,7 @@ def test_receiver_abort_stops_all_writes_before_the_blocks_are_reused(make: Any,
     fence.run()
     for rank in cluster.receivers:
         others = [b for b in range(cluster.num_blocks) if b not in fence.dst_blocks]
-        assert (rank.storage.words[:, :, others] == 0xA5).all()
+        assert (kv_words(rank.storage)[:, :, others].view(np.uint8) == PATTERN).all()
 
 
 @pytest.mark.parametrize("final_layers", [0, 2, 4])
@@ -238,7 +271,7 @@ def test_sender_abort_releases_the_source_and_the_receiver_never_completes(make:
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert isinstance(released.error, TransferError)
     # The engine reuses the blocks at once.
-    cluster.senders[0].storage.words[:] = 0xA5
+    kv_words(cluster.senders[0].storage)[:] = 0xA5
     transfer.final()
     again = cluster.transfer("r", attempt=2, tokens=20, seed=5)
     again.run()
@@ -330,7 +363,7 @@ def test_duplicate_slice_fails_the_transfer(make: Any, transport: Any) -> None:
         transfer.final(num_blocks=1)
         wait_until(
             lambda: np.array_equal(
-                cluster.receivers[0].storage.words[:, :, transfer.dst_blocks[0]], transfer.truth[:, :, 0]
+                kv_words(cluster.receivers[0].storage)[:, :, transfer.dst_blocks[0]], transfer.truth[:, :, 0]
             ),
             "the first block",
         )
@@ -364,7 +397,7 @@ def test_deadlines_pass_at_both_ends(make: Any) -> None:
     transfer.hand_over(num_blocks=1)
     wait_until(
         lambda: np.array_equal(
-            cluster.receivers[0].storage.words[:, :, transfer.dst_blocks[0]], transfer.truth[:, :, 0]
+            kv_words(cluster.receivers[0].storage)[:, :, transfer.dst_blocks[0]], transfer.truth[:, :, 0]
         ),
         "the first block",
     )
@@ -410,7 +443,7 @@ def test_slow_transfer_continues_as_long_as_it_makes_progress(make: Any) -> None
         transfer.final(num_blocks=upto)
         wait_until(
             lambda upto=upto: np.array_equal(
-                cluster.receivers[0].storage.words[:, :, transfer.dst_blocks[:upto]], transfer.truth[:, :, :upto]
+                kv_words(cluster.receivers[0].storage)[:, :, transfer.dst_blocks[:upto]], transfer.truth[:, :, :upto]
             ),
             f"block {upto}",
         )
@@ -469,7 +502,7 @@ def test_receiver_close_releases_the_destination_and_ends_the_sender(make: Any) 
     transfer.hand_over(num_blocks=1)
     wait_until(
         lambda: np.array_equal(
-            cluster.receivers[0].storage.words[:, :, transfer.dst_blocks[0]], transfer.truth[:, :, 0]
+            kv_words(cluster.receivers[0].storage)[:, :, transfer.dst_blocks[0]], transfer.truth[:, :, 0]
         ),
         "the first block",
     )

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from support import transports
 from support.host_device import HostDevice
+from support.kv_words import kv_words
 from support.transfer_harness import DEADLINE_S, Cluster, wait_until
 
 from common.base.clock import MockClock
@@ -163,7 +164,7 @@ def test_aborting_sender_releases_its_blocks_at_once_and_late_copies_are_never_r
     cluster.senders[0].end.abort(transfer.key)
     released = cluster.senders[0].recorder.wait(transfer.key, SourceReleased)
     assert isinstance(released.error, TransferAborted)
-    cluster.senders[0].storage.words[:] = 0xA5  # the engine computes something else there
+    kv_words(cluster.senders[0].storage)[:] = 0xA5  # the engine computes something else there
     devices(cluster)[0].copying.open = True
     failed = cluster.receivers[0].recorder.wait(transfer.key, ReceiveFailed)
     assert "took the blocks back" in str(failed.error)
@@ -306,17 +307,23 @@ def test_receiver_that_disconnects_ends_all_loans(make: Any) -> None:
 def greeting(what: str, device: HostDevice, size: int) -> tuple[bytes, list[int], list[bytes]]:
     """The greeting of a malicious sender, the descriptors with it, and its later messages."""
     shared, fd, of_ring = ring.create(2, cuda_ipc._LOAN_BYTES)
-    pages = [0, 4, 0, 2, 32, size // (4 * 2 * 2 * 32)]
+    memory = [32, 0, 4, 0, 2, size // (4 * 2 * 32)]
     fds, messages = [fd, device.export()], []
     match what:
         case "one descriptor":
             os.close(fds.pop())
-        case "pages larger than their memory":
-            pages[4] = 64
+        case "more blocks than its memory has":
+            memory[0] = 64
         case "other heads":
-            pages[5] += 1
-        case "no pages":
-            pages[4] = 0
+            memory[5] += 1
+        case "no blocks":
+            memory[0] = 0
+        case "layers that the model does not have":
+            memory[2] = 5
+        case "heads that the model does not have":
+            memory[4] = 3
+        case "layers in the wrong order":
+            memory[1], memory[2] = 4, 2
         case "cut short":
             return of_ring, fds, []
         case "a ring that holds no loan":
@@ -327,22 +334,25 @@ def greeting(what: str, device: HostDevice, size: int) -> tuple[bytes, list[int]
             loan[:] = {"endless loan": (1, 0, 2**40), "negative loan": (1, -5, 1), "endless bytes": (1, 0, 1)}[what]
             header = bytes(10)
             if what == "endless bytes":
-                piece = wire.KVSlice(0, 1, 0, 1, 0, 1)
+                piece = wire.KVSlice(0, 0, 1, 0, 1, 0, 1)
                 header = wire.encode(
                     wire.SliceHeader(AttemptKey("x", 1), "s", "dst-1", 0, 0, 1, [piece], 0, bytes(HASH_BYTES))
                 )
             shared.header(0, len(header))[:] = np.frombuffer(header, dtype=np.uint8)
             messages = [struct.pack("<IIQ", 0, len(header), 2**63 if what == "endless bytes" else 10)]
-    return of_ring + struct.pack("<6Q", *pages), fds, messages
+    return of_ring + struct.pack("<6Q", *memory), fds, messages
 
 
 @pytest.mark.parametrize(
     "what",
     [
         "one descriptor",
-        "pages larger than their memory",
+        "more blocks than its memory has",
         "other heads",
-        "no pages",
+        "no blocks",
+        "layers that the model does not have",
+        "heads that the model does not have",
+        "layers in the wrong order",
         "cut short",
         "a ring that holds no loan",
         "endless loan",
@@ -356,7 +366,7 @@ def test_sender_that_misstates_its_memory_is_disconnected(make: Any, what: str) 
     device = devices(cluster)[1]
     bystander = cluster.transfer("bystander")
     bystander.open_receivers()
-    first, fds, messages = greeting(what, device, cluster.senders[0].storage.words.nbytes)
+    first, fds, messages = greeting(what, device, kv_words(cluster.senders[0].storage).nbytes)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connected:
         connected.settimeout(DEADLINE_S)
         connected.connect("\0" + receiver.address.partition("#")[0].rpartition("/")[2])

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from support.kv_words import kv_words
 from support.paths import TESTS
 from support.transfer_harness import Recorder, wait_until
 from support.transport_processes import (
@@ -56,7 +58,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from support.transport_processes import *
 kv = storage_of(KV)
-kv.words[:] = 7
+kv.host_bytes[:] = 7
 print("imported", flush=True)
 end = make_sender(sys.argv[2], kv, print)
 end.open(outgoing())
@@ -115,7 +117,9 @@ def test_killed_sender_fails_the_reception_at_its_deadline_and_not_before(spawn:
         child = spawn(SENDER, transport, receiver.address)
         receiver.open(incoming())
         assert child.stdout.readline().strip() == "imported"
-        wait_until(lambda: bool((storage.words[:, :, : BLOCKS - 1] == 7).all()), "all that was sent has arrived")
+        wait_until(
+            lambda: bool((kv_words(storage)[:, :, : BLOCKS - 1].view(np.uint8) == 7).all()), "what was sent has arrived"
+        )
         child.kill()
         child.wait()
         receiver.abort(AttemptKey("nobody", 1))

@@ -59,7 +59,7 @@ def test_pages_are_bounded_and_not_rewritten_before_their_ack(make: Any, fake: F
     for _, header, _ in seen:
         fake.ack(header)
     sent = sum(len(payload) for _, _, payload in seen)
-    while sent < cluster.src_layout.bytes_per_block * transfer.total:
+    while sent < cluster.src_layout.spec.bytes_per_block * transfer.total:
         _, header, payload = fake.next()
         want = b"".join(
             transfer.truth[s.layer_lo : s.layer_hi, :, s.block_lo : s.block_hi].tobytes() for s in header.slices

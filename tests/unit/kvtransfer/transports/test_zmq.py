@@ -24,6 +24,7 @@ from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, PeerRef
 from common.engine.kv_transfer import ReceiveFailed, SourceReleased
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from kvtransfer import wire
 
@@ -53,7 +54,7 @@ def test_unacknowledged_messages_are_bounded_and_each_ack_allows_one_more(make: 
     assert not cluster.senders[0].recorder.events
     for identity, header, _ in list(seen):
         fake.ack(identity, header)
-    total = cluster.src_layout.bytes_per_block * transfer.total
+    total = cluster.src_layout.spec.bytes_per_block * transfer.total
     while sum(len(payload) for _, _, payload in seen) < total:
         got = fake.next()
         assert got is not None
@@ -66,7 +67,7 @@ def test_unacknowledged_messages_are_bounded_and_each_ack_allows_one_more(make: 
 def test_staging_buffer_is_not_rewritten_before_its_ack(make: Any, fake: FakeZmqReceiver) -> None:
     """Messages wait unread in the socket while the sender has many more to stage."""
     # Large enough that pyzmq does not copy the messages.
-    big = KVLayout("model", 4, 2, 512, "float32", block_size=16)
+    big = KVLayout("model", KVSpec.uniform(4, 2, 512, "float32", block_size=16))
     cluster = make(big, big, staging_bytes=2**18, window=2, min_message_bytes=1)
     transfer = cluster.transfer(tokens=32 * 16)
     transfer.compute()
@@ -74,7 +75,7 @@ def test_staging_buffer_is_not_rewritten_before_its_ack(make: Any, fake: FakeZmq
     transfer.grant(fake.peer)
     transfer.final()
     received = 0
-    while received < big.bytes_per_block * transfer.total:
+    while received < big.spec.bytes_per_block * transfer.total:
         got = fake.next()
         assert got is not None
         identity, header, payload = got
@@ -157,7 +158,7 @@ def test_new_incarnation_at_an_address_ends_transfers_to_the_old_one(make: Any, 
 
 def test_small_layers_wait_to_fill_a_message_unless_they_are_the_last(make: Any, fake: FakeZmqReceiver) -> None:
     kv = layout()
-    per_layer = kv.bytes_per_block // kv.num_layers
+    per_layer = kv.spec.bytes_per_block // kv.spec.num_layers
     cluster = make(staging_bytes=2**20, min_message_bytes=2 * per_layer)
     transfer = cluster.transfer(tokens=4)
     transfer.compute()
@@ -340,8 +341,8 @@ def test_staging_smaller_than_one_block_of_one_layer_still_works(make: Any) -> N
 
 
 def test_block_of_one_layer_above_the_wire_limit_is_a_config_error() -> None:
-    huge = KVLayout("m", 1, 4096, 256, "float32")
-    storage = KVStorage(dataclasses.replace(huge, num_kv_heads=1), huge.shard(0, 0), 0)
+    huge = KVLayout("m", KVSpec.uniform(1, 4096, 256, "float32"))
+    storage = KVStorage(huge, huge.shard(0, 0), 0)
     with pytest.raises(ConfigError, match="one block"):
         zmq_sender(storage, huge, 0, Recorder())
 
@@ -398,7 +399,7 @@ def test_payload_above_the_limit_is_refused_by_the_socket(make: Any, monkeypatch
     cluster.transfer().run()
 
 
-@pytest.mark.parametrize("wrong", ["layers", "heads", "blocks", "held", "short", "long", "overlap"])
+@pytest.mark.parametrize("wrong", ["layers", "heads", "group", "blocks", "held", "short", "long", "overlap"])
 def test_slice_out_of_place_is_corrupt_and_writes_nothing(make: Any, wrong: str) -> None:
     cluster = make(layout(), layout(tp=2))
     transfer = cluster.transfer(tokens=16, held=1)
@@ -406,12 +407,13 @@ def test_slice_out_of_place_is_corrupt_and_writes_nothing(make: Any, wrong: str)
     transfer.poison_destination()
     receiver = cluster.receivers[0]
     piece = {
-        "layers": wire.KVSlice(3, 5, 0, 1, 1, 3),
-        "heads": wire.KVSlice(0, 1, 1, 2, 1, 3),
-        "blocks": wire.KVSlice(0, 1, 0, 1, 3, 5),
-        "held": wire.KVSlice(0, 1, 0, 1, 0, 2),
-    }.get(wrong, wire.KVSlice(0, 1, 0, 1, 1, 3))
-    size = piece.size_bytes(cluster.src_layout) + {"short": -1, "long": 1}.get(wrong, 0)
+        "layers": wire.KVSlice(0, 3, 5, 0, 1, 1, 3),
+        "heads": wire.KVSlice(0, 0, 1, 1, 2, 1, 3),
+        "group": wire.KVSlice(1, 0, 1, 0, 1, 1, 3),
+        "blocks": wire.KVSlice(0, 0, 1, 0, 1, 3, 5),
+        "held": wire.KVSlice(0, 0, 1, 0, 1, 0, 2),
+    }.get(wrong, wire.KVSlice(0, 0, 1, 0, 1, 1, 3))
+    size = piece.size_bytes(cluster.src_layout.spec.unit_bytes) + {"short": -1, "long": 1}.get(wrong, 0)
     slices = [piece, piece] if wrong == "overlap" else [piece]
     hashes = [*transfer.hashes, bytes(HASH_BYTES)][piece.block_lo : piece.block_hi]
     header = wire.SliceHeader(transfer.key, "src-1", "dst-1", 0, 0, 1, slices, piece.block_lo, b"".join(hashes))

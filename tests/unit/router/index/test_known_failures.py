@@ -10,6 +10,7 @@ from common.base.clock import MockClock
 from common.base.hashing import hash_blocks, root_hash
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from router.index.kv_event_subscriber import SILENCE_S, KvEventSubscriber, NodeStream
 from router.index.metrics import IndexCollector
 from router.index.prefix_index import PrefixIndex
@@ -49,7 +50,7 @@ def test_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog: pytest.
     clock, index = MockClock(), PrefixIndex(clock=MockClock())
     loads = {"a": NodeLoad(kv_blocks_cached=4), "empty": NodeLoad()}
     subscriber = KvEventSubscriber("redis://127.0.0.1:1/0", "c", index, loads=lambda: loads, clock=clock)
-    layout, model = KVLayout("model", 1, 1, 8, "float32"), ModelInfo("m", "/m", 100, 100)
+    layout, model = KVLayout("model", KVSpec.uniform(1, 1, 8, "float32")), ModelInfo("m", "/m", 100, 100)
     subscriber.set_nodes(
         NodeRecord("prefill", PeerRef(f"node-{name}", name, "tcp://x", []), model, layout, 100, 0.0) for name in loads
     )

@@ -13,6 +13,7 @@ from common.base.clock import MockClock
 from common.base.errors import Unavailable
 from common.control import links
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Message, SamplingParams
+from common.kv.spec import KVSpec
 from router.nodes.node_table import NodeTable
 
 
@@ -287,7 +288,7 @@ def test_node_whose_engine_stands_still_is_lost_until_it_turns_again() -> None:
 def test_nodes_that_cannot_exchange_kv_are_told_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
     async def scene(view: View, node: StubNode) -> None:
         alike, other = (StubNode("prefill", name, automatic=False) for name in ("p0", "p1"))
-        layout = replace(other.record.layout, dtype="bfloat16")
+        layout = replace(other.record.layout, spec=KVSpec.uniform(2, 2, 16, "bfloat16"))
         try:
             view.table.update([node.record, alike.record, replace(other.record, layout=layout)])
             async with asyncio.timeout(20):

@@ -11,6 +11,7 @@ from common.base.clock import MockClock
 from common.base.errors import Overloaded, Unavailable
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, PeerRef, SamplingParams
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from router.policy import Decision, Fleet, LegDecision, Picked
 from router.requests import flow_events as f
 from router.requests.admission_queue import QueueEntry
@@ -21,7 +22,7 @@ from router.requests.router_state import RouterState
 from router.requests.story import Story
 
 ENGINE = EngineRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=8), "salt", 5)
-LAYOUT = KVLayout("f", 1, 1, 16, "float32")
+LAYOUT = KVLayout("f", KVSpec.uniform(1, 1, 16, "float32"))
 FIRST = f.Place(1, 3, frozenset())
 
 
@@ -86,7 +87,7 @@ class World:
 
     def get(self, incarnation: str) -> Any:
         record = type("Record", (), {"peer": peer(incarnation), "layout": LAYOUT})
-        return type("Known", (), {"record": record})
+        return type("Known", (), {"record": record, "kv_kind": LAYOUT.kv_kind})
 
     def not_admitted(self) -> frozenset[str]:
         return frozenset({"broken"})

@@ -22,10 +22,11 @@ from common.engine.kv_transfer import (
     Traffic,
 )
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.node.ranks.messages import RankBeat, RankBusy, RankCodec, RankOrder, RankReport
 
 KEY = AttemptKey("r", 1)
-LAYOUT = KVLayout("f", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+LAYOUT = KVLayout("f", KVSpec.uniform(1, 1, 1, "float32"))
 PEER = PeerRef("d", "d1", "tcp://d", ["zmq+tcp://d-data"])
 TRAFFIC = (Traffic(1, 0, "zmq", "the only one", 7),)
 

@@ -10,6 +10,7 @@ import pytest
 from common.config.options import UpConfig
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
 from common.kv.layout import KVLayout
+from common.kv.spec import KVSpec
 from common.tools.up.pid_file import PidFile
 from common.tools.up.plan import ChildSpec
 from common.tools.up.supervisor import Supervisor
@@ -18,7 +19,7 @@ from common.tools.up.supervisor import Supervisor
 def test_record_of_a_process_before_ours_makes_no_child_ready() -> None:
     def record(incarnation: str, started_at: float) -> NodeRecord:
         peer = PeerRef("d0", incarnation, f"tcp://{incarnation}:1", [])
-        layout = KVLayout("f" * 8, 2, 2, 16, "float32")
+        layout = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
         return NodeRecord("decode", peer, ModelInfo("m", "/m", 100, 64), layout, 10, started_at)
 
     async def main() -> None:
