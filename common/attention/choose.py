@@ -8,7 +8,7 @@ import logging
 from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, why_not
-from common.attention.gathered import GatheredAttention
+from common.attention.sdpa import SdpaAttention
 from common.kernels.library import find_flashinfer
 from common.kv.storage import GroupStorage
 
@@ -18,29 +18,29 @@ _SHORT_CONTEXT = 4096
 
 
 def choose_attention(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
-    """On a card flashinfer where it has kernels for this model, else gathered pages, which the log then says."""
+    """On a GPU flashinfer where it has kernels for this model, else PyTorch's SDPA, with a warning in the log."""
     device = kv.device
     if device.type == "cpu":
         return CpuAttention(kv, shape)
     flashinfer = find_flashinfer(device).flashinfer
     if flashinfer is None:
-        return GatheredAttention(kv, shape)
+        return SdpaAttention(kv, shape)
     reason = why_not(shape, kv.dtype)
     if reason:
         _announce(reason)
-        return GatheredAttention(kv, shape)
+        return SdpaAttention(kv, shape)
     return FlashInferAttention(kv, shape, flashinfer)
 
 
 @functools.cache
 def _announce(reason: str) -> None:
     """Once for each reason, however often memory is laid out."""
-    log.warning("attention runs on gathered pages, which is slower: %s", reason)
+    log.warning("attention uses PyTorch on gathered KV blocks, which is slower: %s", reason)
 
 
 def worth_recording(attention: AttentionBackend, max_context: int) -> bool:
     """Whether a recorded decode step is faster than one that is launched.
 
-    On gathered pages it reads the longest possible context for every row, whatever the sequences' lengths.
+    `SdpaAttention` reads the longest possible context for every row, whatever the sequences' lengths.
     """
-    return not isinstance(attention, GatheredAttention) or max_context <= _SHORT_CONTEXT
+    return not isinstance(attention, SdpaAttention) or max_context <= _SHORT_CONTEXT

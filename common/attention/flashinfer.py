@@ -255,7 +255,7 @@ class FlashInferDecode:
 
 def unrecorded_split_bytes(shape: AttentionShape, num_processors: int) -> int:
     """What any step that is not recorded needs for partial results. FA2 splits contexts only so far that all tiles of one
-    KV head are as many as its share of two thread blocks for each of the card's processors."""
+    KV head are as many as its share of two thread blocks for each of the GPU's multiprocessors."""
     tile = 128 if shape.head_dim < 256 else 64
     tiles = 2 * num_processors // shape.num_kv_heads
     return shape.num_q_heads * tiles * tile * (shape.head_dim + 1) * 4 + 2**20

@@ -1,7 +1,7 @@
-"""`pages.cu` from Python: memory of a card that other processes may map, and copies of runs. From any thread.
+"""Python interface of `pages.cu`: GPU memory that other processes may map, and copies of runs. Callable from any thread.
 
-The library is compiled by nvcc when first needed, some seconds once per user and machine, or ahead into a folder that
-then is on PYTHONPATH, as `scripts/gpu-build` does for all kernels:
+nvcc compiles the library when it is first needed (seconds, once per user and machine), or ahead of time into a folder
+that is then on PYTHONPATH, as `scripts/gpu-build` does for all kernels:
 
     python -m common.kv.cuda_pages FOLDER
 """
@@ -32,17 +32,17 @@ _ARCHITECTURES = (
     "compute_90,code=sm_90",
     "compute_90,code=compute_90",
 )
-"""From the oldest cards that CUDA 13 knows on; each also runs on later ones of its generation. The last one is for what
-came since, whose driver compiles the rest."""
+"""From the oldest GPUs that CUDA 13 supports; each also runs on later ones of its generation. The last entry is PTX for
+newer GPUs, whose driver compiles it."""
 _COMPILE_S = 300.0
 _FOLDER = "kvrelay_kernels"
 
 
-class CardMemory:
-    """Memory on a card, mapped here. It is unmapped when nobody refers to this any more, and goes when no process
-    maps it: also when the one that allocated it has died."""
+class GpuMemory:
+    """GPU memory mapped into this process. It is unmapped when nothing refers to this object any more, and freed when no
+    process maps it, even if the process that allocated it has died."""
 
-    def __init__(self, library: PagesLibrary, address: int, mapped_bytes: int, size_bytes: int, fd: int = -1) -> None:
+    def __init__(self, library: CudaLibrary, address: int, mapped_bytes: int, size_bytes: int, fd: int = -1) -> None:
         self.address = address
         self._library = library
         self._mapped_bytes = mapped_bytes
@@ -56,8 +56,8 @@ class CardMemory:
         }
 
     def tensor(self, device: torch.device) -> Tensor:
-        """[size_bytes], uint8: this memory, which stays while the tensor does."""
-        # With the very card: PyTorch would copy the memory to any other device, the processor included.
+        """[size_bytes], uint8: this memory, which lives as long as the tensor."""
+        # For any other device, the CPU included, PyTorch would copy the memory.
         seen = torch.as_tensor(self, device=torch.device("cuda", _index(device)))
         assert seen.data_ptr() == self.address, "PyTorch has copied the memory"
         return seen
@@ -72,7 +72,7 @@ class CardMemory:
             os.close(self._fd)
 
 
-class PagesLibrary:
+class CudaLibrary:
     """The compiled `pages.cu`. Raises: OSError if it cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
@@ -85,22 +85,22 @@ class PagesLibrary:
         side = [c_void_p, c_int64, c_int64, c_void_p]
         self._calls.kv_copy_runs.argtypes = [c_int, c_void_p, *side, *side, c_int64, c_int64, c_int64, c_int]
 
-    def allocate(self, device: torch.device, size_bytes: int) -> CardMemory:
-        """Memory that `CardMemory.export` can share. Raises: OSError."""
+    def allocate(self, device: torch.device, size_bytes: int) -> GpuMemory:
+        """Memory that `GpuMemory.export` can share. Raises: OSError."""
         address, mapped, fd = c_void_p(), c_size_t(), c_int()
         self._check(self._calls.kv_allocate(_index(device), size_bytes, byref(address), byref(mapped), byref(fd)))
-        return CardMemory(self, address.value or 0, mapped.value, size_bytes, fd.value)
+        return GpuMemory(self, address.value or 0, mapped.value, size_bytes, fd.value)
 
-    def open(self, device: torch.device, fd: int, size_bytes: int) -> CardMemory:
+    def open(self, device: torch.device, fd: int, size_bytes: int) -> GpuMemory:
         """Memory of another process, for `device` to read. `fd` stays the caller's. Raises: OSError."""
         address, mapped = c_void_p(), c_size_t()
         self._check(self._calls.kv_open(_index(device), fd, size_bytes, byref(address), byref(mapped)))
-        return CardMemory(self, address.value or 0, mapped.value, size_bytes)
+        return GpuMemory(self, address.value or 0, mapped.value, size_bytes)
 
     def unmap(self, address: int, mapped_bytes: int) -> None:
         """End a mapping."""
         if self._calls.kv_unmap(address, mapped_bytes):
-            log.warning("could not unmap memory of a card: %s", self._calls.kv_error().decode())
+            log.warning("could not unmap GPU memory: %s", self._calls.kv_error().decode())
 
     def copy_runs(
         self,
@@ -125,19 +125,19 @@ class PagesLibrary:
 
 
 @functools.cache
-def pages_library() -> PagesLibrary | None:
-    """The library of this process, compiled if need be; None where that is impossible, which is said once."""
+def cuda_library() -> CudaLibrary | None:
+    """The library, compiled if necessary; None where that is impossible, which is logged once."""
     try:
-        return PagesLibrary(_compiled())
-    # RuntimeError: of a user without a home.
+        return CudaLibrary(_compiled())
+    # RuntimeError: the user has no home directory.
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        log.warning("KV is copied by PyTorch and cannot be shared between processes of a card: %s", error)
+        log.warning("PyTorch copies KV, and KV cannot be shared between processes of a GPU: %s", error)
         return None
 
 
-def allocate_shareable(device: torch.device, size_bytes: int) -> CardMemory | None:
-    """Memory for KV that other processes may map; None where that is impossible, which is said."""
-    library = pages_library()
+def allocate_shareable(device: torch.device, size_bytes: int) -> GpuMemory | None:
+    """Memory for KV that other processes may map; None where that is impossible, which is logged."""
+    library = cuda_library()
     if library is None:
         return None
     try:

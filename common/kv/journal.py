@@ -1,4 +1,4 @@
-"""What a block pool has stored and removed since somebody last asked. Written by the engine's thread, read by another."""
+"""What a block pool has stored and removed since the last `take`. Written by the engine's thread, read by another."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from common.base.hashing import BlockHash
 
 
 class BlockJournal:
-    """Net changes of the names that a pool holds.
+    """Net changes of the block hashes that a pool holds.
 
-    Invariant: a hash is in at most one of both sets, so that they are never larger than what the pool held at the
-    last `take` and what it holds now, however long nobody asks.
+    Invariant: a hash is in at most one of the two sets, so they are never larger than what the pool held at the last
+    `take` plus what it holds now, however long ago that was.
     """
 
     def __init__(self) -> None:

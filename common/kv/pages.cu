@@ -147,12 +147,12 @@ extern "C" {
 // Why the last call of this thread failed.
 const char* kv_error() { return message; }
 
-// Copies planes * blocks runs of run_bytes. `grid` bounds the thread blocks, so that others find room on the card.
+// Copies planes * blocks runs of run_bytes. `grid` bounds the thread blocks, so that other kernels find room on the GPU.
 int kv_copy_runs(int device, void* stream, char* dst, int64_t dst_plane, int64_t dst_block, const int64_t* dst_ids,
                  char* src, int64_t src_plane, int64_t src_block, const int64_t* src_ids, int64_t planes,
                  int64_t blocks, int64_t run_bytes, int grid) {
     if (planes <= 0 || blocks <= 0 || run_bytes <= 0 || grid <= 0) return failed("copying KV", "nothing to copy");
-    if (check("choosing a card", cudaSetDevice(device))) return -1;
+    if (check("choosing a GPU", cudaSetDevice(device))) return -1;
     const Side to = {dst, dst_plane, dst_block, dst_ids}, from = {src, src_plane, src_block, src_ids};
     const int64_t all = reinterpret_cast<int64_t>(dst) | reinterpret_cast<int64_t>(src) | dst_plane | dst_block |
                         src_plane | src_block | run_bytes;
@@ -164,7 +164,7 @@ int kv_copy_runs(int device, void* stream, char* dst, int64_t dst_plane, int64_t
 
 // Memory of at least `bytes` on `device`: its address, its true size, and a descriptor for other processes.
 int kv_allocate(int device, size_t bytes, void** address, size_t* mapped, int* fd) {
-    if (check("choosing a card", cudaSetDevice(device)) || check("choosing a card", cudaFree(nullptr))) return -1;
+    if (check("choosing a GPU", cudaSetDevice(device)) || check("choosing a GPU", cudaFree(nullptr))) return -1;
     size_t unit = 0;
     if (granularity(device, &unit)) return -1;
     *mapped = (bytes + unit - 1) / unit * unit;
@@ -184,7 +184,7 @@ int kv_allocate(int device, size_t bytes, void** address, size_t* mapped, int* f
 
 // Maps memory that another process allocated, `bytes` as it asked for, so that `device` can read it. `fd` stays open.
 int kv_open(int device, int fd, size_t bytes, void** address, size_t* mapped) {
-    if (check("choosing a card", cudaSetDevice(device)) || check("choosing a card", cudaFree(nullptr))) return -1;
+    if (check("choosing a GPU", cudaSetDevice(device)) || check("choosing a GPU", cudaFree(nullptr))) return -1;
     size_t unit = 0;
     if (granularity(device, &unit)) return -1;
     *mapped = (bytes + unit - 1) / unit * unit;

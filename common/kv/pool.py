@@ -28,7 +28,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.journal = BlockJournal()
-        """What `match` can find, as it changes; for whoever tells others."""
+        """Changes of what `match` can find, for KV events."""
         self._refs = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
@@ -51,7 +51,7 @@ class BlockPool:
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks that hold the longest leading run of `hashes`. Takes no reference."""
-        blocks = []
+        blocks: list[int] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
             if block is None:
@@ -74,7 +74,7 @@ class BlockPool:
         """
         if count > len(self._idle):
             raise NoFreeBlocks(f"{count} blocks wanted, {len(self._idle)} free")
-        blocks = []
+        blocks: list[int] = []
         for _ in range(count):
             block, _ = self._idle.popitem(last=False)
             if self._hash_of[block] is not None:

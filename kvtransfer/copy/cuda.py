@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.kv.cuda_pages import CardMemory, pages_library
+from common.kv.cuda_pages import GpuMemory, cuda_library
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import POLL_S, Mark, Runs
 from kvtransfer.copy.host import as_tensor
@@ -43,7 +43,7 @@ class CudaDevice:
         self._storage = storage
         self._device = storage.data.device
         self._stream = torch.cuda.Stream(self._device)
-        self._library = pages_library()
+        self._library = cuda_library()
         cuda: Any = torch.cuda
         properties = cuda.get_device_properties(self._device)
         self._grid: int = _BLOCKS_PER_SM * properties.multi_processor_count
@@ -116,14 +116,14 @@ class CudaDevice:
             raise OSError("this KV memory was not allocated to be shared")
         return self._storage.shared.export()
 
-    def open(self, fd: int, size_bytes: int) -> CardMemory:
+    def open(self, fd: int, size_bytes: int) -> GpuMemory:
         """As `RelayDevice.open`."""
         if self._library is None:
             raise OSError("pages.cu is not compiled")
         return self._library.open(self._device, fd, size_bytes)
 
     def _on_gpu(self, base: Any) -> bool:
-        return isinstance(base, CardMemory) or as_tensor(base).is_cuda
+        return isinstance(base, GpuMemory) or as_tensor(base).is_cuda
 
     def _ids(self, runs: Runs) -> torch.Tensor | None:
         if runs.ids is None:
@@ -136,7 +136,7 @@ class CudaDevice:
 
 def _side(runs: Runs, ids: torch.Tensor | None) -> tuple[int, int, int, int]:
     base = runs.base
-    address = base.address if isinstance(base, CardMemory) else as_tensor(base).data_ptr()
+    address = base.address if isinstance(base, GpuMemory) else as_tensor(base).data_ptr()
     return address + runs.offset, runs.plane_bytes, runs.block_bytes, 0 if ids is None else ids.data_ptr()
 
 

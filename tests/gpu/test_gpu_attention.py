@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.choose import choose_attention
 from common.attention.flashinfer import FlashInferAttention
-from common.attention.gathered import GatheredAttention
+from common.attention.sdpa import SdpaAttention
 from common.kv.layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
@@ -32,9 +32,9 @@ def flashinfer() -> ModuleType:
     return importlib.import_module("flashinfer")
 
 
-@pytest.fixture(params=["flashinfer", "gathered"])
+@pytest.fixture(params=["flashinfer", "sdpa"])
 def make_backend(request: pytest.FixtureRequest, flashinfer: ModuleType) -> MakeBackend:
-    return partial(FlashInferAttention, flashinfer=flashinfer) if request.param == "flashinfer" else GatheredAttention
+    return partial(FlashInferAttention, flashinfer=flashinfer) if request.param == "flashinfer" else SdpaAttention
 
 
 def check(case: Case, layer: int, atol: float) -> None:
@@ -59,7 +59,7 @@ def test_attends_in_float16(make_backend: MakeBackend) -> None:
 
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
 def test_gathered_pages_in_float32_are_exact(lens: list[tuple[int, int]]) -> None:
-    check(Case(GatheredAttention, (14, 2, 16), lens, "float32", device=GPU), 1, TOLERANCE[torch.float32])
+    check(Case(SdpaAttention, (14, 2, 16), lens, "float32", device=GPU), 1, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)

@@ -18,7 +18,7 @@ from support.gpu_suite import sanitized
 
 from common.base.errors import PeerLost
 from common.control.messages import AttemptKey
-from common.kv.cuda_pages import pages_library
+from common.kv.cuda_pages import cuda_library
 from common.kv.layout import KVLayout
 from common.kv.spec import KVSpec
 from kvtransfer.copy.cuda import CudaDevice, copy_by_index
@@ -40,7 +40,7 @@ def second_halves(base: torch.Tensor, blocks: int, run_bytes: int, ids: np.ndarr
 @pytest.mark.parametrize("run_bytes", [1, 12, 16, 4096, 16384, 16400, 40000])
 def test_kernel_copies_what_pytorch_copies(run_bytes: int) -> None:
     """16-byte words, 4-byte words and bytes; runs shorter and longer than what a thread block copies at once."""
-    assert pages_library() is not None
+    assert cuda_library() is not None
     planes, blocks, rng = 6, 37, np.random.default_rng(run_bytes)
     device = CudaDevice(random_storage(KVLayout("m", KVSpec.uniform(1, 1, 16, "bfloat16")), 0, 1, 0))
     source = torch.randint(0, 256, (2 * planes * blocks * run_bytes,), dtype=torch.uint8, device="cuda")
@@ -158,9 +158,9 @@ def test_killed_receiver_gives_the_blocks_back_and_the_gpu_works_on(pair: GpuPai
 
 _OWNER = """
 import socket, sys, torch
-from common.kv.cuda_pages import pages_library
+from common.kv.cuda_pages import cuda_library
 GPU = torch.device("cuda", 0)
-memory = pages_library().allocate(GPU, 4 << 20)
+memory = cuda_library().allocate(GPU, 4 << 20)
 memory.tensor(GPU).fill_(77)
 torch.cuda.synchronize()
 with socket.socket(socket.AF_UNIX) as s:
@@ -172,7 +172,7 @@ with socket.socket(socket.AF_UNIX) as s:
 
 def test_memory_of_a_killed_process_stays_whole_for_whoever_maps_it(tmp_path: Path) -> None:
     """What the driver promises of memory that has a descriptor; of `cudaMalloc`'s it promises nothing."""
-    library, gpu = pages_library(), torch.device("cuda", 0)
+    library, gpu = cuda_library(), torch.device("cuda", 0)
     assert library is not None
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))

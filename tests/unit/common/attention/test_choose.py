@@ -18,8 +18,8 @@ from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.choose import choose_attention, worth_recording
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, split_bytes, unrecorded_split_bytes, why_not
-from common.attention.gathered import GatheredAttention
 from common.attention.pages import page_lists
+from common.attention.sdpa import SdpaAttention
 from common.kernels import library
 from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
@@ -100,9 +100,9 @@ def test_a_model_without_kernels_attends_to_gathered_pages_which_is_said_once(
         device=CARD, dtype=torch.bfloat16, stacked=torch.empty(0), scales=(), block_size=16, num_blocks=16
     )
     for _ in range(2):
-        assert isinstance(choose_attention(on_gpu, shape(head_dim=96)), GatheredAttention)
+        assert isinstance(choose_attention(on_gpu, shape(head_dim=96)), SdpaAttention)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "attention runs on gathered pages, which is slower: "
+        "attention uses PyTorch on gathered KV blocks, which is slower: "
         "flashinfer has kernels for heads of (64, 128, 256), the model's have 96"
     ]
 
@@ -125,7 +125,7 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
 def test_a_cpu_gets_its_own_attention_and_gathered_pages_are_recorded_for_short_contexts_only() -> None:
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 4)
     assert isinstance(choose_attention(storage.groups[0], shape()), CpuAttention)
-    gathered = GatheredAttention(storage.groups[0], shape())
+    gathered = SdpaAttention(storage.groups[0], shape())
     assert not worth_recording(gathered, 100_000)
     assert worth_recording(gathered, 2048)
     assert worth_recording(FlashInferAttention(storage.groups[0], shape(), fake_flashinfer), 100_000)  # pyright: ignore[reportArgumentType]

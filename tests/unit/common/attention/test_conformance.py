@@ -13,16 +13,16 @@ import torch
 from support import fake_flashinfer
 from support.attention_cases import LENS, Case, MakeBackend
 
-from common.attention import gathered
+from common.attention import sdpa
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
-from common.attention.gathered import GatheredAttention
+from common.attention.sdpa import SdpaAttention
 from common.kernels.flashinfer_kernels import HEAD_DIMS
 from common.kv.layout import blocks_for
 
 BACKENDS: dict[str, MakeBackend] = {
     "cpu": CpuAttention,
-    "gathered": GatheredAttention,
+    "sdpa": SdpaAttention,
     "flashinfer": partial(FlashInferAttention, flashinfer=fake_flashinfer),
 }
 """On a CPU, and flashinfer stood in for by plain operations; tests/gpu has the real one."""
@@ -143,17 +143,17 @@ def test_gathered_rows_that_decode_are_taken_some_at_a_time(
     rows_at_once: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lens = [(1, 40), (1, 3), (1, 300), (1, 16), (1, 17), (1, 90), (1, 1)]
-    case = make_case("gathered", (4, 2, 16), lens, "float32")
+    case = make_case("sdpa", (4, 2, 16), lens, "float32")
     seen: list[int] = []
-    gather = gathered._Pages.gather
+    gather = sdpa._Pages.gather
 
-    def watched(pages: gathered._Pages, layer: int, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def watched(pages: sdpa._Pages, layer: int, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         seen.append(len(wanted))
         return gather(pages, layer, wanted, dtype)
 
-    monkeypatch.setattr(gathered._Pages, "gather", watched)
+    monkeypatch.setattr(sdpa._Pages, "gather", watched)
     of_one = 2 * blocks_for(300) * case.block_size * 2 * 16
-    monkeypatch.setattr(gathered, "_GATHERED", int(rows_at_once * of_one))
+    monkeypatch.setattr(sdpa, "_GATHERED", int(rows_at_once * of_one))
     for backend in (case.backend, case.backend.for_graph(len(lens))):
         case.backend = backend
         for i, out in enumerate(case.run(layer=1)):

@@ -13,7 +13,7 @@ from support.oracle import TINY, make_tiny
 from support.replaying import ReplayingCapture
 
 from common.attention.cpu import CpuAttention
-from common.attention.gathered import GatheredAttention, GatheredDecode
+from common.attention.sdpa import SdpaAttention, SdpaDecode
 from common.base.errors import EngineError
 from common.control.messages import AttemptKey, SamplingParams
 from common.engine.cuda_graphs import DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
@@ -38,8 +38,8 @@ PAD = POOL
 class PlainOrStatic(CpuAttention):
     """The CPU's attention, whose captured sizes are gathered pages: memory that never moves, and tensors only."""
 
-    def for_graph(self, rows: int) -> GatheredDecode:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return GatheredAttention(self._kv, self._shape).for_graph(rows)
+    def for_graph(self, rows: int) -> SdpaDecode:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return SdpaAttention(self._kv, self._shape).for_graph(rows)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.attention.base import AttentionMetadata
 from common.attention.cpu import CpuAttention
-from common.attention.gathered import GatheredAttention
+from common.attention.sdpa import SdpaAttention
 from common.kernels.base import Kernels
 from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
@@ -91,9 +91,7 @@ def logits(path: Path, kernels: Kernels) -> Tensor:
     with torch.inference_mode():
         model = DecoderModel(Build(config, CheckpointWeights(path), precision, kernels=kernels))
     shape = model.attention_shape(layout.spec.block_size)
-    attention = (
-        CpuAttention(storage.groups[0], shape) if kernels is TORCH else GatheredAttention(storage.groups[0], shape)
-    )
+    attention = CpuAttention(storage.groups[0], shape) if kernels is TORCH else SdpaAttention(storage.groups[0], shape)
     results = []
     for lens, contexts in (([9], [9]), ([3], [12]), ([1, 2], [13, 2])):
         slots = [16 * (1 + i) + p for i, (n, c) in enumerate(zip(lens, contexts, strict=True)) for p in range(c - n, c)]

@@ -23,9 +23,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, value in (("HOME", "home"), ("PATH", "bin"), ("CUDA_HOME", "cuda")):
         (tmp_path / value).mkdir()
         monkeypatch.setenv(name, str(tmp_path / value))
-    cuda_pages.pages_library.cache_clear()
+    cuda_pages.cuda_library.cache_clear()
     yield tmp_path / "home"
-    cuda_pages.pages_library.cache_clear()
+    cuda_pages.cuda_library.cache_clear()
 
 
 def put_nvcc(home: Path, script: str) -> None:
@@ -40,7 +40,7 @@ COPY_ITSELF = 'while [ "$1" != -o ]; do shift; done; read -r line < "$0"; echo "
 def test_without_a_compiler_the_reason_is_said_once(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for _ in range(3):
-        assert cuda_pages.pages_library() is None
+        assert cuda_pages.cuda_library() is None
     assert cuda_pages.allocate_shareable(torch.device("cuda", 0), 10) is None
     [said] = caplog.records
     assert "no nvcc" in said.getMessage()
@@ -48,7 +48,7 @@ def test_without_a_compiler_the_reason_is_said_once(home: Path, caplog: pytest.L
 
 def test_what_the_compiler_says_is_said(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     put_nvcc(home, "echo this card is from 1999 >&2; exit 1")
-    assert cuda_pages.pages_library() is None
+    assert cuda_pages.cuda_library() is None
     assert "this card is from 1999" in caplog.text
     assert not [path for path in home.rglob("*") if path.is_file()]
 
@@ -62,7 +62,7 @@ def test_user_without_a_home_does_without(
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", classmethod(nowhere))
-    assert cuda_pages.pages_library() is None
+    assert cuda_pages.cuda_library() is None
     assert "home directory" in caplog.text
 
 
@@ -87,7 +87,7 @@ def test_library_that_was_carried_needs_no_compiler(
 
 
 class Memory:
-    """As `CardMemory`, in CPU memory."""
+    """As `GpuMemory`, in CPU memory."""
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.size_bytes = size_bytes

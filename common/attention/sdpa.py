@@ -1,6 +1,6 @@
-"""Paged attention by PyTorch alone, on any device: `scaled_dot_product_attention` on pages that are gathered first.
+"""Paged attention by PyTorch alone, on any device: `scaled_dot_product_attention` on KV blocks that are gathered first.
 
-What a card falls back to without flashinfer, and for dtypes and head sizes that flashinfer lacks. It computes in the
+The fallback on GPUs without flashinfer, and for dtypes and head sizes that flashinfer lacks. It computes in the
 dtype of the queries. Runs on a rank's engine thread.
 """
 
@@ -91,7 +91,7 @@ class _Pages:
         return out.mul_(v_scale).reshape(q.shape)
 
 
-class GatheredAttention:
+class SdpaAttention:
     """`AttentionBackend` for one rank's `GroupStorage` of K and V. Not thread-safe; `forward` calls belong to the latest `plan`."""
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
@@ -152,15 +152,15 @@ class GatheredAttention:
             parts.append(out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2))
         return torch.cat(parts).mul_(v_scale)
 
-    def for_graph(self, rows: int) -> GatheredDecode:
+    def for_graph(self, rows: int) -> SdpaDecode:
         """A backend over the same cache for batches of exactly `rows` decode rows, whose memory never moves.
 
         Its `forward` gathers the longest possible context for every row, so it pays for short ones only.
         """
-        return GatheredDecode(self._pages, rows, self._max_pages)
+        return SdpaDecode(self._pages, rows, self._max_pages)
 
 
-class GatheredDecode:
+class SdpaDecode:
     """`AttentionBackend` for steps of exactly `rows` decode rows, in memory that stays where it is."""
 
     def __init__(self, pages: _Pages, rows: int, max_pages: int) -> None:
@@ -181,11 +181,11 @@ class GatheredDecode:
         self._decodes.past.copy_(planned.past)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `GatheredAttention.forward`."""
+        """As `SdpaAttention.forward`."""
         self._pages.append(layer, k, v, self._slots)
         return self._pages.attend_one_row_each(layer, self._decodes, q)
 
-    def for_graph(self, rows: int) -> GatheredDecode:
+    def for_graph(self, rows: int) -> SdpaDecode:
         raise NotImplementedError("a recorded backend makes no others")
 
 
