@@ -1,7 +1,7 @@
 """A node's KV blocks by name: used ones, and cached ones that are evicted least recently used first. Pure.
 
 The semantics of `common.kv.pool.BlockPool` without block numbers: a million requests pass through here. A name counts
-as held from the moment its block is taken, a little before its KV is computed or has arrived.
+as cached from the moment its block is taken, a little before its KV is computed or has arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlockCache:
         self._cached: OrderedDict[BlockHash, None] = OrderedDict()
         self._private = 0
         self.journal: dict[BlockHash, bool] = {}
-        """Names whose state changed since it was last taken -> whether the node holds them now."""
+        """Names whose state changed since the journal was last taken -> whether the node has them now."""
 
     @property
     def room(self) -> int:
@@ -34,11 +34,11 @@ class BlockCache:
 
     @property
     def names(self) -> int:
-        """Names held."""
+        """Number of names that are here."""
         return len(self._used) + len(self._cached)
 
-    def held(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading blocks are here."""
+    def prefix_hits(self, hashes: Sequence[BlockHash]) -> int:
+        """Number of leading blocks that are here."""
         used, cached = self._used, self._cached
         count = 0
         for block in hashes:
@@ -55,7 +55,7 @@ class BlockCache:
         new = private + len(hashes) - sum(map(used.__contains__, hashes))
         if new > self.capacity - len(used) - self._private:
             return None
-        hits = self.held(hashes)
+        hits = self.prefix_hits(hashes)
         self._private += private
         journal = self.journal
         for block in hashes:
@@ -72,7 +72,7 @@ class BlockCache:
         return hits
 
     def release(self, hashes: Sequence[BlockHash], private: int = 0) -> None:
-        """Give a sequence's blocks back. The tail is evicted before the head, which more prompts share."""
+        """Release a sequence's blocks. The tail is evicted before the head, which more prompts share."""
         used, cached = self._used, self._cached
         for block in reversed(hashes):
             references = used[block] - 1
@@ -91,5 +91,5 @@ class BlockCache:
     def check_integrity(self) -> None:
         """Assert the invariant."""
         assert not self._used.keys() & self._cached.keys(), "a block is used and cached"
-        assert len(self._used) + self._private + len(self._cached) <= self.capacity, "more blocks than there are"
+        assert len(self._used) + self._private + len(self._cached) <= self.capacity, "more blocks than the capacity"
         assert self._private >= 0

@@ -31,9 +31,9 @@ class Shape:
     decode_blocks: int = 5000
     block_tokens: int = 512
     index_delay_s: float = 0.1
-    """From a block's change to the index's knowledge of it: the node's batching, the stream, the router's poll."""
+    """Time until the index knows of a block's change: the node's batching, the stream, the router's poll."""
     report_s: float = 0.5
-    """Between two load reports of a node."""
+    """Time between two load reports of a node."""
     hardware: Hardware = field(default_factory=Hardware)
 
 
@@ -63,7 +63,7 @@ class Cluster:
         router.meet(self, self.prefill, self.decode)
 
     def run(self, workload: Iterator[SimRequest]) -> Ledger:
-        """All of `workload`, whose arrivals must not go back in time; returns when the last request has ended."""
+        """Run all of `workload`, which must be ordered by arrival; returns when the last request has ended."""
         self._arrivals = workload
         self._next_arrival()
         self._events.run()
@@ -89,7 +89,7 @@ class Cluster:
         self._router.submit(request)
 
     def placed(self, request: SimRequest) -> None:
-        """The router sends it to its nodes, at once or after a while."""
+        """The router sends the request to its nodes, at once or after a wait."""
         (request.prefill_node or request.decode_node).submit(request)
 
     def refused(self, request: SimRequest, reason: str) -> None:
@@ -102,7 +102,7 @@ class Cluster:
 
     def granted(self, request: SimRequest) -> None:
         """The decode node has room: the relay is booked."""
-        missing = request.input_tokens - request.hit_tokens(self.shape.block_tokens, request.held_blocks)
+        missing = request.input_tokens - request.hit_tokens(self.shape.block_tokens, request.decode_hit_blocks)
         request.sent_bytes = float(missing * self.shape.hardware.kv_token_bytes)
         arrives_s = request.prefill_node.send_s(request, request.sent_bytes)
         self._events.at(arrives_s, self._arrived, request)
@@ -134,7 +134,7 @@ class Cluster:
     # -- what the router hears, late
 
     def changed(self, node: Node) -> None:
-        """Publish the node's blocks and report its load, when it is time."""
+        """Schedule the publishing of the node's blocks and its next load report."""
         events, name = self._events, node.node_id
         if node.cache.journal and name not in self._publishing:
             self._publishing.add(name)
@@ -148,8 +148,8 @@ class Cluster:
     def _publish(self, node: Node) -> None:
         self._publishing.discard(node.node_id)
         journal, node.cache.journal = node.cache.journal, {}
-        stored = [block for block, held in journal.items() if held]
-        removed = [block for block, held in journal.items() if not held]
+        stored = [block for block, present in journal.items() if present]
+        removed = [block for block, present in journal.items() if not present]
         self._router.blocks_changed(node.node_id, stored, removed)
 
     def _report(self, node: Node) -> None:

@@ -1,8 +1,8 @@
-"""A simulated decode node: continuous batching, KV that arrives, and prompts that it computes itself. Pure.
+"""A simulated decode node: continuous batching, arriving KV, and local prefills. Pure.
 
 Steps are not simulated one by one. While the batch stays the same its context grows by one token per sequence and step,
 so that the time of k steps is a quadratic in k; only what changes the batch is an event. Steps are a continuous
-quantity here: whoever joins does not wait for the running step's end.
+quantity here: a sequence that joins does not wait for the end of the running step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from router.simulator.request import SimRequest
 
 
 class DecodeOwner(Protocol):
-    """Whom a decode node tells what happens."""
+    """Is told what happens at a decode node."""
 
     def granted(self, request: SimRequest) -> None:
-        """There is room for a sequence that a prefill node computes; `held_blocks` are here already."""
+        """There is room for a sequence that a prefill node computes; `decode_hit_blocks` are here already."""
         ...
 
     def first_token(self, request: SimRequest) -> None:
-        """A prompt is computed that the decode node took upon itself."""
+        """A local prefill is complete."""
         ...
 
     def finished(self, request: SimRequest) -> None:
@@ -35,7 +35,7 @@ class DecodeOwner(Protocol):
         ...
 
     def changed(self, node: DecodeNode) -> None:
-        """The node's load or its blocks are not what they were."""
+        """The node's load or its blocks changed."""
         ...
 
 
@@ -48,32 +48,32 @@ class DecodeNode:
         self.node_id = node_id
         self.cache = cache
         self.busy_s = 0.0
-        """Spent on prompts of its own."""
+        """Time spent on local prefills."""
         self.prompt_tokens = 0
-        """Computed."""
+        """Prompt tokens computed."""
         self.sequences = 0
         self._events = events
         self._hardware = hardware
         self._block_tokens = block_tokens
         self._owner = owner
         self._waiting: deque[SimRequest] = deque()
-        """Offers and own prompts that found no room, in order."""
-        self._seats = 0
-        """Taken, by whoever holds blocks."""
+        """Offers and local prefills without blocks yet, in order."""
+        self._slots = 0
+        """Sequence slots in use: one per sequence that has blocks."""
         self._prompts: deque[SimRequest] = deque()
-        """Own prompts that have their blocks; the first is being computed."""
+        """Local prefills that have their blocks; the first is being computed."""
         self._batch: list[tuple[float, int, SimRequest]] = []
         """Heap of (step at which it ends, number, request)."""
         self._context = 0.0
-        """Tokens of the batch."""
+        """Context tokens of the batch."""
         self._step = 0.0
         self._generated = 0.0
-        """Tokens, as of `_as_of_s` as all of these."""
+        """Tokens generated until `_as_of_s`, as are the steps and the context."""
         self._as_of_s = 0.0
         self._prompt_ends = math.inf
         """The step at which the first of `_prompts` is computed."""
         self._chunk_s = 0.0
-        """What that prompt adds to each step."""
+        """Time that this prompt adds to each step."""
         self._version = 0
 
     def load(self) -> NodeLoad:
@@ -94,8 +94,8 @@ class DecodeNode:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no blocks, or whose KV is not complete."""
-        return len(self._waiting) + self._seats - len(self._batch)
+        """Requests without blocks, or whose KV is not complete."""
+        return len(self._waiting) + self._slots - len(self._batch)
 
     @property
     def running(self) -> int:
@@ -104,7 +104,7 @@ class DecodeNode:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of own prompts that are not computed."""
+        """Tokens of local prefills that are not computed."""
         waiting = sum(request.input_tokens for request in self._waiting if request.prefill_node is None)
         return waiting + sum(request.input_tokens for request in self._prompts)
 
@@ -120,7 +120,7 @@ class DecodeNode:
         )
 
     def submit(self, request: SimRequest) -> None:
-        """Give it blocks as soon as there is room: an offer of a prefill node, or a prompt to compute here."""
+        """Give the request blocks as soon as there is room: an offer of a prefill node, or a local prefill."""
         self._waiting.append(request)
         self._admit()
 
@@ -132,7 +132,7 @@ class DecodeNode:
         self._owner.changed(self)
 
     def drop(self, request: SimRequest) -> None:
-        """A request ended with its first token, at the prefill node."""
+        """The request ended with its first token, at the prefill node."""
         if request.granted:
             self._leave(request)
         else:
@@ -141,15 +141,15 @@ class DecodeNode:
 
     def _admit(self) -> None:
         waiting = self._waiting
-        while waiting and self._seats < self._hardware.max_num_seqs:
+        while waiting and self._slots < self._hardware.max_num_seqs:
             request = waiting[0]
             held = self.cache.take(request.hashes, request.private_blocks)
             if held is None:
                 break
             waiting.popleft()
-            self._seats += 1
+            self._slots += 1
             self.sequences += 1
-            request.held_blocks = held
+            request.decode_hit_blocks = held
             request.granted = True
             if request.prefill_node is None:
                 request.hit_blocks = held
@@ -161,7 +161,7 @@ class DecodeNode:
         self._owner.changed(self)
 
     def _begin_prompt(self) -> None:
-        """Spread the next own prompt over as many steps as it has chunks."""
+        """Spread the next local prefill over as many steps as it has chunks."""
         self._advance()
         if self._prompts:
             request, hardware = self._prompts[0], self._hardware
@@ -184,7 +184,7 @@ class DecodeNode:
         self._context += request.input_tokens + 1
 
     def _leave(self, request: SimRequest) -> None:
-        self._seats -= 1
+        self._slots -= 1
         request.granted = False
         self.cache.release(request.hashes, request.private_blocks)
 
@@ -207,7 +207,7 @@ class DecodeNode:
         self._generated += steps * size
 
     def _schedule(self) -> None:
-        """The next change by itself, if nothing comes before it."""
+        """Schedule the next change of the batch, if nothing happens before it."""
         self._version += 1
         target = min(self._batch[0][0] if self._batch else math.inf, self._prompt_ends)
         if target == math.inf:
@@ -221,7 +221,7 @@ class DecodeNode:
             return
         target = min(self._batch[0][0] if self._batch else math.inf, self._prompt_ends)
         self._advance()
-        self._step = target  # exactly, without what rounding left
+        self._step = target  # exactly, without rounding errors
         ended: list[SimRequest] = []
         while self._batch and self._batch[0][0] <= target:
             request = heapq.heappop(self._batch)[2]

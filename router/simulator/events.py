@@ -27,7 +27,7 @@ class Events:
         self.at(self.now_s + delay_s, handler, subject)
 
     def run(self) -> None:
-        """Until nothing is left."""
+        """Run until no event is left."""
         heap = self._heap
         while heap:
             self.now_s, _, handler, subject = heapq.heappop(heap)

@@ -13,25 +13,25 @@ class Hardware:
     """Coefficients of one kind of node. The defaults are of an 8B model on a GPU of the 400 TFLOP/s class."""
 
     prefill_fixed_s: float = 0.01
-    """Of every prompt: scheduling, the first step."""
+    """Per prompt: scheduling, the first step."""
     prefill_token_s: float = 40e-6
     """The linear layers, per computed token."""
     prefill_pair_s: float = 1.3e-9
     """Attention, per pair of a computed token and a token before it."""
     step_fixed_s: float = 6e-3
-    """Of every decode step: reading the weights."""
+    """Per decode step: reading the weights."""
     step_seq_s: float = 50e-6
     """Per sequence of the batch."""
     step_token_s: float = 45e-9
     """Per token of context of the batch: reading its KV."""
     chunk_tokens: int = 2048
-    """Prompt tokens of a decode node's step that carries a local prefill."""
+    """Prompt tokens per step of a decode node with a local prefill."""
     kv_token_bytes: int = 131_072
     link_bytes_s: float = 12.5e9
-    """One prefill node's way out."""
+    """Outgoing bandwidth of one prefill node."""
     link_latency_s: float = 2e-3
     layers: int = 32
-    """A relay overlaps the prefill; what is left after it is one layer's share at least."""
+    """A relay overlaps the prefill except for at least one layer's share."""
     max_num_seqs: int = 256
 
     def __post_init__(self) -> None:
@@ -39,12 +39,12 @@ class Hardware:
             if value < 0 or not math.isfinite(value):
                 raise ConfigError(f"{name} must be a number of at least 0, not {value}")
         if self.step_fixed_s <= 0 or self.link_bytes_s <= 0:
-            raise ConfigError("a step and a link take time")
+            raise ConfigError("step_fixed_s and link_bytes_s must be above 0")
         if min(self.chunk_tokens, self.layers, self.max_num_seqs) < 1:
-            raise ConfigError("a chunk has tokens, a model has layers, a node runs sequences")
+            raise ConfigError("chunk_tokens, layers and max_num_seqs must be at least 1")
 
     def prefill_s(self, tokens: int, context: int) -> float:
-        """Seconds to compute `tokens` after `context` tokens that are there already."""
+        """Seconds to compute `tokens` after `context` cached tokens."""
         pairs = tokens * (context + tokens / 2)
         return self.prefill_fixed_s + self.prefill_token_s * tokens + self.prefill_pair_s * pairs
 

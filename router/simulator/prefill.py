@@ -13,7 +13,7 @@ from router.simulator.request import SimRequest
 
 
 class PrefillOwner(Protocol):
-    """Whom a prefill node tells what happens."""
+    """Is told what happens at a prefill node."""
 
     def prefill_began(self, request: SimRequest) -> None:
         """Its blocks are taken: the decode node gets its offer."""
@@ -24,7 +24,7 @@ class PrefillOwner(Protocol):
         ...
 
     def changed(self, node: PrefillNode) -> None:
-        """The node's load or its blocks are not what they were."""
+        """The node's load or its blocks changed."""
         ...
 
 
@@ -43,9 +43,9 @@ class PrefillNode:
         self.node_id = node_id
         self.cache = cache
         self.busy_s = 0.0
-        """Spent computing: the node's work."""
+        """Time spent computing."""
         self.prompt_tokens = 0
-        """Computed."""
+        """Prompt tokens computed."""
         self.prompts = 0
         self._events = events
         self._hardware = hardware
@@ -91,14 +91,14 @@ class PrefillNode:
         self._start()
 
     def release(self, request: SimRequest) -> None:
-        """The relay of this prompt is over, or there is none: its blocks may be evicted."""
+        """The relay of this prompt is over, or none is needed: its blocks may be evicted."""
         self.cache.release(request.hashes)
         self._start()
 
     def send_s(self, request: SimRequest, size_bytes: float) -> float:
-        """Book the link for a relay whose destination is known now; when its last byte arrives.
+        """Reserve the link for a relay whose destination is known now. Returns when its last byte arrives.
 
-        It overlaps the prefill but for one layer's share.
+        The relay overlaps the prefill except for one layer's share.
         """
         hardware, now_s = self._hardware, self._events.now_s
         duration_s = hardware.transfer_s(size_bytes)

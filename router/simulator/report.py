@@ -1,4 +1,4 @@
-"""What a run says: hit rate, latencies, goodput, imbalance. Pure."""
+"""The figures of a run: hit rate, latencies, goodput, imbalance. Pure."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ class Ledger:
     blocks: int = 0
     """Prompt blocks of placed requests that reached their first token."""
     hit_blocks: int = 0
-    """Of these, blocks that the node which computed the prompt had already."""
+    """Those of them that the node which computed the prompt had cached."""
     sent_bytes: float = 0.0
     local: int = 0
-    """Requests whose prompt a decode node computed."""
+    """Local prefills."""
     output_tokens: int = 0
     ttft_s: array[float] = field(default_factory=_doubles)
     """In the order in which requests ended, as `tpot_s` and `arrival_s`."""
     tpot_s: array[float] = field(default_factory=_doubles)
     arrival_s: array[float] = field(default_factory=_doubles)
     arrived_s: float = 0.0
-    """When the last one came."""
+    """Arrival of the last request."""
     ended_s: float = 0.0
-    """When the last one that was served ended."""
+    """End of the last request that was served."""
     prefill_busy_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds each prefill node computed."""
     prefill_prompts: dict[str, int] = field(default_factory=dict[str, int])
     decode_sequences: dict[str, int] = field(default_factory=dict[str, int])
-    index_blocks: int = 0
 
     def arrived(self, request: SimRequest) -> None:
-        """A request came."""
+        """A request arrived."""
         self.arrived_count += 1
         self.arrived_s = request.arrival_s
 

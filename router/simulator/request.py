@@ -14,24 +14,24 @@ NO_KEY = AttemptKey("", 0)
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """What a trace says of a request, and what became of it. Times are seconds of virtual time, -1 while unknown."""
+    """A request of a trace, and how it was served. Times are seconds of virtual time, -1 while unknown."""
 
     number: int
     arrival_s: float
     input_tokens: int
     output_tokens: int
     hashes: Sequence[BlockHash]
-    """One name per block of the prompt, the partial last one included, as traces have it."""
+    """One name per block of the prompt, including the partial last one, as in traces."""
     session: str = ""
     private_blocks: int = 0
-    """Blocks of its answer, beyond those of the prompt."""
+    """Blocks for its answer, in addition to those of the prompt."""
     prefill_node: Any = None
     """None: the decode node computes the prompt itself."""
     decode_node: Any = None
     hit_blocks: int = 0
-    """Leading blocks that the node which computed the prompt had."""
-    held_blocks: int = 0
-    """Leading blocks that the decode node had."""
+    """Leading blocks that the node which computed the prompt had cached."""
+    decode_hit_blocks: int = 0
+    """Leading blocks that the decode node had cached."""
     granted: bool = False
     prefill_began_s: float = -1.0
     first_token_s: float = -1.0
@@ -42,7 +42,7 @@ class SimRequest:
     """Under which the router counts its legs."""
 
     def hit_tokens(self, block_tokens: int, blocks: int) -> int:
-        """Tokens of the first `blocks` blocks; of a full hit the last token is computed all the same."""
+        """Tokens of the first `blocks` blocks; after a full hit the last token is still computed."""
         return min(blocks * block_tokens, self.input_tokens - 1)
 
     @property

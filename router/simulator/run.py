@@ -27,7 +27,7 @@ class Simulation:
     requests: int | None = None
     rate_scale: float = 1.0
     rate: float = 4.0
-    """Of synthetic requests, per second, before `rate_scale`."""
+    """Synthetic requests per second, before `rate_scale`."""
     seed: int = 0
     local_prefill_tokens: int | None = None
     slo_ttft_s: float = 2.0
@@ -36,7 +36,7 @@ class Simulation:
     """None: every request goes to the nodes at once."""
 
     def workload(self) -> Iterator[SimRequest]:
-        """Its requests, by arrival."""
+        """The requests, by arrival."""
         if self.trace is not None:
             return from_trace(self.trace, requests=self.requests, rate_scale=self.rate_scale, seed=self.seed)
         options = Synthetic(
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def simulate(simulation: Simulation) -> Outcome:
-    """Run it to its end; equal simulations have equal outcomes. Raises: ConfigError."""
+    """Run a simulation to its end; equal simulations have equal outcomes. Raises: ConfigError."""
     events = Events()
     shape = simulation.shape
     settings = RouterSettings(
@@ -69,7 +69,7 @@ def simulate(simulation: Simulation) -> Outcome:
     )
     router = SimulatedRouter(settings, shape.hardware, events)
     cluster = Cluster(shape, router, events)
-    gc.freeze()  # the collector would look through millions of cached blocks again and again, and find nothing
+    gc.freeze()  # the collector would scan millions of cached blocks repeatedly and find nothing
     try:
         ledger = cluster.run(simulation.workload())
     finally:

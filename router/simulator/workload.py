@@ -61,7 +61,7 @@ def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
         hash_ids=[int(hash_id) for hash_id in data["hash_ids"]],
     )
     if line.input_tokens < 1 or not 0 <= line.arrival_s < math.inf:
-        raise ValueError("a prompt has tokens and does not come before the beginning")
+        raise ValueError("input_length must be at least 1 and timestamp at least 0")
     if len(line.hash_ids) != -(-line.input_tokens // block_tokens):
         raise ValueError(
             f"{len(line.hash_ids)} blocks of {block_tokens} tokens cannot hold {line.input_tokens} exactly"
@@ -70,7 +70,7 @@ def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
 
 
 def block_name(copy: int, hash_id: int) -> BlockHash:
-    """The name of a trace's block in one copy of it, each another one; spread as the index needs it."""
+    """The name of a trace's block in one copy of it, different in each copy; spread evenly, as the index needs it."""
     return (((copy & 0xFFFFFFFF) << 64 | hash_id) * _ODD % _NAMES).to_bytes(HASH_BYTES, "little")
 
 
@@ -79,8 +79,8 @@ def from_trace(
 ) -> Iterator[SimRequest]:
     """`requests` of them (default: the trace as it is), arriving `rate_scale` times as fast, the first at 0.
 
-    For more requests than the trace has, copies with names of their own are laid over it, each begun at another
-    moment of the trace: the rate grows with their number, the reuse within each stays.
+    For more requests than the trace has, copies with their own block names are overlaid, each starting at another moment
+    of the trace: the rate grows with their number, and the reuse within each stays.
     """
     wanted = len(lines) if requests is None else requests
     copies = -(-wanted // len(lines))
