@@ -48,7 +48,7 @@ from kvtransfer.traffic import count_bytes
 log = logging.getLogger(__name__)
 
 _MAX_EARLY = 4096
-"""Attempts whose prefill messages may be kept before the router's own message is in."""
+"""Maximum number of attempts whose prefill messages are kept until the router's message arrives."""
 
 
 class Phase(Enum):
@@ -59,8 +59,8 @@ class Phase(Enum):
     RECEIVING = "granted, slices arrive"
     ARRIVED = "KV complete, first token not yet in"
     ACTIVE = "in the scheduler"
-    WITHDRAWN = "its prefill node took its blocks back, and will say why"
-    DRAINING = "given up, slices may still be being written"
+    WITHDRAWN = "withdrawn by its prefill node, reason not yet received"
+    DRAINING = "ended, slices may still be written"
 
 
 @dataclass(eq=False)
@@ -73,19 +73,21 @@ class _Attempt(Attempt):
     first_token: int | None = None
     first_token_s: float = 0.0
     spoke: bool = False
-    """A token of it went to the router."""
+    """A token was sent to the router."""
     received_bytes: int | None = None
-    """Set once every slice is in."""
+    """Set once every slice has arrived."""
     why_due_s: float = math.inf
-    """Until when its prefill node should have said why it took its blocks back."""
+    """Deadline for its prefill node's reason for withdrawing the blocks."""
 
 
 @dataclass(eq=False)
 class _Early:
-    """Messages of a prefill node that outran the router's `DecodeRequest`."""
+    """Messages of a prefill node that arrived before the router's `DecodeRequest`."""
 
     expires_s: float
-    messages: list[tuple[Identity, Offer | PrefillDone]] = field(default_factory=list)
+    messages: list[tuple[Identity, Offer | PrefillDone]] = field(
+        default_factory=list[tuple[Identity, Offer | PrefillDone]]
+    )
 
 
 class DecodeNode(NodeCore[_Attempt]):
@@ -147,7 +149,7 @@ class DecodeNode(NodeCore[_Attempt]):
             self._refuse_early(key)
         for attempt in [a for a in self.attempts.values() if now_s > a.why_due_s]:
             self._transfers_failed += 1
-            self._fail(attempt, TransferAborted("the prefill node took its blocks back and did not say why"))
+            self._fail(attempt, TransferAborted("the prefill node withdrew its blocks without a reason"))
         super().on_time(now_s)
 
     def step(self) -> bool:
@@ -188,7 +190,7 @@ class DecodeNode(NodeCore[_Attempt]):
         self.early[message.key].messages.append((identity, message))
 
     def _refuse_early(self, key: AttemptKey) -> None:
-        error = TransferAborted("the decode node was never asked for this attempt, or has ended it")
+        error = TransferAborted("the decode node has no request for this attempt, or has ended it")
         for identity, message in self.early.pop(key).messages:
             if isinstance(message, Offer):
                 self.send_buffer.reply(identity, TransferAbort(key, error.code, error.message))
@@ -202,10 +204,12 @@ class DecodeNode(NodeCore[_Attempt]):
         try:
             expected = attempt.request.prefill
             if expected is None or offer.src.incarnation != expected.incarnation:
-                raise PeerLost(f"the offer is of {offer.src.node_id}/{offer.src.incarnation}, not of the node chosen")
+                raise PeerLost(
+                    f"the offer is from {offer.src.node_id}/{offer.src.incarnation}, not from the chosen prefill node"
+                )
             check_compatible(offer.layout, self.layout)
             if offer.num_tokens != seq.num_tokens or offer.block_hashes != hashes:
-                raise HandshakeRefused("the offered blocks are not those of this request's tokens")
+                raise HandshakeRefused("the offered block hashes do not match this request's tokens")
         except KvRelayError as error:
             self._fail(attempt, error)
             return
@@ -213,7 +217,7 @@ class DecodeNode(NodeCore[_Attempt]):
         insert_by_priority(self.deferred, attempt, lambda each: each.seq.request.priority)
 
     def _grant_deferred(self) -> None:
-        """Grant by priority, then in the order of offers, as far as there is room."""
+        """Grant deferred offers by priority, then in their order, as far as there is room."""
         self.scheduler.due = None
         while self.deferred:
             attempt = self.deferred[0]
@@ -267,9 +271,9 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _receive_failed(self, attempt: _Attempt, error: Exception) -> None:
         if attempt.phase is Phase.DRAINING:
-            return  # given up before, and the receiver knew it only after this
+            return  # ended before; the receiver learnt of it later
         if isinstance(error, TransferAborted) and attempt.phase is Phase.RECEIVING:
-            # Its attempt is over, perhaps with the whole answer. The control link, over which that comes, is slower.
+            # Its attempt is over, perhaps with the whole answer, which arrives later, over the slower control link.
             attempt.phase = Phase.WITHDRAWN
             attempt.why_due_s = self.clock() + self.early_s
             self.receiver.abort(attempt.seq.key)
@@ -322,20 +326,20 @@ class DecodeNode(NodeCore[_Attempt]):
     # ------------------------------------------------------------ endings
 
     def _prefill_gave_up(self, key: AttemptKey, code: str, message: str) -> None:
-        """The router hears of it from the prefill node; what has all its KV goes on."""
+        """The prefill node tells the router; an attempt that has all its KV continues."""
         self.early.pop(key, None)
         attempt = self.attempts.get(key)
         if attempt is not None and attempt.phase is not Phase.ACTIVE:
-            log.warning("%s: the prefill node gave up: %s: %s", key, code, message)
+            log.warning("%s: aborted by the prefill node: %s: %s", key, code, message)
             self._end(attempt)
 
     def _prefill_lost(self, attempt: _Attempt) -> None:
-        """Nothing more comes from its prefill node; what has all its KV and the first token needs nothing more."""
+        """Nothing more arrives from its prefill node; an attempt that is in the scheduler needs nothing more."""
         if attempt.phase is not Phase.ACTIVE:
             self._fail(attempt, PeerLost("the prefill node has been silent past its lease"))
 
     def _fail(self, attempt: _Attempt | None, error: KvRelayError) -> None:
-        """Tell the router, and the prefill node if it still sends; then end."""
+        """Tell the router, and the prefill node if it still sends; then end the attempt."""
         if attempt is None or attempt.phase is Phase.DRAINING:
             return
         key = attempt.seq.key
@@ -346,7 +350,7 @@ class DecodeNode(NodeCore[_Attempt]):
         self._end(attempt)
 
     def _end(self, attempt: _Attempt | None) -> None:
-        """Forget an attempt and free its blocks; those that are being written when the receiver says so."""
+        """Forget an attempt and free its blocks; blocks that are being written are freed when the receiver releases them."""
         if attempt is None or attempt.phase is Phase.DRAINING:
             return
         if attempt.phase is Phase.RECEIVING:
@@ -363,7 +367,7 @@ class DecodeNode(NodeCore[_Attempt]):
         del self.attempts[attempt.seq.key]
 
     def _measure_load(self, **own: Any) -> NodeLoad:
-        # One that has ended may still run, until its last step is done.
+        # An ended attempt may still run until its last step is done.
         incoming = len(self.attempts) - len(self.scheduler.running) - len(self.scheduler.waiting)
         counters = {"generated_tokens": self._generated_tokens, "local_prefills": self._local_prefills}
         return super()._measure_load(waiting=max(0, incoming), **counters, **own)

@@ -1,4 +1,4 @@
-"""Between the leader's scheduler and the ranks that compute.
+"""Executors run the scheduler's steps on the ranks that compute.
 
 With one rank the executor is in the leader's process and thread: no hop, a step's output comes back at once.
 With a pipeline (`common.node.ranks.links`), and where the next step is prepared while one runs (`AsyncExecutor`), a step is
@@ -58,7 +58,7 @@ class Runner(Protocol):
 
 
 class Starter(Protocol):
-    """What can start a step without waiting for its output: `LocalExecutor`, and `MultiRankExecutor` without a pipeline."""
+    """Starts a step without waiting for its output: `LocalExecutor`, and `MultiRankExecutor` without a pipeline."""
 
     def start(self, step: StepInput) -> RunningStep: ...
 
@@ -103,7 +103,7 @@ class _Counted:
 
 
 class AsyncExecutor:
-    """Starts steps on the engine's thread and never waits there: a thread of its own does, and posts what became of them."""
+    """Starts steps on the engine's thread without waiting there; a thread of its own waits and posts the outcomes."""
 
     def __init__(self, starter: Starter, post: Callable[[StepDone | StepFailed], None]) -> None:
         self._starter = starter
@@ -117,7 +117,7 @@ class AsyncExecutor:
         self._started.put((step.step_id, self._starter.start(step)))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the thread; outputs that are still to come are lost."""
+        """End the thread; later outputs are lost."""
         self._started.put(None)
         self._thread.join(timeout_s)
 
@@ -126,6 +126,6 @@ class AsyncExecutor:
             step_id, pending = started
             try:
                 event: StepDone | StepFailed = StepDone(pending.wait())
-            except Exception as error:  # whatever it is, the engine's thread decides what it means
+            except Exception as error:  # whatever it is, the engine's thread handles it
                 event = StepFailed(step_id, error)
             self._post(event)

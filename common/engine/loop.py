@@ -1,4 +1,4 @@
-"""The engine's thread: takes events, steps while there is work, posts what is to be sent.
+"""The engine's thread: handles events, runs steps while there is work, hands messages over.
 
 A node's core (`prefill_node.node`, `decode_node.node`) is a plain object that lives on this thread only.
 Everything reaches it through `EngineLoop.post`; everything leaves through its send buffer.
@@ -19,14 +19,14 @@ from common.base.clock import Clock, monotonic
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.05
-"""How long an idle loop sleeps at most before it looks at its deadlines again."""
+"""Longest sleep of an idle loop before it checks deadlines again."""
 
 
 class EngineCore(Protocol):
-    """What the loop drives."""
+    """The part of a node's core that the loop uses."""
 
     def handle(self, event: Any) -> None:
-        """Take one event. Must not raise for anything that came from outside."""
+        """Handle one event. Must not raise for anything that came from outside."""
         ...
 
     def step(self) -> bool:
@@ -34,7 +34,7 @@ class EngineCore(Protocol):
         ...
 
     def on_time(self, now_s: float) -> None:
-        """Look at deadlines."""
+        """Check deadlines."""
         ...
 
 
@@ -63,14 +63,14 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopping = False
         self.last_round_s = clock()
-        """When the loop last came round: what `/health` and `Pong` judge it by, beside steps in flight that do not end."""
+        """Start of the loop's latest round, from which `/health` and `Pong` judge it, as well as from steps that do not end."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def post(self, event: Any) -> None:
-        """Hand one event to the core. Any thread."""
+        """Pass one event to the core. Any thread."""
         self._inbox.put(event)
 
     def ask(self, question: Callable[[], Any]) -> Future[Any]:
@@ -81,7 +81,7 @@ class EngineLoop:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(question())
-                except Exception as error:  # the asker's bug is not the engine's
+                except Exception as error:  # a bug of the caller must not end the engine
                     answer.set_exception(error)
 
         self._inbox.put(_Question(put))

@@ -1,6 +1,6 @@
-"""What the core of both roles has in common: attempts taken in, steps begun and entered, deadlines, load. Engine thread.
+"""The part of a node's core that both roles share: accepting attempts, running steps, deadlines, load. Engine thread.
 
-A role says what being admitted, a token, a failure and an end mean for its attempts.
+A role adds what admission, tokens, a failure and an end mean for its attempts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Attempt:
-    """What a node knows of every attempt."""
+    """State of an attempt that both roles keep."""
 
     identity: Identity
-    """The router that asked."""
+    """The router that sent the request."""
     seq: Sequence
     deadline_s: float
 
@@ -49,7 +49,7 @@ AttemptT = TypeVar("AttemptT", bound=Attempt)
 
 
 def token_chunk(done: Progress, stats: AttemptStats | None) -> TokenChunk:
-    """The message that takes a step's new tokens to the router."""
+    """The message with a step's new tokens for the router."""
     seq, tokens = done.seq, done.tokens
     logprobs = [token.logprobs for token in tokens if token.logprobs is not None] or None
     token_ids = [token.token_id for token in tokens]
@@ -74,7 +74,7 @@ class CoreParts:
 
 
 class NodeCore(ABC, Generic[AttemptT]):
-    """All attempts of one node. Invariants: every step begun is entered as done or failed once; when `attempts` is
+    """All attempts of one node. Invariants: every started step ends once, as done or failed; when `attempts` is
     empty, no block is used.
     """
 
@@ -91,7 +91,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks)
         self._plans: dict[int, Plan] = {}
-        """Steps in flight."""
+        """Plans of the steps in flight, by step id."""
         self._timer = StepTimer(depth=parts.scheduler.config.depth)
         self._prompt_tokens = 0
         self._relayed_bytes = 0
@@ -102,47 +102,47 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     @abstractmethod
     def _tokens(self, attempt: AttemptT, done: Progress) -> None:
-        """A step drew its next tokens: `done.tokens`, one or more."""
+        """A step sampled its next tokens, `done.tokens`, one or more."""
 
     @abstractmethod
     def _fail(self, attempt: AttemptT | None, error: KvRelayError) -> None:
-        """Tell those who have to do with it, then end it. None, and one that has ended: nothing."""
+        """Report the failure to the router and the other node, then end the attempt. Ignored for None or an ended attempt."""
 
     @abstractmethod
     def _end(self, attempt: AttemptT | None) -> None:
-        """Nobody wants it any more: free what it holds, now or when its transfer lets go. None, or again: nothing."""
+        """Free what the attempt holds, now or when its transfer releases it. Ignored for None or an ended attempt."""
 
     @abstractmethod
     def _describe(self, attempt: AttemptT) -> dict[str, Any]:
-        """For operators: its state, and how far it is."""
+        """For operators: its state and progress."""
 
     def _admitted(self, attempt: AttemptT) -> None:
-        """It has its blocks, and is in the step that begins now."""
+        """Its blocks are allocated and it is part of the step that starts now."""
 
     # ------------------------------------------------------------ events and time
 
     def handle(self, event: object) -> None:
-        """Take one event; a role takes its own first."""
+        """Handle one event; a role handles its own events first."""
         match event:
             case StepDone(output):
                 self._step_done(output)
             case StepFailed(step_id, error):
                 self._step_failed(step_id, error)
             case ClientLost(identity):
-                # It may only have been held up: then it must hear that its attempts are over.
+                # The router may only have been slow: then it must learn that its attempts are over.
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
                     self._fail(attempt, Unavailable("the router was silent past its lease"))
             case _:
-                log.warning("a %s does not take %s", type(self).__name__, event)
+                log.warning("%s ignores an unexpected event: %s", type(self).__name__, event)
 
     def on_time(self, now_s: float) -> None:
-        """End what is past its deadline; measure the load."""
+        """End attempts that are past their deadline; measure the load."""
         for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
             self._end(attempt)
         self.load = self._measure_load()
 
     def describe_attempts(self) -> list[dict[str, Any]]:
-        """For operators: every attempt, where it stands and how old it is."""
+        """For operators: every attempt with its state and age."""
         now_s = self.clock()
         return [
             {"attempt": str(key), "age_s": round(now_s - attempt.seq.arrival_s, 3), **self._describe(attempt)}
@@ -150,9 +150,9 @@ class NodeCore(ABC, Generic[AttemptT]):
         ]
 
     def _take(self, identity: Identity, request: PrefillRequest | DecodeRequest) -> Sequence | None:
-        """The sequence of a new request; None if it cannot be served, which its router is told."""
+        """The sequence of a new request; None, after reporting the reason to the router, if it cannot be served."""
         if request.key in self.attempts:
-            log.warning("%s came twice, the first one goes on", request.key)
+            log.warning("%s was received twice; the first one continues", request.key)
             return None
         try:
             return self._sequence(request)
@@ -167,7 +167,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         attempts.
         """
         if len(self.attempts) >= self.max_accepted:
-            raise Overloaded(f"this node has accepted {len(self.attempts)} requests, its bound")
+            raise Overloaded(f"this node already has {len(self.attempts)} requests, its maximum")
         request, token_ids = message.request, message.token_ids
         if not request.prompt_ids:
             raise BadRequest("the prompt has no tokens")
@@ -189,7 +189,7 @@ class NodeCore(ABC, Generic[AttemptT]):
     # ------------------------------------------------------------ steps
 
     def step(self) -> bool:
-        """Begin a step if there is work. Returns whether there was."""
+        """Start a step if there is work. Returns whether there was."""
         plan = self.scheduler.schedule()
         if plan is None:
             return False
@@ -198,7 +198,7 @@ class NodeCore(ABC, Generic[AttemptT]):
             if seq.first_step_s is None:
                 seq.first_step_s = self.clock()
             self._admitted(self.attempts[seq.key])
-        self.send_buffer.flush()  # offers and grants must not wait for the step: an answer can be back before it is done
+        self.send_buffer.flush()  # send offers and grants before the step: an answer may arrive before it is done
         self._plans[step_id] = plan
         self._timer.begin(step_id, self.clock())
         try:
@@ -224,7 +224,7 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     def _step_failed(self, step_id: int, error: Exception) -> None:
         if isinstance(error, RankLost):
-            raise error  # the engine loop ends, and the node with it: its ranks share fate
+            raise error  # ends the engine loop and the node: ranks share fate
         log.error("step %d failed", step_id, exc_info=error)
         self._timer.drop(step_id)
         plan = self._plans.pop(step_id)
@@ -233,10 +233,10 @@ class NodeCore(ABC, Generic[AttemptT]):
             self._fail(self.attempts.get(seq.key), EngineError(f"the step failed: {error}"))
 
     def _measure_load(self, *, waiting: int = 0, **own: Any) -> NodeLoad:
-        """As of now. `waiting`: attempts that are not in the scheduler yet; `own`: the fields that only a role knows."""
+        """The present load. `waiting`: attempts that are not in the scheduler yet; `own`: fields that only a role knows."""
         scheduler = self.scheduler
         unstarted = sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting)
-        # One that generates lacks one token's KV for ever.
+        # A generating sequence always lacks the KV of its last token.
         begun = sum(lacking for seq in scheduler.running.values() if (lacking := seq.num_uncomputed) > 1)
         return NodeLoad(
             running=len(scheduler.running),

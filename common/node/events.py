@@ -1,4 +1,4 @@
-"""What passes between a node's engine thread and its sockets."""
+"""Events and messages between a node's engine thread and its sockets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.control.links import Identity
 from common.control.messages import Message, PeerRef, TokenBatch, TokenChunk
 
-# Events that the server posts to the engine loop, beside those of the transfer threads.
+# Events that the server posts to the engine loop. Transfer threads post those of `common.engine.kv_transfer`.
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class FromPeer:
 
 @dataclass(frozen=True)
 class ClientLost:
-    """A router's lease ended, or it cannot be reached: nobody wants its requests any more."""
+    """A router's lease ended, or it cannot be reached: its requests are no longer wanted."""
 
     identity: Identity
 
 
 @dataclass(frozen=True)
 class PeerGone:
-    """The link to this incarnation broke for good."""
+    """The link to this incarnation is lost."""
 
     incarnation: str
     reason: str
@@ -52,7 +52,7 @@ class ToClient:
 
 @dataclass(frozen=True)
 class ToPeer:
-    """Send on the link to this peer, opened at need."""
+    """Send on the link to this peer, which is opened if there is none."""
 
     peer: PeerRef
     message: Message
@@ -62,10 +62,10 @@ OutgoingMessage = ToClient | ToPeer
 
 
 class SendBuffer:
-    """Collects what one round of the engine wants sent; `flush` hands it over in one piece.
+    """Collects the messages of one round of the engine loop; `flush` hands them over together.
 
-    Token chunks for the same router travel as one batch, at the end of the round or before its next other message: what
-    one router gets keeps its order. An answer's end must not come behind the failure of what is left of its attempt.
+    Token chunks for one router travel as one batch, at the end of the round or before its next message of another kind, so
+    that each router gets its messages in order: the end of an answer must not arrive after a failure of its attempt.
     """
 
     def __init__(self, deliver: Callable[[list[OutgoingMessage]], None]) -> None:

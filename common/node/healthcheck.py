@@ -70,7 +70,7 @@ def http_complaint(url: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code; what is wrong goes to standard output, where container engines keep it."""
+    """The exit code; the reason of a failure goes to standard output, which container engines keep."""
     if len(arguments) != 1 or arguments[0].partition("://")[0] not in ("tcp", "http", "https"):
         print("usage: python -m common.node.healthcheck tcp://HOST:PORT|http://HOST:PORT/health")
         return 2

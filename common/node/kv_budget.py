@@ -1,8 +1,8 @@
-"""How many KV blocks fit on a card: what the operator allows, less all else that this rank takes.
+"""Number of KV blocks that fit on a GPU: the memory that the operator allows, minus all else that this rank needs.
 
-`kv_blocks_on_gpu` is pure arithmetic on measured sizes; `common.node.profile_run` measures them. A fraction counts the
-card's whole memory, whoever else uses it: two nodes on one card fit with fractions that sum to less than one. What
-others hold is looked at only to refuse at once what could not be allocated now.
+`kv_blocks_on_gpu` is pure arithmetic on measured sizes; `common.node.profile_run` measures them. The utilization is a
+fraction of the GPU's whole memory, whatever other processes use: two nodes fit on one GPU if their fractions sum to less
+than one. Memory of other processes matters only for refusing at once what cannot be allocated now.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ CONTEXT_BYTES = 640 * 2**20
 """Outside PyTorch's view: the CUDA context and loaded kernels. An estimate, because what the driver reports as used
 holds what other processes allocate at the same time."""
 GRAPH_BYTES = 24 * 2**20
-"""Of one recorded step, beside its tensors: the driver's own copy of every launch. An estimate."""
+"""Per captured graph, beside its tensors: the driver's own copy of every kernel launch. An estimate."""
 _FEWEST_BLOCKS = 2
 
 
 @dataclass(frozen=True)
 class GpuMemoryUse:
-    """One rank's card after a profile run, all in bytes."""
+    """Memory of one rank's GPU after a profile run, in bytes."""
 
     total: int
     free: int
@@ -31,28 +31,28 @@ class GpuMemoryUse:
     activations: int
     """The most that a step takes beside weights and KV, attention's workspace and sampling included."""
     graphs: int
-    """What recorded decode steps hold for good; 0 without them."""
+    """Permanent memory of captured decode graphs; 0 without them."""
     staging: int = 0
-    """What relays may hold; 0 where they copy from KV to KV or through host memory."""
+    """Maximum for relays; 0 if they copy from KV to KV or through host memory."""
 
     @property
     def rest(self) -> int:
-        """What this rank takes beside its KV cache."""
+        """All memory of this rank beside its KV cache."""
         return self.weights + self.activations + self.graphs + self.staging + CONTEXT_BYTES
 
 
 @dataclass(frozen=True)
 class KvMemoryRequest:
-    """What the operator asked for; `blocks` wins over `memory_bytes`, and that over `utilization`."""
+    """The operator's options; `blocks` wins over `memory_bytes`, and that over `utilization`."""
 
     utilization: float
-    """Part of the card's memory for all of this rank."""
+    """Fraction of the GPU's memory for all of this rank."""
     memory_bytes: int | None = None
     blocks: int | None = None
 
 
 def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int, spare_blocks: int) -> int:
-    """KV blocks for the pool, beside `spare_blocks` that no sequence gets.
+    """Number of KV blocks for the pool, in addition to `spare_blocks` that no sequence gets.
 
     Raises: ConfigError in one sentence, with the sizes, if nothing is left for KV or if it is not free now.
     """
@@ -72,21 +72,21 @@ def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int,
     coming = kv_bytes + use.activations + use.graphs + use.staging
     if coming > use.free:
         raise ConfigError(
-            f"this node needs {_gb(coming)} more of the card for KV ({_gb(kv_bytes)}), activations, recorded steps and "
+            f"this node needs {_gb(coming)} more GPU memory for KV ({_gb(kv_bytes)}), activations, captured graphs and "
             f"staging, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and what other processes hold: "
-            "lower --gpu-memory-utilization here, or that of the other nodes on this card"
+            "lower --gpu-memory-utilization here, or that of the other nodes on this GPU"
         )
     return blocks
 
 
 def staging_bytes(kv_transport: str) -> int:
-    """What a rank's relays may hold on its card: only NCCL moves KV through buffers there."""
+    """Most GPU memory that a rank's relays may hold: only NCCL moves KV through buffers there."""
     return STAGING_BYTES if kv_transport in ("auto", "collective") else 0
 
 
 def _parts(use: GpuMemoryUse) -> str:
     return (
-        f"weights {_gb(use.weights)}, activations {_gb(use.activations)}, recorded steps {_gb(use.graphs)}, "
+        f"weights {_gb(use.weights)}, activations {_gb(use.activations)}, captured graphs {_gb(use.graphs)}, "
         f"staging of relays {_gb(use.staging)} and the CUDA context {_gb(CONTEXT_BYTES)}"
     )
 

@@ -1,4 +1,4 @@
-"""From a node's configuration to a loaded model, its KV memory and its scheduler: the same for both roles and all ranks."""
+"""A node's plan, which follows from its configuration before any weight is read, and what is made from it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def node_id_for(role: Role, config: NodeConfig) -> str:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What a node will be, before any weight is read; equal on all of its ranks."""
+    """Model, layout and device of a node, before any weight is read; equal on all of its ranks."""
 
     path: Path
     model_config: ModelConfig
     layout: KVLayout
     model: ModelInfo
     dtype: str
-    """Of weights and activations; that of the KV cache is the layout's."""
+    """Data type of weights and activations; that of the KV cache is in the layout."""
     device: DeviceKind
 
     @property
@@ -55,9 +55,9 @@ class NodePlan:
 
 
 def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> NodePlan:
-    """Read the model's config and settle device, dtype, context and layout.
+    """Read the model's config and choose device, dtype, context and layout.
 
-    Raises: ConfigError in one sentence for a model, a layout or a device that cannot be.
+    Raises: ConfigError in one sentence for an impossible model, layout or device.
     """
     path = resolve_model(config.model)
     model_config = load_model_config(path)
@@ -105,12 +105,12 @@ def _parse_layers(text: str) -> tuple[int, ...]:
 
 
 def peak_memory_bytes() -> int:
-    """Of this process, so far."""
+    """Peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Memory that a process of this machine has now; None where that cannot be known."""
+    """Resident memory of a process of this machine; None if that cannot be known."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
@@ -118,7 +118,7 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
-    """`plan` with a context that `num_blocks` can hold: no request that the node lets in can be too long for it.
+    """`plan` with its context limited to what `num_blocks` can hold, so that no accepted request is too long for the node.
 
     Raises: ConfigError if the operator asked for a longer one.
     """
@@ -131,13 +131,13 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
             "this node has room for: give it more --kv-memory-gb, or ask for less"
         )
     log.warning(
-        "the model's context of %d tokens is cut to the %d that KV memory holds", plan.model.max_model_len, longest
+        "the model's context of %d tokens is reduced to %d, which KV memory can hold", plan.model.max_model_len, longest
     )
     return replace(plan, model=replace(plan.model, max_model_len=longest))
 
 
 def make_record(role: Role, me: PeerRef, config: NodeConfig, plan: NodePlan, num_blocks: int) -> NodeRecord:
-    """What the node says about itself in the membership."""
+    """The node's registration in the membership."""
     return NodeRecord(role, me, plan.model, plan.layout, num_blocks, time.time(), max_num_seqs=config.max_num_seqs)
 
 
@@ -176,4 +176,4 @@ WARM_UP = StepInput(
     num_decodes=1,
     samples=[SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)],
 )
-"""One row through every layer: the first touch of weights and memory is not some client's to wait for."""
+"""One row through every layer, so that no client waits for the first access to weights and memory."""

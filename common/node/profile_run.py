@@ -1,4 +1,4 @@
-"""What the largest steps take of a card's memory, found by running them once before the KV cache is laid out.
+"""Memory of the largest steps on a GPU, measured by running them once before the KV cache is allocated.
 
 Runs on the thread that loads the model, on all ranks of a node at the same time.
 """
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 _DEAREST = SamplingParams(
     seed=0, max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=1.0, logprobs=20
 )
-"""Sampling that needs everything that a sampler may hold: logits that are changed, thresholds of every kind."""
+"""Sampling parameters with the largest memory: changed logits and every kind of threshold."""
 _SEEN = SeenTokens(array("i", [0]).tobytes(), array("i", [1]).tobytes())
 _CHEAPEST = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
-"""One row of it makes a sampler copy all the others."""
+"""One such row makes a sampler copy all other rows."""
 
 
 class MemoryMeter(Protocol):
@@ -51,12 +51,12 @@ class MemoryMeter(Protocol):
         ...
 
     def card(self) -> tuple[int, int]:
-        """(free, total) bytes of the card, once this process holds nothing that it does not use."""
+        """(free, total) bytes of the GPU, after this process has released all memory that it does not use."""
         ...
 
 
 class CudaMeter:
-    """PyTorch's and the driver's account of one card."""
+    """Memory of one GPU as PyTorch and the driver report it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,7 +74,7 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated(self._device)
 
     def card(self) -> tuple[int, int]:
-        gc.collect()  # what refers to itself would keep the profile's KV memory
+        gc.collect()  # reference cycles would keep the profile's KV memory
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)
@@ -85,7 +85,7 @@ class Largest:
     """Bounds of a node's steps."""
 
     rows: int
-    """Of one step, of prompts and answers together."""
+    """Rows of one step, of prompts and answers together."""
     context: int
     """Tokens of the longest sequence."""
     num_seqs: int
@@ -97,9 +97,9 @@ class Largest:
 
 
 def largest_steps(largest: Largest) -> list[StepInput]:
-    """One prompt chunk as long as can be, and as many sequences as can be with rows for all; every one samples.
+    """The longest prompt chunk, and the most sequences that fit a step with all its rows; every sequence samples.
 
-    Sequences share their blocks: what is computed means nothing.
+    Sequences share their blocks, so the results are meaningless.
     """
     one = min(largest.rows, largest.context)
     num_seqs = min(largest.num_seqs, largest.rows)
@@ -108,7 +108,7 @@ def largest_steps(largest: Largest) -> list[StepInput]:
 
 
 def decode_step(largest: Largest, num_seqs: int) -> StepInput:
-    """One row each of `num_seqs` sequences."""
+    """A step with one row of each of `num_seqs` sequences."""
     return _step([1] * num_seqs, largest, num_decodes=num_seqs)
 
 
@@ -140,17 +140,17 @@ def profile_run(
     *,
     graphs_kept: bool,
 ) -> GpuMemoryUse:
-    """Run the largest steps on a small KV memory that is gone afterwards.
+    """Run the largest steps on a small KV memory that is freed afterwards.
 
-    `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps to be recorded later with such
-    attention, for whose static memory there must be room; empty for none. `graphs_kept`: so must there for recordings.
+    `make_storage(blocks)` allocates it. `graph_sizes`: batch sizes of the decode steps to be captured later with such
+    attention, whose static memory is included; empty for none. `graphs_kept`: the graphs' own memory is included too.
     """
     weights = meter.used()
     storage = make_storage(largest.blocks)
     kv_bytes = meter.used() - weights
     meter.start()
     runner, attention = make_runner(storage)
-    # The single row needs no memory: kernels of its own, which are loaded, if not compiled for minutes, at first use.
+    # The single row needs no memory, but kernels of its own, which are loaded (or compiled for minutes) at first use.
     for step in (*largest_steps(largest), decode_step(largest, 1)):
         runner.execute(step)
     activations = meter.peak() - weights - kv_bytes
@@ -168,8 +168,8 @@ def _graph_bytes(
     sizes: list[int],
     kept: bool,
 ) -> int:
-    """Attention's static memory, part of which all sizes share. Of recordings that are kept also the pool that all
-    share, and what the driver keeps of each."""
+    """Attention's static memory, part of which all sizes share. For kept graphs also the memory pool that they share, and
+    the driver's memory for each."""
     if not sizes:
         return 0
     before = meter.used()

@@ -1,7 +1,7 @@
-"""The process around a node's core: control socket, links to peers, leases of routers, registration.
+"""The server around a node's core: control socket, links to peers, leases of routers, registration.
 
-Everything here runs on the process's asyncio loop; the core runs on the engine's thread. Between them:
-`EngineLoop.post` one way, `deliver` the other.
+Everything here runs on the process's asyncio loop; the core runs on the engine's thread. `EngineLoop.post` passes events to
+the core, `SendBuffer` passes its messages back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_NAME_CHARS = 64
 
 
 class ServedCore(EngineCore, Protocol):
-    """What the server needs of a node's core beside what the loop needs."""
+    """The part of a node's core that the server uses, in addition to what the engine loop uses."""
 
     @property
     def load(self) -> NodeLoad: ...
@@ -47,7 +47,7 @@ class ServedCore(EngineCore, Protocol):
 
 
 class NodeServer:
-    """One node's sockets and leases. Use: make, `bind`, build the core around `send_buffer` and `me`, `run`."""
+    """One node's sockets and leases. Use: `bind`, build the core with `send_buffer` and `me`, then `run` it."""
 
     def __init__(self, config: NodeConfig, node_id: str) -> None:
         self.config = config
@@ -58,7 +58,7 @@ class NodeServer:
         self._core: ServedCore | None = None
         self._leases: dict[Identity, float] = {}
         self._holders: dict[Identity, str] = {}
-        """What those who hold a lease call themselves."""
+        """Names that the lease holders give themselves."""
         self._links: dict[str, Link] = {}
         self.drain = Drain(config.lease_s)
         self._admin: AdminServer | None = None
@@ -67,7 +67,7 @@ class NodeServer:
         self._crash: BaseException | None = None
 
     async def bind(self) -> None:
-        """Take the control port and see that Redis answers, before the long part of start-up.
+        """Bind the control port and check that Redis answers, before the long part of start-up.
 
         Raises: ConfigError.
         """
@@ -77,21 +77,21 @@ class NodeServer:
         self._admin, self._admin_address = open_admin(self.config)
 
     def post(self, event: Any) -> None:
-        """Hand an event to the core; for the callbacks of transfer threads."""
+        """Pass an event to the core. Any thread."""
         if self._engine is not None:
             self._engine.post(event)
 
     @property
     def leases(self) -> list[Identity]:
-        """Who holds a lease here: routers, and on a decode node prefill nodes."""
+        """Holders of a lease here: routers and, on a decode node, prefill nodes."""
         return list(self._leases)
 
     def describe_leases(self) -> list[dict[str, Any]]:
-        """For operators: who they are, when their leases end, and whether they know that this node drains."""
+        """For operators: the lease holders, when their leases end, and whether they know that this node drains."""
         now_s = monotonic()
         return [
             {
-                "holder": self._holders.get(identity, "unknown: it has not pinged"),
+                "holder": self._holders.get(identity, "unknown: no ping received"),
                 "ends_in_s": round(until_s - now_s, 2),
                 "knows_of_drain": self.drain.told(identity),
             }
@@ -100,19 +100,19 @@ class NodeServer:
 
     @property
     def registered(self) -> bool:
-        """Redis answered when the registration was last renewed."""
+        """Whether Redis answered the latest renewal of the registration."""
         return self._registrar is not None and self._registrar.reachable
 
     @property
     def load(self) -> NodeLoad:
-        """As of now; all zero before `run`."""
+        """The present load; all zero before `run`."""
         if self._core is None or self._engine is None:
             return NodeLoad()
         load, age_s = self._core.load, monotonic() - self._engine.last_round_s
         return replace(load, step_age_s=max(age_s, load.step_age_s), draining=self.drain.active)
 
     def ask_attempts(self) -> Future[list[dict[str, Any]]]:
-        """What `describe_attempts` says, between two steps. Only while `run` runs."""
+        """`describe_attempts` of the core, called between two steps. Only while `run` runs."""
         assert self._engine is not None
         assert self._core is not None
         return self._engine.ask(self._core.describe_attempts)
@@ -125,8 +125,8 @@ class NodeServer:
         on_ready: Callable[[], None],
         describe: Describe = dict,
     ) -> None:
-        """Serve until cancelled; then end in order. `journal` is that of the core's block pool; `describe` adds to the
-        status that the admin port tells.
+        """Serve until cancelled, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to the
+        status at the admin port.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
         """
@@ -140,7 +140,7 @@ class NodeServer:
         self._registrar = registrar
         if self._admin is not None:
             self._admin.start(NodeAdmin(self, record, describe).routes())
-        tasks = [
+        tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(registrar.run()),
             asyncio.create_task(publisher.run()),
             asyncio.create_task(self._housekeeping()),
@@ -177,17 +177,20 @@ class NodeServer:
                 self.drain.pinged(identity)
             self._reply(identity, Pong(self.me.node_id, self.me.incarnation, self.load))
         elif self._engine is not None:
-            # A message may outlive the connection's lease (a cut link delivers it late): nothing begins without one.
+            # A cut link may deliver a message after its sender's lease has ended: every attempt must have a lease.
             self._leases.setdefault(identity, monotonic() + self.config.lease_s)
             self._engine.post(FromClient(identity, message))
 
     async def _housekeeping(self) -> None:
-        """End the leases of silent routers and peers, renew ours."""
+        """End the leases of silent routers and peers, renew our own."""
         while True:
             await asyncio.sleep(self.config.lease_s / 6)
             now_s = monotonic()
             for identity in [i for i, until_s in self._leases.items() if now_s > until_s]:
-                log.warning("a router or prefill node has been silent past its lease; what it began here is given up")
+                log.warning(
+                    "%s was silent past its lease; its attempts are aborted",
+                    self._holders.get(identity, "a router or node"),
+                )
                 self._client_lost(identity)
             for link in self._links.values():
                 self._ping_peer(link)
@@ -199,7 +202,7 @@ class NodeServer:
         self.post(ClientLost(identity))
 
     def on_crash(self, error: BaseException) -> None:
-        """The node cannot go on: `run` ends with the first such error. Any thread."""
+        """End the node: `run` raises the first such error. Any thread."""
         if self._crash is None:
             log.error("the node ends: %s", error)
             self._crash = error
@@ -217,7 +220,7 @@ class NodeServer:
                     self._reply(outgoing.identity, outgoing.message)
                 else:
                     self._send_to_peer(outgoing.peer, outgoing.message)
-            except Exception:  # one message's bug must not cost the others of the round
+            except Exception:  # a bug in one message must not lose the others of the round
                 log.exception("could not send %s", outgoing)
 
     def _reply(self, identity: Identity, message: Message) -> None:
@@ -247,8 +250,8 @@ class NodeServer:
             self._peer_gone(peer.incarnation, error.message)
 
     def _ping_peer(self, link: Link) -> None:
-        """Our lease at that peer: what it waits for from us, it waits for no longer than that lease."""
-        with contextlib.suppress(Unavailable):  # the next message meets the same
+        """Renew our lease at that peer, which waits for us no longer than that lease."""
+        with contextlib.suppress(Unavailable):  # the next message fails too, and is handled
             link.send(Ping(self.me.node_id, self.config.lease_s))
 
     def _on_peer_message(self, incarnation: str, message: Message) -> None:
@@ -256,7 +259,7 @@ class NodeServer:
             self.post(FromPeer(incarnation, message))
 
     def _link_lost(self, peer: PeerRef, reason: str) -> None:
-        """Its attempts fail; those given up in the very turn that filled the link have already ended here."""
+        """Fail the peer's attempts. Aborts that the full link refused are sent again, because their attempts are over here."""
         refused = self._links[peer.incarnation].refused
         self._peer_gone(peer.incarnation, reason)
         for message in refused:

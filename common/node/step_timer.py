@@ -1,4 +1,4 @@
-"""How long an engine's steps take, for routers to estimate with. Engine thread."""
+"""Durations of an engine's steps, for the estimates of routers. Engine thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepTimer:
     _last_end_s: float = 0.0
 
     def begin(self, step_id: int, now_s: float) -> None:
-        """A step is handed to the ranks."""
+        """A step is sent to the ranks."""
         self._started[step_id] = now_s
 
     def end(self, step_id: int, now_s: float, *, decodes: bool, prompts: bool) -> None:
@@ -43,5 +43,5 @@ class StepTimer:
         return now_s - max(min(self._started.values()), self._last_end_s) if self._started else 0.0
 
     def drop(self, step_id: int) -> None:
-        """It failed."""
+        """The step failed."""
         self._started.pop(step_id, None)

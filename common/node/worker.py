@@ -1,6 +1,6 @@
 """One rank with its model loaded: the device it is on, how many KV blocks fit there, its KV memory and its runner.
 
-Runs on the thread that starts the rank. On a card blocks are counted after a profile run (`common.node.profile_run`,
+Runs on the thread that starts the rank. On a GPU blocks are counted after a profile run (`common.node.profile_run`,
 `common.node.kv_budget`), and a decode node captures its decode steps (`common.engine.cuda_graphs`).
 """
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank's shard of the model. `allocate_kv` gives it KV memory, from then on `runner` and `storage` are there;
-    `capture_graphs` then readies its decode steps."""
+    """One rank's shard of the model. `allocate_kv` sets `storage` and `runner`; `capture_graphs` then captures its
+    decode steps."""
 
     runner: ModelRunner
     storage: KVStorage
@@ -70,11 +70,11 @@ class Worker:
 
     @property
     def samples(self) -> bool:
-        """Whether this rank draws the tokens."""
+        """Whether this rank samples the tokens."""
         return self.place.is_last_stage and self.place.tp_rank == 0
 
     def _blocks_on_gpu(self, meter: MemoryMeter, block_bytes: int) -> int:
-        """Raises: ConfigError with the sizes, if the card has no room."""
+        """Raises: ConfigError with the sizes, if the GPU has no room."""
         config = self.config
         # The profile's steps go through all ranks, so all must have loaded.
         self.mesh.agree("weights", "loaded", config.start_timeout_s)
@@ -100,7 +100,7 @@ class Worker:
         self.runner, self._attention = self._runner(self.storage)
 
     def capture_graphs(self) -> None:
-        """Record decode steps, if this rank is to. All ranks of the node do this at the same time.
+        """Capture decode steps as CUDA graphs, if this rank has a recorder. All ranks of the node do this at the same time.
 
         Raises: ConfigError if that fails.
         """
@@ -147,14 +147,14 @@ class Worker:
         return ModelRunner(self._model, storage, attention, graphs, sampler, overlaps=overlaps)
 
     def describe(self, peak_bytes: int) -> str:
-        """For the log: what this rank got."""
+        """For the log: peak memory and KV blocks of this rank."""
         return (
-            f"{self.place}: {peak_bytes / 1e9:.2f} GB at its peak while loading, room for {self.max_blocks} KV blocks"
+            f"{self.place}: peak memory {peak_bytes / 1e9:.2f} GB while loading, room for {self.max_blocks} KV blocks"
         )
 
 
 def own_device(plan: NodePlan, config: NodeConfig, place: RankPlace) -> torch.device:
-    """The card of this rank, or the CPU. Raises: ConfigError if there are fewer cards than ranks."""
+    """The GPU of this rank, or the CPU. Raises: ConfigError if there are fewer GPUs than ranks."""
     ranks_here = plan.world_size // config.nnodes
     return rank_device(plan.device, place.rank % ranks_here, ranks_here)
 
@@ -162,8 +162,8 @@ def own_device(plan: NodePlan, config: NodeConfig, place: RankPlace) -> torch.de
 def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches: bool) -> Worker:
     """Load this rank's shard. Blocking, seconds to minutes.
 
-    `small_batches`: whether steps of few rows matter here (a decode node), which may cost memory.
-    Raises: ConfigError in one sentence for whatever is wrong with the weights or the sizes.
+    `small_batches`: make steps of few rows fast (a decode node), which may cost memory.
+    Raises: ConfigError in one sentence for wrong weights or sizes.
     """
     device = own_device(plan, config, mesh.place)
     use_device(device)
@@ -189,5 +189,5 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line of what PyTorch says, which goes on with advice."""
+    """The first line of PyTorch's message, without the advice that follows."""
     return str(error).partition("\n")[0]

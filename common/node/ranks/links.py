@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 import zmq
@@ -166,7 +166,7 @@ class RankLinks:
             raise RankLost(f"rank {rank} (pid {self._children[rank].pid}) ended with {codes[rank]}")
 
     @contextlib.contextmanager
-    def prefer_rank_error(self) -> Iterator[None]:
+    def prefer_rank_error(self) -> Generator[None]:
         """Replace a RankLost raised inside by the error that a rank reported, if one did or still does. To be used on the
         thread that reads reports. A killed rank reports nothing and is not waited for; after a crash, the errors of
         other ranks are only consequences and are ignored.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
@@ -115,7 +115,7 @@ class RankCodec(Codec):
         return super()._pack(message)
 
 
-def _error_or_fields(value: Any) -> Any:
+def _error_or_fields(value: object) -> object:
     if not isinstance(value, Exception):
         return vars(value)
     return (value.code if isinstance(value, KvRelayError) else TransferError.code), str(value)

@@ -1,4 +1,4 @@
-"""The engine on a GPU without a service around it: the very runner of a node, its recorded steps included. A worker."""
+"""The engine on a GPU without a service around it: the very runner of a node, its captured graphs included. A worker."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Single behaviours of the prefill and the decode node's core, with a fake model and a fake wire.
+"""Single behaviours of the decode node's core beside a prefill node's, with a fake model and a fake wire.
 
-The random interleavings are in tests/property/test_two_nodes.py; here stands what one would look up.
+Random interleavings are in tests/property/test_two_nodes.py.
 """
 
 from __future__ import annotations
@@ -12,44 +12,25 @@ import pytest
 from support.fake_engine import generate
 from support.node_pair import D_REF, KEY, LAYOUT, P_LINK, P_REF, PROMPT, ROUTER, Pair
 
-from common.base.errors import PeerLost, TransferAborted, TransferTimedOut
+from common.base.errors import TransferAborted
 from common.control.messages import (
     Abort,
     AttemptFailed,
     AttemptKey,
     DecodeRequest,
     EngineRequest,
-    Grant,
     Message,
     Offer,
     PrefillDone,
     PrefillRequest,
     SamplingParams,
     TransferAbort,
-    TransferReceived,
 )
-from common.engine.kv_transfer import DestinationReleased, ReceiveFailed, SourceReleased
+from common.engine.kv_transfer import DestinationReleased, ReceiveFailed
 from common.engine.step import SampledToken, StepInput, StepOutput
 from common.kv.spec import KVSpec
-from common.node.events import ClientLost, FromClient, FromPeer, PeerGone, ToClient, ToPeer
+from common.node.events import ClientLost, FromClient, ToClient, ToPeer
 from decode_node.node import Phase
-
-
-def test_first_token_goes_to_the_router_though_no_grant_ever_came() -> None:
-    pair = Pair()
-    pair.request()
-    for _ in range(3):
-        pair.step_prefill()
-    assert pair.tokens() == generate(PROMPT, 1)
-    assert not pair.wire.grants
-
-
-def test_offer_is_sent_before_the_first_step_computes() -> None:
-    pair = Pair()
-    pair.p_runner.fail_next = RuntimeError("the step must come after the offer")
-    pair.request()
-    pair.step_prefill()
-    assert isinstance(pair.p_out[0].message, Offer)
 
 
 def test_second_request_relays_only_the_blocks_that_the_decode_node_lacks() -> None:
@@ -62,21 +43,6 @@ def test_second_request_relays_only_the_blocks_that_the_decode_node_lacks() -> N
     pair.run()
     assert pair.wire.blocks_moved == 3 + 2, "two of four blocks are the decode node's already"
     assert pair.tokens(again) == generate([*PROMPT, *range(500, 520)], 5)
-    pair.assert_whole()
-
-
-def test_prompt_that_the_decode_node_holds_whole_is_still_computed_to_its_first_token() -> None:
-    pair = Pair(chunk=16)
-    prompt = list(range(48))
-    params = SamplingParams(seed=0, max_tokens=3, temperature=0.0)
-    pair.d.handle(
-        FromClient(ROUTER, DecodeRequest(AttemptKey("local", 1), EngineRequest(prompt, params), [], None, 600.0))
-    )
-    pair.run()
-    pair.request(prompt=prompt)
-    pair.run()
-    assert pair.wire.blocks_moved == 0
-    assert pair.tokens() == generate(prompt, 5)
     pair.assert_whole()
 
 
@@ -93,39 +59,6 @@ def test_generated_blocks_are_cached_on_the_decode_node() -> None:
     assert pair.tokens(AttemptKey("r2", 1)) == generate(follow_up, 5)
 
 
-def test_prefill_node_lets_go_of_what_the_decode_node_has_whole_whatever_became_of_the_acks() -> None:
-    pair = Pair()
-    pair.request()
-    for _ in range(3):
-        pair.step_prefill()
-    assert KEY in pair.wire.outgoing
-    pair.p.handle(FromPeer(D_REF.incarnation, TransferReceived(KEY, 1)))
-    assert not pair.p.attempts
-    assert pair.p.scheduler.pool.num_used == 0
-    assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
-
-
-@pytest.mark.parametrize("lost_after_the_token", [False, True])
-def test_last_slice_may_be_in_before_the_first_token_is_drawn(*, lost_after_the_token: bool) -> None:
-    """The last layer is relayed while the token is still being drawn: that it is in is said once, and holds then, too."""
-    pair = Pair()
-    pair.request()
-    for _ in range(2):
-        pair.step_prefill()
-    pair.p.handle(FromPeer(D_REF.incarnation, TransferReceived(KEY, 1)))
-    lost = SourceReleased(KEY, 1, PeerLost("no ack for 30 s"))
-    if not lost_after_the_token:
-        pair.p.handle(lost)
-    pair.step_prefill()
-    if lost_after_the_token:
-        assert KEY not in pair.p.attempts, "no ack can fail what is done"
-    pair.p.send_buffer.flush()
-    assert pair.tokens() == generate(PROMPT, 1)
-    assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
-    assert not pair.p.attempts
-    assert pair.p.scheduler.pool.num_used == 0
-
-
 def test_request_that_ends_with_its_first_token_never_touches_the_decode_batch() -> None:
     pair = Pair()
     pair.request(max_tokens=1)
@@ -133,35 +66,6 @@ def test_request_that_ends_with_its_first_token_never_touches_the_decode_batch()
     assert pair.tokens() == generate(PROMPT, 1)
     assert pair.d_runner.steps == 0
     pair.assert_whole()
-
-
-@pytest.mark.parametrize(
-    "late",
-    [
-        PeerGone(D_REF.incarnation, "connection broke"),
-        ClientLost(ROUTER),
-        FromPeer(D_REF.incarnation, TransferAbort(KEY, "transfer_timed_out", "nothing moved")),
-        SourceReleased(KEY, 0, TransferTimedOut("nothing moved")),
-    ],
-)
-def test_answer_that_ended_with_its_first_token_cannot_fail_any_more(
-    late: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy may be under way when it ends: its blocks come back later, and whatever happens until then."""
-    pair = Pair()
-    monkeypatch.setattr(pair.wire.sender, "abort", lambda key: None)  # as long as the copy takes
-    pair.request(max_tokens=1)
-    for _ in range(3):
-        pair.step_prefill()
-    assert pair.tokens() == generate(PROMPT, 1)
-    pair.p.handle(late)
-    if not isinstance(late, SourceReleased):
-        assert KEY in pair.p.attempts, "its blocks are still being read"
-        pair.p.handle(SourceReleased(KEY, 0, TransferAborted("aborted")))
-    pair.p.send_buffer.flush()
-    assert not [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)], "it has had its end"
-    assert not pair.p.attempts
-    assert pair.p.scheduler.pool.num_used == 0
 
 
 def test_offer_that_outruns_the_routers_message_waits_for_it() -> None:
@@ -256,15 +160,6 @@ def test_duplicate_attempt_does_not_disturb_the_first() -> None:
     pair.assert_whole()
 
 
-def test_node_that_has_accepted_its_bound_answers_overloaded() -> None:
-    pair = Pair()
-    for number in range(5):
-        pair.request(AttemptKey(f"r{number}", 1))
-    pair.p.send_buffer.flush()
-    failures = [message for message in pair.heard(pair.p_out) if isinstance(message, AttemptFailed)]
-    assert [(failure.key.request_id, failure.code) for failure in failures] == [("r4", "overloaded")]
-
-
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -304,15 +199,6 @@ def test_offer_of_another_incarnation_than_the_router_chose_is_refused() -> None
     assert failure.code == "peer_lost"
 
 
-def test_grant_of_an_older_incarnation_is_ignored() -> None:
-    pair = Pair()
-    pair.request()
-    pair.step_prefill()
-    grant = Grant(KEY, replace(D_REF, incarnation="d0"), LAYOUT, 0, [0, 1, 2])
-    pair.p.handle(FromPeer("d0", grant))
-    assert not pair.wire.grants
-
-
 def test_silent_routers_attempts_end_on_both_legs_and_it_is_told() -> None:
     pair = Pair()
     pair.request(max_tokens=50)
@@ -326,25 +212,6 @@ def test_silent_routers_attempts_end_on_both_legs_and_it_is_told() -> None:
     for out in (pair.p_out, pair.d_out):  # it may have been held up only: silence would leave its client waiting
         assert [m.code for m in pair.heard(out) if isinstance(m, AttemptFailed)] == ["unavailable"]
     pair.assert_whole()
-
-
-def test_prefill_node_does_not_ask_for_room_for_the_answer() -> None:
-    pair = Pair(p_blocks=4)
-    pair.request(max_tokens=100)
-    pair.run(200)
-    assert pair.tokens() == generate(PROMPT, 100)
-
-
-def test_decode_nodes_death_fails_the_prefill_leg_with_a_retryable_code() -> None:
-    pair = Pair()
-    pair.request()
-    pair.step_prefill()
-    pair.p.handle(PeerGone(D_REF.incarnation, "connection broke"))
-    pair.p.send_buffer.flush()
-    [failure] = [m for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)]
-    assert failure.code == "peer_lost"
-    assert pair.p.scheduler.pool.num_used == 0
-    assert pair.wire.disconnected == [D_REF.incarnation], "its data connections are no better"
 
 
 @pytest.mark.parametrize("phase", [Phase.DEFERRED, Phase.RECEIVING, Phase.ARRIVED])
@@ -387,18 +254,6 @@ def test_prefill_node_lost_after_the_hand_over_changes_nothing() -> None:
     pair.run()
     assert pair.tokens() == generate(PROMPT, 5)
     pair.assert_whole()
-
-
-def test_one_failed_step_fails_its_requests_and_the_node_goes_on() -> None:
-    pair = Pair()
-    pair.p_runner.fail_next = RuntimeError("made to fail")
-    pair.request()
-    pair.run()
-    assert [m.code for m in pair.heard(pair.p_out) if isinstance(m, AttemptFailed)] == ["engine_error"]
-    again = AttemptKey("r2", 1)
-    pair.request(again)
-    pair.run()
-    assert pair.tokens(again) == generate(PROMPT, 5)
 
 
 @pytest.mark.parametrize("node", ["p_runner", "d_runner"])

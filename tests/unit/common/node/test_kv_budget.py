@@ -81,7 +81,7 @@ def test_two_nodes_on_one_card_fit_side_by_side_by_their_fractions() -> None:
         kv_blocks_on_gpu(second, KvMemoryRequest(0.45), BLOCK, 1)
         == kv_blocks_on_gpu(first, KvMemoryRequest(0.45), BLOCK, 0) - 1
     )
-    with pytest.raises(ConfigError, match="other nodes on this card"):
+    with pytest.raises(ConfigError, match="other nodes on this GPU"):
         kv_blocks_on_gpu(second, KvMemoryRequest(0.6), BLOCK, 1)
 
 
