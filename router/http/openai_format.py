@@ -15,6 +15,7 @@ import pydantic_core
 
 from common.base.errors import ClientError, KvRelayError, Overloaded
 from common.control.messages import TokenLogprobs
+from router.fast.text_events import TextEvents
 from router.requests.generation import Generation
 from router.requests.request import Delta, Outcome
 from router.text.detokenizer import Detokenizer
@@ -39,9 +40,6 @@ def sse(data: Json) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-_MARK = "\0text\0"
-_AROUND_TEXT: dict[tuple[type, int, bool], tuple[bytes, bytes]] = {}
-"""By format, choice and `usage_in_stream`: what stands around the text in the event of a delta, after its head."""
 
 
 def error_body(error: KvRelayError) -> Json:
@@ -171,7 +169,7 @@ class Format(Protocol):
         ...
 
 
-class _Envelope:
+class _BaseFormat:
     """What all chunks of a stream share."""
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, chunk_kind: str) -> None:
@@ -183,23 +181,18 @@ class _Envelope:
             "created": options.created,
             "model": options.model,
         }
-        self._json_head = b""
-        """Of every event, once there was one of text."""
+        self._text_events = TextEvents()
 
     def delta(self, delta: Delta, index: int) -> Json | None:
         raise NotImplementedError
 
     def text_event(self, text: str, index: int) -> bytes:
-        if not self._json_head:
-            self._json_head = b"data: " + to_json(self._head)[:-1]
-        place = type(self), index, self.options.usage_in_stream
-        around = _AROUND_TEXT.get(place)
-        if around is None:
-            chunk = self.delta(Delta(_MARK, [], None), index)
-            assert chunk is not None
-            before, after = sse(chunk).removeprefix(self._json_head).split(to_json(_MARK))
-            around = _AROUND_TEXT[place] = before, after
-        return b"".join((self._json_head, around[0], to_json(text), around[1]))
+        return self._text_events.event(index, to_json(text), self._whole_text_event)
+
+    def _whole_text_event(self, text: str, index: int) -> bytes:
+        chunk = self.delta(Delta(text, [], None), index)
+        assert chunk is not None
+        return sse(chunk)
 
     def chunk(self, choice: Json | None) -> Json:
         body: Json = {**self._head, "choices": [] if choice is None else [choice]}
@@ -220,7 +213,7 @@ def _reasons(outcome: Outcome | None) -> Json:
     return {"finish_reason": outcome.finish_reason, "stop_reason": outcome.stop_reason}
 
 
-class ChatFormat(_Envelope):
+class ChatFormat(_BaseFormat):
     """Shapes of `/v1/chat/completions`."""
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer) -> None:
@@ -273,7 +266,7 @@ class ChatFormat(_Envelope):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-class TextFormat(_Envelope):
+class TextFormat(_BaseFormat):
     """Shapes of `/v1/completions`."""
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, num_choices: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from common.base.errors import KvRelayError
@@ -13,20 +13,15 @@ from router.http.answer import Answer
 from router.http.openai_format import error_body, to_json
 from router.http.response_headers import RawHeaders
 
-# Both responses write their headers themselves: the framework's way to them takes longer than all the rest.
 
-
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """An SSE response that owns its answer: however it ends, the answer is closed."""
 
+    raw_headers: RawHeaders
+
     def __init__(self, answer: Answer, body: AsyncIterator[tuple[bytes, bool]], headers: RawHeaders) -> None:
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            *headers,
-        ]
+        super().__init__((), headers={"cache-control": "no-cache"}, media_type="text/event-stream")
+        self.raw_headers += headers
         self._answer = answer
         self._body = body
 
@@ -41,17 +36,13 @@ class EventStream(Response):
 
 
 class JsonResponse(Response):
-    """A JSON body; bytes are one already."""
+    """A JSON body; `bytes` are sent as they are."""
+
+    media_type = "application/json"
 
     def __init__(self, content: object, status_code: int = 200, headers: RawHeaders | None = None) -> None:
-        self.status_code = status_code
-        self.background = None
-        self.body = content if isinstance(content, bytes) else to_json(content)
-        self.raw_headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(self.body)),
-            *(headers or []),
-        ]
+        super().__init__(content if isinstance(content, bytes) else to_json(content), status_code)
+        self.raw_headers += headers or []
 
 
 def error_response(error: KvRelayError, headers: RawHeaders | None = None) -> JsonResponse:

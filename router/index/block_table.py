@@ -42,13 +42,6 @@ _AT_ONCE = 1024
 """Keys of one sweep that stores."""
 
 
-class KeyList(list[int]):
-    """Keys for access one by one: quicker where they are few."""
-
-
-Keys = KeyArray | KeyList
-
-
 class BlockTable:
     """At most `limit` entries; the ones that were not used for longest go first, by segments.
 
@@ -137,22 +130,22 @@ class BlockTable:
 
     # -- changing
 
-    def put(self, keys: Keys, becomes: Becomes, stamp: int) -> int:
+    def put(self, keys: KeyArray, becomes: Becomes, stamp: int) -> int:
         """Give each of `keys` the value that follows on its present one, never 0. Returns for how many that was news."""
         if len(keys) <= self._few:
-            return self._put_few(listed(keys), becomes, stamp)
-        distinct, news = _distinct(arrayed(keys)), 0
+            return self._put_few(keys.tolist(), becomes, stamp)
+        distinct, news = _distinct(keys), 0
         for start in range(0, len(distinct), step := min(_AT_ONCE, self.limit)):
             at = self._claim(distinct[start : start + step])
             self.stamps[at] = stamp
             news += self._replace(at, becomes)
         return news
 
-    def cut(self, keys: Keys, becomes: Becomes) -> int:
+    def cut(self, keys: KeyArray, becomes: Becomes) -> int:
         """As `put`, for those that are here; one whose next value is 0 is removed."""
         if len(keys) <= self._few:
-            return self._cut_few(listed(keys), becomes)
-        at = self.places(arrayed(keys))
+            return self._cut_few(keys.tolist(), becomes)
+        at = self.places(keys)
         return self._replace(_distinct(at[self.values[at] != 0]), becomes)
 
     def _put_few(self, keys: list[int], becomes: Becomes, stamp: int) -> int:
@@ -308,16 +301,6 @@ class BlockTable:
         self.live -= int(np.count_nonzero(old))
         self.values[here] = numbers[old]
         self.live += int(np.count_nonzero(self.values[here]))
-
-
-def listed(keys: Keys) -> list[int]:
-    """To be handled one by one."""
-    return keys if isinstance(keys, KeyList) else keys.tolist()
-
-
-def arrayed(keys: Keys) -> KeyArray:
-    """To be handled all at once."""
-    return np.array(keys, np.uint64) if isinstance(keys, KeyList) else keys
 
 
 def _full(segment: int) -> int:

@@ -12,7 +12,6 @@ The same round frees the numbers of masks that no block has any more.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -20,17 +19,17 @@ import numpy as np
 from common.base.clock import Clock, monotonic
 from common.base.hashing import HASH_BYTES, BlockHash
 from common.control.messages import Tier
-from router.index.block_table import SEGMENT, BlockTable, KeyList, Keys, Values, arrayed, listed
+from router.index.block_table import SEGMENT, BlockTable, KeyArray, Values
 from router.index.prefix_hits import PrefixHits
 
-Hashes = Sequence[BlockHash] | bytes | Keys
+Hashes = Sequence[BlockHash] | bytes | KeyArray
 """Block hashes, as a sequence, joined into one blob, or what `keys` made of them."""
 
 EXPECTATION_S = 4.0
 """A block that this router only expects a node to hold is believed for so long, at most twice."""
 _EXPECTED_BLOCKS = 1_000_000
 """So many are expected at most in that time."""
-_SPREAD, _WORD = 0x9E3779B97F4A7C15, 2**64 - 1
+_SPREAD = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio, odd: the segment is picked by the upper bits of a product with it."""
 _FEW_MASKS = 16_384
 """Up to so many masks no round is made for their numbers alone, nor before there are twice as many as the last one left."""
@@ -38,21 +37,15 @@ _CLEANED_AT_ONCE = 32 * SEGMENT
 _RELEASED_AT_ONCE = 8192
 _LAST_USE = 2**32 - 1
 """Stamps have 32 bits; a router that runs for months gets there."""
-_FEW_HASHES = 16
-"""Up to so many are made into keys one by one."""
-_FEW_BITS = 32
-"""Above so many, NumPy finds them faster."""
 
 
-def block_keys(hashes: Hashes) -> Keys:
+def block_keys(hashes: Hashes) -> KeyArray:
     """64 bits of each hash, well spread, never 0. Raises: ValueError for hashes of another length."""
-    if isinstance(hashes, (KeyList, np.ndarray)):
+    if isinstance(hashes, np.ndarray):
         return hashes
     blob = hashes if isinstance(hashes, bytes) else b"".join(hashes)
     if len(blob) % HASH_BYTES:
         raise ValueError(f"{len(blob)} bytes are not hashes of {HASH_BYTES} each")
-    if len(blob) <= _FEW_HASHES * HASH_BYTES:
-        return KeyList([((one ^ other) * _SPREAD & _WORD) or 1 for one, other in struct.iter_unpack("<QQ", blob)])
     words = np.frombuffer(blob, dtype="<u8").reshape(-1, HASH_BYTES // 8)
     return np.maximum((words[:, 0] ^ words[:, 1]) * np.uint64(_SPREAD), np.uint64(1))
 
@@ -183,11 +176,11 @@ class PrefixIndex:
             found.append((alive, len(keys)))
         return PrefixHits(self._slots, len(self._names), found)
 
-    def _few_runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> list[tuple[int, int]]:
+    def _few_runs(self, keys: KeyArray, tables: list[BlockTable], use: int | None) -> list[tuple[int, int]]:
         """(first block, mask of its holders) wherever the holders change; ends where nobody's prefix goes on."""
         masks, last = self._masks, -1
         runs: list[tuple[int, int]] = []
-        for start, key in enumerate(listed(keys)):
+        for start, key in enumerate(keys.tolist()):
             mask = 0
             for table in tables:
                 mask |= masks[table.look(key, use)]
@@ -198,9 +191,9 @@ class PrefixIndex:
                     break
         return runs
 
-    def _runs(self, keys: Keys, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
+    def _runs(self, keys: KeyArray, tables: list[BlockTable], use: int | None) -> Iterator[tuple[int, int]]:
         """As `_few_runs`, all blocks at once."""
-        numbers = np.array([table.find(arrayed(keys), use) for table in tables])
+        numbers = np.array([table.find(keys, use) for table in tables])
         changes = (np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(axis=0)) + 1).tolist()
         for start in [0, *changes]:
             mask = 0
@@ -357,12 +350,5 @@ class PrefixIndex:
 
 def _bits(mask: int) -> list[int]:
     """The positions of the set bits, lowest first."""
-    if mask.bit_count() > _FEW_BITS:
-        packed = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
-    found: list[int] = []
-    while mask:
-        lowest = mask & -mask
-        found.append(lowest.bit_length() - 1)
-        mask ^= lowest
-    return found
+    packed = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()

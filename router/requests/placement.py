@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.control.messages import AttemptStats, NodeLoad, Role
-from router.index.block_table import Keys
+from router.index.block_table import KeyArray
 from router.index.prefix_index import PrefixIndex, block_keys
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
@@ -70,7 +70,7 @@ class Placement(NamedTuple):
     """A decision, and what each leg asks of its node."""
 
     decision: Decision
-    keys: Keys
+    keys: KeyArray
     """Index keys of the prompt's full blocks."""
     num_tokens: int
     max_new_tokens: int
@@ -154,7 +154,7 @@ class Placer:
             queued=queued,
         )
 
-    def _query(self, request: PlacementRequest, *, touch: bool = True) -> tuple[Query, Keys]:
+    def _query(self, request: PlacementRequest, *, touch: bool = True) -> tuple[Query, KeyArray]:
         """The question for the policies, and the index keys of the prompt's full blocks."""
         hashes = request.chain.hashes(self._fingerprint(), request.token_ids)
         keys = block_keys(hashes)
