@@ -1,4 +1,4 @@
-"""What a router's admin port tells: its nodes, its requests, and what it would decide. Runs on the router's event loop."""
+"""Admin routes of a router: its nodes, its requests, and what it would decide. Runs on the router's event loop."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RouterAdmin:
     def _request(self, call: Call) -> Mapping[str, Any]:
         story = self._router.dispatcher.stories.get(call.path["request_id"])
         if story is None:
-            raise NotFound("this router knows no such request: another one served it, or it is too long ago")
+            raise NotFound("no such request here: another router served it, or it is too long ago")
         return story
 
     async def _route(self, call: Call) -> Mapping[str, Any]:
@@ -109,7 +109,7 @@ class RouterAdmin:
         if type(max_tokens) is not int or not 0 <= max_tokens < 2**31:
             raise BadRequest("max_tokens must be a number", param="max_tokens")
         if not isinstance(salt, str) or not isinstance(session, str):
-            raise BadRequest("cache_salt and session must be texts")
+            raise BadRequest("cache_salt and session must be strings")
         model = self._router.catalog.get(None)
         if isinstance(prompt, str) and prompt:
             # Tokenizing may take a while: not on the loop.
@@ -127,7 +127,7 @@ class RouterAdmin:
 
 
 def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:
-    """Raises: BadRequest for a text that is too long to look at."""
+    """Token ids of `text`. Raises: BadRequest if the text is too long."""
     if model.tokenizer.min_tokens(text) > model.max_model_len:
         raise BadRequest(f"the prompt has more than the {model.max_model_len} tokens that the model takes")
     if not chat:
@@ -138,10 +138,10 @@ def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:
 
 
 def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """Raises: BadRequest if these are not token ids."""
+    """`prompt` as token ids. Raises: BadRequest if it is something else."""
     ids = cast("list[Any]", prompt) if isinstance(prompt, list) else []
     if not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-        raise BadRequest(f"prompt must be a text or a list of token ids below {vocab_size}", param="prompt")
+        raise BadRequest(f"prompt must be a string or a list of token ids below {vocab_size}", param="prompt")
     return ids
 
 
@@ -153,7 +153,7 @@ def _routing(fleet: Fleet, incarnation: str) -> dict[str, float] | None:
 
 
 def _feed(subscriber: KvEventSubscriber, name: Callable[[str], str]) -> dict[str, Any]:
-    """How the index is fed."""
+    """Counters of the KV event subscriber."""
     return {
         "events": subscriber.blocks,
         "gaps": subscriber.gaps,
@@ -165,13 +165,13 @@ def _feed(subscriber: KvEventSubscriber, name: Callable[[str], str]) -> dict[str
 
 
 def node_state(node: Node) -> str:
-    """In a few words: usable, or why not."""
+    """ "usable", or why the node is not."""
     if node.usable:
         return "usable"
     if node.link is None or node.last_pong_s is None:
         return "not answering"
     if node.stuck:
-        return "stuck: its engine stands still"
+        return "stuck: its engine makes no progress"
     if node.load.draining:
         return "draining"
     return "not listed in Redis any more"

@@ -1,4 +1,4 @@
-"""What a model's `generation_config.json` says about sampling, for clients that say nothing. Read once, with the model."""
+"""Sampling defaults from a model's `generation_config.json`, for fields that a request leaves out. Read with the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values for fields that a request leaves out. Without a file: OpenAI's, which change nothing."""
+    """Values for fields that a request leaves out; without a file, OpenAI's neutral ones."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -23,13 +23,13 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
-    """None: up to the end of the context. A request may ask for more: this is no bound."""
+    """None: up to the end of the context. A request may ask for more: this is not a limit."""
 
 
 NEUTRAL = SamplingDefaults()
 
 _BOUNDS: dict[str, tuple[float, float]] = {
-    # key of the file -> what a client may set too
+    # key of the file -> allowed range, the same as for clients
     "temperature": (0, 2),
     "top_p": (1e-6, 1),
     "top_k": (-1, 2**31 - 1),
@@ -41,7 +41,7 @@ _WHOLE = ("top_k", "max_new_tokens")
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Those of a model folder; neutral where it has no such file. As in vLLM, `do_sample` plays no part.
+    """Read the defaults of a model folder; neutral if it has no such file. As in vLLM, `do_sample` is ignored.
 
     Raises: ConfigError naming file, key and value.
     """
@@ -55,7 +55,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     defaults = SamplingDefaults(**found)
     if defaults != NEUTRAL:
         own = {name: value for name, value in asdict(defaults).items() if value != getattr(NEUTRAL, name)}
-        log.info("where clients say nothing, %s holds: %s (--generation-config none: not)", file, own)
+        log.info("sampling defaults from %s: %s (--generation-config none ignores the file)", file, own)
     return defaults
 
 

@@ -1,7 +1,6 @@
-"""What every HTTP request meets first: the two calls that carry all load go straight to their endpoints.
+"""Calls the two completion endpoints directly, without FastAPI's routing and middleware; all other paths use FastAPI.
 
-Router process, event loop. The web framework's own way to an endpoint costs several times what the endpoint's HTTP work
-does; everything else still takes it.
+Router process, event loop.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OnError = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class DirectEndpoints:
-    """ASGI application over `app`, with the same answers. API keys guard the short way as well."""
+    """ASGI application with the same answers as `app`. `guard` wraps the direct path, which skips `app`'s middleware."""
 
     def __init__(self, app: FastAPI, guard: Callable[[ASGIApp], ASGIApp]) -> None:
         self._app = app

@@ -1,8 +1,8 @@
-"""When Python's cyclic garbage collector may stop the router. Event loop of the router process.
+"""When Python's cyclic garbage collector may pause the router. Router process, event loop.
 
-A round takes a quarter of a microsecond for each object that it looks at, and nothing else runs meanwhile: the objects of
-ten thousand remembered requests are a tenth of a second. Requests leave next to nothing behind that it must find. So it
-looks at new objects only; at all of them when nothing ran for some seconds, or after a very long time.
+A collection takes a quarter of a microsecond per object, and nothing else runs meanwhile: 0.1 s for the objects of ten
+thousand remembered requests. Requests leave almost no cycles behind. So only new objects are examined; all of them only
+when no request ran for some seconds, or after a very long time.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import gc
 from collections.abc import Callable
 
 _NEW = 10_000
-"""Objects more than before after which it looks at these: about two milliseconds."""
+"""Number of new objects that starts a collection of these: about two milliseconds."""
 _NEVER = 2**31 - 1
 _LOOK_EVERY_S = 1.0
 _QUIET_LOOKS = 10
-"""It is quiet when so many in a row found no request."""
+"""The router is quiet when this many checks in a row found no request."""
 _WORTH_IT, _AT_LAST = 20, 2_000
-"""So many rounds over new objects are followed by one over all, when it is quiet; after so many, in any case."""
+"""Collections of new objects before a full one: when the router is quiet, and in any case."""
 
 
 async def run(running: Callable[[], int]) -> None:
-    """Decide when it works, until cancelled; then it works as before. `running()`: requests that it would stop."""
+    """Control the collector until cancelled, then restore its settings. `running()`: number of requests in progress."""
     before = gc.get_threshold()
     gc.set_threshold(_NEW, _NEVER, _NEVER)
     quiet = 0

@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's HTTP/1.1, and what that lacks. Router process, event loop."""
+"""HTTP/1.1 connections: uvicorn's protocol with more time and size limits. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 DISCONNECT = "kvrelay.client"
-"""Where a request's scope has its `DisconnectListener`."""
+"""Key of a request's `DisconnectListener` in its ASGI scope."""
 
 _MOST_HEAD_BYTES = 65_536
-"""Of a request's line and headers, or of trailers, about: the parser keeps them until they end."""
+"""Approximate limit for a request's line and headers, or for trailers: the parser keeps them until they end."""
 
 
 class DisconnectListener:
-    """Who is at the other end. Spares each request the task that would wait for ASGI's word that the client is gone."""
+    """Calls back when the client disconnects, so that no task per request has to wait for ASGI's disconnect message."""
 
     def __init__(self) -> None:
         self._gone = False
         self._on_gone: Callable[[], None] | None = None
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call this once the client is gone, at once if it is; None: nobody any more. A connection has one request at a time."""
+        """Call `on_gone` when the client disconnects, at once if it has; None: call nothing. One request at a time."""
         self._on_gone = on_gone
         if self._gone and on_gone is not None:
             on_gone()
 
     def leave(self) -> None:
-        """It is gone."""
+        """The client has disconnected."""
         self._gone = True
         if self._on_gone is not None:
             self._on_gone()
 
 
 class HttpConnection(HttpToolsProtocol):
-    """What uvicorn makes for each connection. Invariant: while no request is being answered, a timer runs that ends it; its
-    first bytes, half a request and the rest of a body that was refused do not stop it.
+    """One client connection. Invariant: while no request is being answered, a timer runs that closes it; first bytes, half a
+    request and the rest of a refused body do not stop the timer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ class HttpConnection(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         self._client = DisconnectListener()
         self._endless_bytes = 0
-        """Received since a head or a piece of a body was complete."""
+        """Bytes received since headers or a part of a body were last complete."""
         self._got_somewhere = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -73,7 +73,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         if not self.cycle or self.cycle.response_complete:
-            self.send_400_response("The request's head is too large.")
+            self.send_400_response("The request's headers are too large.")
         else:
             self.transport.close()
 
@@ -86,18 +86,18 @@ class HttpConnection(HttpToolsProtocol):
         cast("dict[str, Any]", self.scope)[DISCONNECT] = self._client
 
     def _should_upgrade(self) -> bool:
-        return any(name == b"upgrade" for name, _ in self.headers)  # then `_Parser` comes with the request once more
+        return any(name == b"upgrade" for name, _ in self.headers)  # `_Parser` then parses the request again
 
     def head(self) -> bytes:
-        """Of the present request, without its offer to go over to another protocol."""
+        """Request line and headers of the current request without `Upgrade`."""
         lines = [b"%s %s HTTP/%s" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Parses a request with an `Upgrade` header once more, without it: as such it has no body here. An offer may be ignored
-    (RFC 9110, 7.8), and clients that speak HTTP/2 where they can (Java's) make one with every request.
+    """Parses a request with an `Upgrade` header again without that header, because httptools reads no body with it. A server
+    may ignore an upgrade (RFC 9110, 7.8), and clients that prefer HTTP/2 (Java's) offer one with every request.
     """
 
     def __init__(self, connection: HttpConnection) -> None:

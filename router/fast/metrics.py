@@ -1,7 +1,7 @@
 """Counters and histograms for one thread. Router process, event loop.
 
-prometheus_client's own take a lock and several calls for every figure, a dozen times per request. These are plain numbers
-until somebody scrapes; what a scrape shows is the same, byte for byte.
+prometheus_client's own take a lock and several calls per update. These are plain numbers until a scrape, which shows the
+same text, byte for byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnk
 
 
 class CounterSeries:
-    """One series of a `Counter`. Its owner adds to `value`, never less than 0."""
+    """One series of a `Counter`. Its owner increases `value`."""
 
     __slots__ = ("created_s", "value")
 
@@ -29,7 +29,7 @@ class CounterSeries:
 
 
 class Counter(Collector):
-    """A counter family; without label names it has its one series from the beginning."""
+    """A counter family; without label names its only series exists from the start."""
 
     def __init__(self, name: str, text: str, label_names: Iterable[str] = (), *, registry: CollectorRegistry) -> None:
         self._name, self._text, self._label_names = name, text, tuple(label_names)
@@ -57,12 +57,12 @@ class HistogramSeries:
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """How many values fell into each bucket: above the bound before, up to and with its own."""
+        """Number of values per bucket: above the previous bound, up to and including its own."""
         self.sum = 0.0
         self.created_s = time.time()
 
     def observe(self, value: float) -> None:
-        """Enter one value; what is no number is none."""
+        """Record one value; NaN is ignored."""
         if value == value:
             self.counts[bisect_left(self._bounds, value)] += 1
             self.sum += value

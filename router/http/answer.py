@@ -1,4 +1,4 @@
-"""From generations to HTTP bodies: waits for news, formats them, and notices when the client leaves.
+"""From generations to HTTP bodies: waits for new deltas, formats them, and cancels when the client disconnects.
 
 Runs on the router's event loop, one `Answer` per client request.
 """
@@ -17,31 +17,31 @@ from router.requests.generation import Generation
 from router.requests.request import Delta
 
 _PORTION = 32
-"""Of so many deltas the chunks or log-probabilities are made before everything else on the loop has its turn: that takes
-milliseconds, and there can be thousands of each.
+"""How many deltas are formatted before the event loop gets a turn: formatting takes milliseconds, and there can be
+thousands of deltas.
 """
 
 
 class Answer:
-    """The generations of one client request (one per prompt), seen as one thing.
+    """The generations of one client request, one per prompt.
 
-    Invariant: once `close` was called, no generation of it runs.
+    Invariant: after `close`, none of them runs.
     """
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
         self._news = asyncio.Event()
         self._for_ends = False
-        """Only the end of a generation is news."""
+        """Wake up only when a generation ends."""
         self._client: DisconnectListener | None = None
 
     def on_news(self) -> None:
-        """To be called by the generations."""
+        """Generations call this when they have new deltas or an outcome."""
         if not self._for_ends or any(generation.outcome is not None for generation in self.generations):
             self._news.set()
 
     def watch(self, client: DisconnectListener) -> None:
-        """Cancel everything as soon as the client is gone."""
+        """Cancel all generations as soon as the client disconnects."""
         self._client = client
         client.watch(self._cancel)
 
@@ -50,8 +50,8 @@ class Answer:
             generation.cancel()
 
     def close(self) -> None:
-        """Stop what still runs, and let go of it: the two know each other, and what is left of a request must not wait for
-        the garbage collector, which seldom looks at what is older than some seconds.
+        """Stop what still runs and drop the references: they are cycles, and the garbage collector seldom looks at objects
+        older than some seconds.
         """
         if self._client is not None:
             self._client.watch(None)
@@ -59,7 +59,7 @@ class Answer:
         self._cancel()
         for generation in self.generations:
             if generation.outcome is not None and generation.outcome.error is not None:
-                generation.outcome.error.__traceback__ = None  # its frames know the generation
+                generation.outcome.error.__traceback__ = None  # its frames refer to the generation
         self.generations = []
 
     async def begun(self) -> None:
@@ -84,11 +84,11 @@ class Answer:
         return [generation.take() for generation in self.generations]
 
     async def whole(self, form: Format, deltas: Sequence[list[Delta]]) -> bytes:
-        """The body of the response that is not streamed."""
+        """The body of a response that is not streamed."""
         body = to_json(form.whole(self.generations, deltas))
         if not form.options.with_logprobs:
             return body
-        # One for each choice; no text can look like this, its quotes are escaped.
+        # One per choice; generated text cannot contain this, because its quotes are escaped.
         first, *others = body.split(b'"logprobs":null')
         parts = [first]
         for index, after in enumerate(others):
@@ -107,7 +107,7 @@ class Answer:
 
     @property
     def abandoned(self) -> bool:
-        """The client left."""
+        """Whether the client disconnected."""
         outcomes = [generation.outcome for generation in self.generations]
         return any(out is not None and out.error is None and out.finish_reason is None for out in outcomes)
 
@@ -116,20 +116,20 @@ class Answer:
             if generation.outcome is not None and generation.outcome.error is not None:
                 raise generation.outcome.error
 
-    def to_blame(self, error: KvRelayError) -> Generation | None:
+    def failed_generation(self, error: KvRelayError) -> Generation | None:
         """The generation that failed with this error, else the first one; None before there is any."""
         failed = (each for each in self.generations if each.outcome is not None and each.outcome.error is error)
         return next(failed, self.generations[0] if self.generations else None)
 
     async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[tuple[bytes, bool]]:
-        """The stream's body, and whether more of it follows. What arrived together goes out together: text in one write,
-        however many events.
+        """The parts of the stream's body, and whether more follows. Text that arrived together is one write, however many
+        events it has.
         """
         opened: set[int] = set()
         text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
         open_choices = dict(enumerate(self.generations))
         sent = 0
-        """Tokens that the chunks so far brought."""
+        """Tokens in the chunks so far."""
 
         def event(chunk: Json) -> bytes:
             if options.continuous_usage:
@@ -167,7 +167,7 @@ class Answer:
                     yield b"", False
                     return
                 del open_choices[index]
-                # The headers went out with the first token; by now all is known.
+                # The headers were sent with the first token; now the details are complete.
                 parts.append(event({**form.closing(outcome, index), "kvrelay": serving_details(generation)}))
             if not open_choices:
                 if options.usage_in_stream:
@@ -178,7 +178,7 @@ class Answer:
 
 
 def _joined(lists: list[bytes]) -> bytes:
-    """One JSON list of several; what is no list is the same each time."""
+    """Several JSON lists joined into one; a value that is not a list is the same in all."""
     if not lists[0].startswith(b"["):
         return lists[0]
     return b"[%b]" % b",".join(each[1:-1] for each in lists if each != b"[]")

@@ -149,7 +149,7 @@ async def _serve(
     except KvRelayError as error:
         # Not in the application's handler: the headers of a failure, too, name the nodes that were tried.
         services.metrics.http_error(error.http_status)
-        return error_response(error, headers(ids, answer.to_blame(error)))
+        return error_response(error, headers(ids, answer.failed_generation(error)))
     finally:
         if not handed_over:
             answer.close()

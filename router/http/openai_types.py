@@ -1,4 +1,4 @@
-"""What clients may ask: the request bodies of the two completion calls, and how they become `SamplingParams`.
+"""Request bodies of the two completion calls: their fields, their limits, and their `SamplingParams`.
 
 Pure. Bodies are bounded and checked here, before any tokenization. A field that OpenAI or vLLM define, that
 would change the answer and that this server cannot honour is refused by name; entirely unknown fields are
@@ -27,14 +27,14 @@ MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
 MAX_REQUEST_ID = 256
 MAX_PRIORITY = 1000
-"""And down to its negative."""
+"""Allowed range: -MAX_PRIORITY to MAX_PRIORITY."""
 MAX_CONTENT_PARTS = 4096
-"""Of one message."""
+"""Maximum for one message."""
 _ECHO_CHARS = 200
-"""Of what the client sent, at most so much is repeated in an error message."""
+"""Error messages repeat at most this much of what the client sent."""
 
 _MAX_INT = 2**31 - 1
-"""No integer of a body but the seed may be larger: JSON's are unbounded, those on the wire are not."""
+"""Upper limit for all integers but the seed: JSON's are unbounded, those of the wire protocol are not."""
 
 _excerpt = reprlib.Repr()
 _excerpt.maxlevel = 3
@@ -43,7 +43,7 @@ _excerpt.maxlong = 40
 
 
 def shorten(value: object) -> str:
-    """How something that the client sent may appear in an error message. The cost does not depend on its size."""
+    """`value` as error messages show it. The cost does not depend on its size."""
     text = repr(value[: _ECHO_CHARS + 1]) if isinstance(value, str) else _excerpt.repr(value)
     return text if len(text) <= _ECHO_CHARS else text[:_ECHO_CHARS] + "..."
 
@@ -59,7 +59,7 @@ def _object(value: Any) -> dict[str, Any] | None:
 
 
 def _bounded(value: Any, limit: int, what: str) -> Any:
-    """`value`, unless it is too long a list. Before its items are looked at: each wrong one costs an error object."""
+    """`value`, unless it is too long a list. Checked before its items, because each wrong item costs an error object."""
     if len(_items(value) or ()) > limit:
         raise ValueError(f"at most {limit} {what} are allowed")
     return value
@@ -74,7 +74,7 @@ def _only(*harmless: Any) -> Callable[[Any], bool]:
 
 
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    # field -> whether its value changes nothing
+    # field -> whether this value has no effect, and is accepted
     "n": _only(1),
     "best_of": _only(1),
     "length_penalty": _only(1),
@@ -119,7 +119,7 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides the answer."""
+    """What a stream has in addition to the answer."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     include_usage: bool | None = False
@@ -127,7 +127,7 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequestBase(BaseModel):
-    """The fields that both calls share."""
+    """Fields that both calls share."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -197,7 +197,7 @@ class CompletionRequestBase(BaseModel):
 
     @property
     def token_limit(self) -> int | None:
-        """The client's bound on generated tokens."""
+        """The client's limit on generated tokens."""
         return self.max_tokens
 
     @property
@@ -211,10 +211,10 @@ class CompletionRequestBase(BaseModel):
     def sampling(
         self, *, max_tokens: int, eos_token_ids: frozenset[int], defaults: SamplingDefaults = NEUTRAL
     ) -> SamplingParams:
-        """The token-level part of the request; `defaults` where it says nothing. A seed is drawn here if it gave none."""
+        """The sampling parameters; `defaults` for fields left out. Draws a seed if the request has none."""
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
-            raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} to generate", param="min_tokens")
+            raise BadRequest(f"min_tokens is {min_tokens}, more than the limit of {max_tokens}", param="min_tokens")
         stop_ids = set(self.stop_token_ids or ())
         if not self.ignore_eos:
             stop_ids |= eos_token_ids
@@ -239,7 +239,7 @@ class CompletionRequestBase(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A piece of a message's content."""
+    """One part of a message's content."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["text"]

@@ -1,7 +1,7 @@
-"""How an answer was served: for its headers, for the end of its stream, for its errors. Pure.
+"""How a request was served: for response headers, the last chunk of a stream, and errors. Pure.
 
-`x-kvrelay-*` headers and the `kvrelay` object of a stream's last chunk hold the same things under the same names
-(`prefill_node` is `x-kvrelay-prefill-node`). What is not known, or is not so, is left out.
+`x-kvrelay-*` headers and the `kvrelay` object of a stream's last chunk have the same fields under the same names
+(`prefill_node` is `x-kvrelay-prefill-node`). Unknown fields are left out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _MAX_DECISION_CHARS = 2048
 
 
 class RequestIds(NamedTuple):
-    """What we call a request, and what its client calls it (or nothing). Only ours is ever a key."""
+    """The router's id of a request and the client's own (or empty). Only the router's is used as a key."""
 
     own: str
     client: str = ""
 
     @staticmethod
     def make(prefix: str, client: str) -> RequestIds:
-        """A fresh id of our own: unlike any other, but no secret."""
+        """A new unique id; not a secret."""
         return RequestIds(f"{prefix}-{random.getrandbits(96):024x}", printable(client))
 
     def headers(self) -> RawHeaders:
@@ -36,7 +36,7 @@ class RequestIds(NamedTuple):
 
 
 def printable(text: str, limit: int = _MAX_HEADER_CHARS) -> str:
-    """`text` as a header may carry it: ASCII without control characters, bounded."""
+    """`text` as a valid header value: ASCII without control characters, at most `limit` long."""
     return "".join(char if " " <= char <= "~" else "?" for char in text[:limit])
 
 
@@ -64,12 +64,12 @@ def serving_details(generation: Generation) -> dict[str, str | int]:
 
 
 def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
-    """The headers of an answer or an error. None: it was refused before anything was tried."""
+    """Headers of an answer or an error. `generation` is None if the request was refused before any attempt."""
     out = ids.headers()
     if generation is None:
         return [*out, (b"x-kvrelay-attempt", b"0")]
     about = serving_details(generation)
-    del about["request_id"]  # of one generation; the answer may have several
+    del about["request_id"]  # names one generation; the answer may have several
     for name, value in about.items():
         out.append((_header(name), printable(value).encode() if isinstance(value, str) else b"%d" % value))
     if generation.decision is not None:

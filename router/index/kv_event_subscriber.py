@@ -22,15 +22,15 @@ from router.index.prefix_index import PrefixIndex
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
-"""Between two reads, so that entries of many nodes come in one answer."""
+"""Pause between two reads, so that one answer has the entries of many nodes."""
 _BLOCK_MS = 200
-"""A read waits at most so long for news; nodes that come meanwhile wait as long."""
+"""A read waits at most this long for entries; newly listed nodes wait for its end."""
 _READ_ENTRIES = 64
 _SCAN_BLOCKS = 2000
 _RETRY_S = 0.2
 SILENCE_S = 10.0
-"""A node that holds blocks and of which the index has none for so long has lost its way to us."""
-_JUDGE_S = 1.0
+"""A node that holds blocks while the index has none of them for this long counts as silent."""
+_CHECK_S = 1.0
 _TIERS: dict[bytes, Tier] = {b"device": "device", b"host": "host", b"disk": "disk"}
 
 
@@ -42,12 +42,12 @@ class NodeStream:
     last: int | None = None
     """Number of the newest entry applied; None: a snapshot is needed."""
     unseen_since_s: float | None = None
-    """Since then it says that it holds blocks, and the index knows of none."""
+    """Since then the node reports cached blocks while the index has none of them."""
     silent: bool = False
 
 
 class KvEventSubscriber:
-    """Feeds `index`. `loads()` gives what nodes themselves say of their load, by incarnation."""
+    """Feeds `index`. `loads()` returns the load that each node reports, by incarnation."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class KvEventSubscriber:
         self._loads = loads
         self._clock = clock
         self._streams: dict[str, NodeStream] = {}
-        self._judged_s = clock()
+        self._checked_s = clock()
         self.away = False
-        """Redis did not answer last time."""
+        """Redis did not answer the last read."""
         self.entries = self.blocks = self.gaps = self.snapshots = 0
         """Stream entries, block events, gaps and snapshots so far."""
         self.lag_s = 0.0
-        """Age of the entry applied last, by Redis' clock and ours."""
+        """Age of the last applied entry: its timestamp against this machine's clock."""
 
     @property
     def behind(self) -> list[str]:
@@ -83,7 +83,7 @@ class KvEventSubscriber:
         return [stream.incarnation for stream in self._streams.values() if stream.silent]
 
     def set_nodes(self, records: Iterable[NodeRecord]) -> None:
-        """Follow these incarnations and no others; the blocks of those that went are forgotten at once."""
+        """Read the streams of these incarnations and no others; blocks of all others are dropped at once."""
         wanted = {record.peer.incarnation for record in records}
         for incarnation in set(self._streams) - wanted:
             del self._streams[incarnation]
@@ -93,7 +93,7 @@ class KvEventSubscriber:
             self._streams[incarnation] = NodeStream(incarnation)
 
     async def run(self) -> None:
-        """Follow for ever; through any outage of Redis."""
+        """Read until cancelled, through any outage of Redis."""
         try:
             while True:
                 try:
@@ -108,19 +108,19 @@ class KvEventSubscriber:
                     self.away = False
                     await asyncio.sleep(PERIOD_S)
                 honour_cancellation()
-                while self._index.tidy():  # also without Redis: what this router expects goes on
+                while self._index.tidy():  # also without Redis: the router still adds expected blocks
                     await asyncio.sleep(0)
-                self._judge()
+                self._check_silence()
         finally:
             await self._client.aclose()
 
     async def _round(self) -> None:
         for stream in [f for f in self._streams.values() if f.last is None]:
             await self._snapshot(stream)
-        # Who was listed during these snapshots has its own in the next round.
+        # Nodes listed during these snapshots get their own in the next round.
         streams = {self._keys.events(f.incarnation): f for f in self._streams.values() if f.last is not None}
         if not streams:
-            await self._client.get(self._keys.epoch)  # whether Redis is there
+            await self._client.get(self._keys.epoch)  # finds out whether Redis answers
             await asyncio.sleep(_BLOCK_MS / 1000)
         else:
             after = {key: f"{stream.last}-0" for key, stream in streams.items()}
@@ -172,7 +172,7 @@ class KvEventSubscriber:
             stream.last = number
             self.entries += 1
             at: bytes = fields.get(b"at", b"")
-            if at.isdigit():  # bytes of another writer must not end the following of all nodes
+            if at.isdigit():  # malformed bytes of one writer must not end the reading of all streams
                 self.lag_s = max(0.0, time.time() - int(at) / 1000)
             tier = _TIERS.get(fields.get(b"tier", b"device"))
             if tier is None:
@@ -181,7 +181,7 @@ class KvEventSubscriber:
                 await asyncio.sleep(0)
 
     def _store(self, incarnation: str, stored: bytes, removed: bytes, tier: Tier = "device") -> int:
-        """Returns how many blocks that were."""
+        """Returns the number of blocks."""
         try:
             self._index.removed(incarnation, removed, tier)
             self._index.stored(incarnation, stored, tier)
@@ -191,14 +191,14 @@ class KvEventSubscriber:
         self.blocks += count
         return count
 
-    # -- is it true
+    # -- silent nodes
 
-    def _judge(self) -> None:
-        """Say aloud that a node's blocks never come: prefix routing would be off without a sign."""
+    def _check_silence(self) -> None:
+        """Warn if a node's blocks never arrive: prefix routing would be off without anybody noticing."""
         now = self._clock()
-        if now - self._judged_s < _JUDGE_S:
+        if now - self._checked_s < _CHECK_S:
             return
-        self._judged_s = now
+        self._checked_s = now
         loads = self._loads()
         for stream in self._streams.values():
             load = loads.get(stream.incarnation)

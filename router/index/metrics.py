@@ -1,4 +1,4 @@
-"""What the prefix index and its subscriber export to Prometheus, read when somebody scrapes."""
+"""Prometheus metrics of the prefix index and its subscriber, read at each scrape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.index.prefix_index import PrefixIndex
 
 
 class IndexCollector(Collector):
-    """Figures of one index."""
+    """Metrics of one index."""
 
     def __init__(self, index: PrefixIndex, subscriber: KvEventSubscriber) -> None:
         self._index = index

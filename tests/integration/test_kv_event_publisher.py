@@ -290,7 +290,7 @@ def test_node_whose_blocks_never_come_is_told_aloud(
     redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("router.index.kv_event_subscriber.SILENCE_S", 0.3)
-    monkeypatch.setattr("router.index.kv_event_subscriber._JUDGE_S", 0.1)
+    monkeypatch.setattr("router.index.kv_event_subscriber._CHECK_S", 0.1)
 
     async def scene() -> None:
         node = ANode(redis_server.url, cluster, make_record("n0"))

@@ -56,7 +56,7 @@ def test_a_node_whose_blocks_never_reach_the_index_is_told_aloud(caplog: pytest.
     )
     for _ in range(3):
         clock.advance(SILENCE_S * 0.6)
-        subscriber._judge()
+        subscriber._check_silence()
     assert subscriber.silent == ["a"]
     assert "none of them ever reached the prefix index" in caplog.text
     samples = {sample.name: sample.value for m in IndexCollector(index, subscriber).collect() for sample in m.samples}
