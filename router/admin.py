@@ -165,7 +165,7 @@ def _feed(subscriber: KvEventSubscriber, name: Callable[[str], str]) -> dict[str
 
 
 def node_state(node: Node) -> str:
-    """ "usable", or why the node is not."""
+    """The state `usable`, or why the node is not."""
     if node.usable:
         return "usable"
     if node.link is None or node.last_pong_s is None:
