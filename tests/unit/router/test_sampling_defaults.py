@@ -90,7 +90,7 @@ def test_the_default_length_gives_way_to_the_least_that_a_client_asks_for(folder
     model = served(folder)
     assert asked(chat(min_tokens=29), model).max_tokens == 30
     assert asked(chat(min_tokens=31), model).max_tokens == 31
-    with pytest.raises(BadRequest, match="min_tokens is 31, more than the 30"):
+    with pytest.raises(BadRequest, match="min_tokens is 31, more than the limit of 30"):
         asked(chat(min_tokens=31, max_tokens=30), model)
 
 
