@@ -10,8 +10,7 @@ from router.index.metrics import IndexCollector
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
 from router.model_catalog import ModelCatalog
-from router.requests.admission import Objectives
-from router.requests.dispatch import Dispatcher, DispatchSettings
+from router.requests.dispatch import Dispatcher
 
 
 class Router:
@@ -28,18 +27,8 @@ class Router:
             chat_template=config.chat_template,
             generation_config=config.generation_config,
         )
-        settings = DispatchSettings(
-            lease_s=config.lease_s,
-            request_timeout_s=config.request_timeout_s,
-            max_waiting=config.max_waiting,
-            local_prefill_tokens=config.local_prefill_tokens,
-            policy=config.policy,
-            max_attempts=config.max_attempts,
-            objectives=Objectives(config.slo_ttft, config.slo_tpot),
-            max_queue_wait_s=config.max_queue_wait_s,
-        )
         self.index = PrefixIndex(config.index_blocks)
-        self.dispatcher = Dispatcher(settings, self.metrics, index=self.index)
+        self.dispatcher = Dispatcher(config, self.metrics, index=self.index)
         self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers)
         self.subscriber: KvEventSubscriber | None = None
         self.metrics.watch_queue(

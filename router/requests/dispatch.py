@@ -9,10 +9,10 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
+from common.config.options import RouterConfig
 from common.control.messages import AttemptFailed, Message, NodeRecord, TokenBatch
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
@@ -38,20 +38,6 @@ _STARTS_PER_TURN = 32
 """Requests that are placed before everything else on the loop has its turn."""
 
 
-@dataclass(frozen=True)
-class DispatchSettings:
-    """The router's settings for serving requests."""
-
-    lease_s: float = 3.0
-    request_timeout_s: float = 600.0
-    max_waiting: int = 256
-    local_prefill_tokens: int | None = None
-    policy: str = "kv_aware"
-    max_attempts: int = 3
-    objectives: Objectives = field(default_factory=Objectives)
-    max_queue_wait_s: float = 60.0
-
-
 class Dispatcher:
     """All requests of this router and the nodes that serve them.
 
@@ -60,17 +46,17 @@ class Dispatcher:
 
     def __init__(
         self,
-        settings: DispatchSettings,
+        config: RouterConfig,
         metrics: Metrics,
         *,
         index: PrefixIndex | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._clock = clock
         self._table = RequestTable[Generation]()
         self._retry_wait = RetryWait()
-        self._deadlines = Deadlines(settings.request_timeout_s, self._on_deadline)
+        self._deadlines = Deadlines(config.request_timeout_s, self._on_deadline)
         self._fresh: list[Generation] = []
         """Submitted and not started."""
         self._stopping: Unavailable | None = None
@@ -79,7 +65,7 @@ class Dispatcher:
         self.stories = Stories()
         self.nodes = NodeTable(
             f"router-{secrets.token_hex(6)}",
-            lease_s=settings.lease_s,
+            lease_s=config.lease_s,
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_usable=self._on_usable,
@@ -87,13 +73,16 @@ class Dispatcher:
             clock=clock,
         )
         self.admission_queue = AdmissionQueue(
-            self.nodes.fleets, settings.objectives, max_wait_s=settings.max_queue_wait_s, clock=clock
+            self.nodes.fleets,
+            Objectives(config.slo_ttft, config.slo_tpot),
+            max_wait_s=config.max_queue_wait_s,
+            clock=clock,
         )
         self.placer = Placer(
             self.nodes,
             PrefixIndex(clock=clock) if index is None else index,  # an empty one is false, too
-            policy=settings.policy,
-            local_prefill_tokens=settings.local_prefill_tokens,
+            policy=config.policy,
+            local_prefill_tokens=config.local_prefill_tokens,
         )
         self._state = RouterState(
             self.nodes,
@@ -135,7 +124,7 @@ class Dispatcher:
         Raises: as `check_room`.
         """
         self.check_room(len(requests), requests[0].tenant)
-        if self._table.waiting + len(requests) > self._settings.max_waiting:
+        if self._table.waiting + len(requests) > self._config.max_waiting:
             self.admission_queue.make_room(requests[0].tenant)
         generations: list[Generation] = []
         try:
@@ -161,8 +150,8 @@ class Dispatcher:
             request,
             pieces,
             self._state,
-            max_attempts=self._settings.max_attempts,
-            deadline_s=self._clock() + self._settings.request_timeout_s,
+            max_attempts=self._config.max_attempts,
+            deadline_s=self._clock() + self._config.request_timeout_s,
             on_news=on_news,
             story=story,
         )
@@ -184,7 +173,7 @@ class Dispatcher:
         """Whether there is no room for `count` more requests, after starting those that were just submitted: which
         request a newcomer may replace depends on how many each tenant has in the admission queue.
         """
-        most = self._settings.max_waiting
+        most = self._config.max_waiting
         if self._table.waiting + count > most:
             self._start(len(self._fresh))
         return self._table.waiting + count > most
@@ -197,8 +186,8 @@ class Dispatcher:
         """
         if self._stopping is not None:
             raise Unavailable(self._stopping.message)
-        if count > self._settings.max_waiting:
-            raise BadRequest(f"a request may have at most {self._settings.max_waiting} prompts", param="prompt")
+        if count > self._config.max_waiting:
+            raise BadRequest(f"a request may have at most {self._config.max_waiting} prompts", param="prompt")
         if self._is_full(count) and (count > 1 or not self.admission_queue.has_victim(tenant)):
             raise Overloaded(
                 f"{self._table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
@@ -262,7 +251,7 @@ class Dispatcher:
         self.admission_queue.release_soon()
 
     def _on_deadline(self, request_id: str) -> None:
-        timeout_s = self._settings.request_timeout_s
+        timeout_s = self._config.request_timeout_s
         self._feed(request_id, f.GiveUp(DeadlineExceeded(f"the request took longer than its limit of {timeout_s:g} s")))
 
     def _feed(self, request_id: str, event: f.Event) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from common.base.errors import Unavailable
+from common.config.options import RouterConfig
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router.fast.http_connection import DisconnectListener
 from router.http.answer import Answer
@@ -23,7 +24,7 @@ from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests import flow_events as f
 from router.requests.attempts import Attempts
-from router.requests.dispatch import Dispatcher, DispatchSettings
+from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
 from router.requests.request import Delta, GenerationRequest, Outcome
 from router.text.detokenizer import TokenPieces
@@ -81,7 +82,7 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     client = DisconnectListener()
 
     async def main() -> None:
-        dispatcher = Dispatcher(DispatchSettings(), Metrics())
+        dispatcher = Dispatcher(RouterConfig(), Metrics())
         with monkeypatch.context() as patch:
             patch.setattr(Attempts, "place", place)
             patch.setattr(NodeTable, "send", send)

@@ -11,10 +11,11 @@ import pytest
 
 from common.base.clock import Clock, MockClock, monotonic
 from common.base.errors import BadRequest, Overloaded, Unavailable
+from common.config.options import RouterConfig
 from common.control.messages import EngineRequest, SamplingParams
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
-from router.requests.dispatch import Dispatcher, DispatchSettings
+from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
 from router.requests.placement import Placement, PlacementRequest
 from router.requests.request import GenerationRequest, Outcome
@@ -26,7 +27,7 @@ def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 2
     """Run a scene that ends every request; then no part of the router may know one."""
 
     async def main() -> None:
-        dispatcher = Dispatcher(DispatchSettings(max_waiting=max_waiting), Metrics(), clock=clock)
+        dispatcher = Dispatcher(RouterConfig(max_waiting=max_waiting), Metrics(), clock=clock)
         seen: set[str] = set()
         add = dispatcher._table.add
 
