@@ -11,11 +11,10 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.control.messages import AttemptStats, NodeLoad
+from common.control.messages import AttemptStats, FinishReason, NodeLoad
 from router.fast.metrics import Counter, Histogram
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
-from router.requests.request import Outcome
 
 _LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -183,16 +182,19 @@ class Metrics:
         if not role_is_prefill:  # both legs may count the bytes of one relay; the receiver knows what arrived
             self._relayed.value += max(stats.relayed_bytes, 0)
 
-    def end(self, outcome: Outcome, prompt_tokens: int, duration_s: float) -> None:
-        """A generation ended."""
-        if outcome.error is not None:
-            self._failed.labels(outcome.error.code).value += 1
-        elif outcome.finish_reason is None:
-            self._cancelled.value += 1
-        else:
-            self._success[outcome.finish_reason].value += 1
-            self._prompt_tokens.value += prompt_tokens
-            self._e2e.observe(duration_s)
+    def failed(self, code: str) -> None:
+        """A generation ended with an error."""
+        self._failed.labels(code).value += 1
+
+    def cancelled(self) -> None:
+        """The client of a generation left."""
+        self._cancelled.value += 1
+
+    def finished(self, reason: FinishReason, prompt_tokens: int, duration_s: float) -> None:
+        """A generation ended with an answer."""
+        self._success[reason].value += 1
+        self._prompt_tokens.value += prompt_tokens
+        self._e2e.observe(duration_s)
 
     def http_error(self, status: int) -> None:
         """An error response was sent."""

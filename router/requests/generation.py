@@ -247,7 +247,7 @@ class Generation:
         if outcome.finish_reason is not None:
             router.placer.answered(len(self.flow.token_ids))
         router.stories.end(self.story)
-        router.metrics.end(outcome, len(self.request.engine.prompt_ids), time.perf_counter() - self._arrived_s)
+        self._count_end(outcome)
         self._on_news()
 
     def _release(self, leg: f.Release) -> None:
@@ -267,6 +267,16 @@ class Generation:
             self.story.add("cancelled", "the client left", data)
         else:
             self.story.add("finished", outcome.finish_reason, data)
+
+    def _count_end(self, outcome: Outcome) -> None:
+        metrics = self._router.metrics
+        if outcome.error is not None:
+            metrics.failed(outcome.error.code)
+        elif outcome.finish_reason is None:
+            metrics.cancelled()
+        else:
+            prompt_tokens = len(self.request.engine.prompt_ids)
+            metrics.finished(outcome.finish_reason, prompt_tokens, time.perf_counter() - self._arrived_s)
 
     _HOW: ClassVar[dict[type, Callable[[Generation, Any], None]]] = {
         f.Place: lambda self, place: self.attempts.place(place, self.feed),

@@ -205,8 +205,8 @@ def test_a_request_that_fails_and_cannot_be_ended_in_order_does_not_block_those_
     async def scene(dispatcher: Dispatcher) -> None:
         monkeypatch.setattr(dispatcher.placer, "decide", broken)
         metrics, broken_ends = dispatcher._state.metrics, [True]
-        end = metrics.end
-        monkeypatch.setattr(metrics, "end", lambda *figures: broken() if broken_ends.pop() else end(*figures))
+        failed = metrics.failed
+        monkeypatch.setattr(metrics, "failed", lambda code: broken() if broken_ends.pop() else failed(code))
         broken_ends[:0] = [False] * 40
         burst = [dispatcher.submit(f"r{i}", [REQUEST], cast("Any", None), lambda: None)[0] for i in range(40)]
         async with asyncio.timeout(20):
