@@ -1,8 +1,7 @@
 """The interface between model code and an attention backend.
 
-Once per step the runner calls `plan` with the batch's shape; then every layer calls `forward`, which
-first appends the new K and V to the paged cache and then attends. What `plan` derives is shared by
-all layers.
+Once per step the runner calls `plan` with the batch's shape; then every layer calls `forward`, which first appends the
+new K and V to the paged cache and then attends. All layers share what `plan` derives.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The shape of one step's batch; the fields mean what they mean in `StepInput`."""
+    """The shape of one step's batch; the fields have the same meaning as in `StepInput`."""
 
     query_lens: list[int]
     context_lens: list[int]
@@ -24,8 +23,8 @@ class AttentionMetadata:
     slot_mapping: Tensor
     """[T], int64, on the cache's device."""
     num_decodes: int = 0
-    """The first `num_decodes` entries are decode rows: one row each, even if several are of one sequence. The others are
-    prompt chunks."""
+    """The first `num_decodes` entries are decode rows: one row each, even if several belong to one sequence. The others
+    are prompt chunks."""
 
 
 class AttentionBackend(Protocol):
@@ -44,24 +43,24 @@ class AttentionBackend(Protocol):
         ...
 
     def for_graph(self, rows: int) -> AttentionBackend:
-        """A backend over the same cache for batches of exactly `rows` decode rows, whose memory never moves.
+        """A backend over the same cache for batches of exactly `rows` decode rows, in static memory.
 
-        Its `plan` copies into that memory and may work on the host; its `forward` may be recorded and replayed.
+        Its `plan` copies into that memory and may work on the CPU; its `forward` may be captured in a CUDA graph.
         """
         ...
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a backend must know of the model, for one rank."""
+    """What a backend must know about the model, for one rank."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Of queries and results; the cache may have another."""
+    """The dtype of queries and results; the cache may have another dtype."""
     block_size: int
     max_context: int = 0
-    """Tokens of the longest sequence, which bounds the memory of `for_graph`; 0: as many as the cache holds."""
+    """Tokens of the longest sequence, which bounds the memory of `for_graph`; 0 means as many as the cache holds."""
     scale: float | None = None
-    """Factor of the products of queries and keys; None: 1/sqrt(head_dim)."""
+    """Factor for the products of queries and keys; None means 1/sqrt(head_dim)."""

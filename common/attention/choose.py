@@ -1,4 +1,4 @@
-"""Which attention a rank uses. Decided once, when its KV memory is there."""
+"""Chooses a rank's attention backend, once, when its KV memory is allocated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 
 from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
-from common.attention.flashinfer import FlashInferAttention, why_not
+from common.attention.flashinfer import FlashInferAttention, unsupported_reason
 from common.attention.sdpa import SdpaAttention
 from common.kernels.library import find_flashinfer
 from common.kv.storage import GroupStorage
@@ -18,29 +18,32 @@ _SHORT_CONTEXT = 4096
 
 
 def choose_attention(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
-    """On a GPU flashinfer where it has kernels for this model, else PyTorch's SDPA, with a warning in the log."""
+    """The attention backend for the device of `kv`.
+
+    On a GPU this is flashinfer if it has kernels for this model, else PyTorch's SDPA, with a warning in the log.
+    """
     device = kv.device
     if device.type == "cpu":
         return CpuAttention(kv, shape)
     flashinfer = find_flashinfer(device).flashinfer
     if flashinfer is None:
         return SdpaAttention(kv, shape)
-    reason = why_not(shape, kv.dtype)
+    reason = unsupported_reason(shape, kv.dtype)
     if reason:
-        _announce(reason)
+        _warn_once(reason)
         return SdpaAttention(kv, shape)
     return FlashInferAttention(kv, shape, flashinfer)
 
 
 @functools.cache
-def _announce(reason: str) -> None:
-    """Once for each reason, however often memory is laid out."""
+def _warn_once(reason: str) -> None:
+    """Log each reason once, however often KV memory is allocated."""
     log.warning("attention uses PyTorch on gathered KV blocks, which is slower: %s", reason)
 
 
-def worth_recording(attention: AttentionBackend, max_context: int) -> bool:
-    """Whether a recorded decode step is faster than one that is launched.
+def worth_capturing(attention: AttentionBackend, max_context: int) -> bool:
+    """Whether a decode step replayed as a CUDA graph is faster than an eager one.
 
-    `SdpaAttention` reads the longest possible context for every row, whatever the sequences' lengths.
+    In a graph `SdpaAttention` reads the longest possible context for every row, whatever the sequences' lengths.
     """
     return not isinstance(attention, SdpaAttention) or max_context <= _SHORT_CONTEXT

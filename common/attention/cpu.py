@@ -1,7 +1,7 @@
 """Paged attention on a CPU with eager tensor operations. Runs on a rank's engine thread.
 
-All products run in float32: bf16 ones gain little in the small shapes of attention and are emulated on many
-CPUs. The query heads that share a KV head are viewed as rows of one product; K and V are never repeated.
+All matrix products run in float32: bf16 gains little at the small shapes of attention, and many CPUs emulate it. The
+query heads that share a KV head are viewed as rows of one product; K and V are never repeated.
 Measured against F.scaled_dot_product_attention with repeated heads and query blocks of 256 (fp32, 14 q heads,
 2 kv heads of 64, chunk 512): equal within noise from 512 to 2,048 tokens of context, faster for short chunks.
 """
@@ -21,11 +21,11 @@ from common.kv.layout import blocks_for
 from common.kv.storage import GroupStorage
 
 _SCORE_BYTES = 2 * 2**20
-"""Of scores in flight, about what stays in the second-level caches; sets the rows of a query block."""
+"""Size of the scores of one query block, about what fits the L2 cache; sets the number of its rows."""
 _SCORE_ROWS = (16, 256)
 """Fewest and most rows of a query block."""
-_SHORT_PAGES = 16
-"""Decode sequences up to this long share a group whatever their lengths."""
+_SHORT_BLOCKS = 16
+"""Decode sequences of up to this many KV blocks share a group whatever their lengths."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class _DecodeGroup:
 
     rows: Tensor | None
     """[B] rows of the batch; None if the group is the whole batch in order."""
-    pages: Tensor
-    """[2 * B * kv_heads * P] rows of a layer as [2 * num_blocks * kv_heads, block_size, head_dim]."""
+    blocks: Tensor
+    """[2 * B * kv_heads * max_blocks] rows of a layer viewed as [2 * num_blocks * kv_heads, block_size, head_dim]."""
     bias: Tensor
-    """[B, 1, 1, P * block_size] float32, -inf past each sequence's end."""
+    """[B, 1, 1, max_blocks * block_size] float32, -inf past each sequence's end."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class _Prefill:
     row_lo: int
     row_hi: int
     context_len: int
-    pages: Tensor
-    """As of a group of this one sequence."""
+    blocks: Tensor
+    """The same as `_DecodeGroup.blocks`, for this one sequence."""
 
 
 class CpuAttention:
@@ -68,7 +68,7 @@ class CpuAttention:
         self._first_rows = planes + self._heads[:, None]
         """[2 (K, V), 1, kv_heads, 1]: the rows of block 0."""
         self._slots = torch.empty(0, dtype=torch.int64)
-        """[T * kv_heads] rows of K (or V) of a layer as [num_blocks * kv_heads * block_size, head_dim]."""
+        """[T * kv_heads] rows of K (or V) of a layer viewed as [num_blocks * kv_heads * block_size, head_dim]."""
         self._groups: list[_DecodeGroup] = []
         self._prefills: list[_Prefill] = []
 
@@ -83,30 +83,30 @@ class CpuAttention:
         row = 0
         entries = zip(metadata.query_lens, metadata.context_lens, metadata.block_tables, strict=True)
         for index, (query_len, context_len, table) in enumerate(entries):
-            pages = table[: blocks_for(context_len, block_size)]
+            blocks = table[: blocks_for(context_len, block_size)]
             if index < metadata.num_decodes:
-                decodes.append((row, context_len, pages))
+                decodes.append((row, context_len, blocks))
             else:
-                self._prefills.append(_Prefill(row, row + query_len, context_len, self._both([pages])))
+                self._prefills.append(_Prefill(row, row + query_len, context_len, self._rows_of_blocks([blocks])))
             row += query_len
         self._groups = [self._plan_group(group, row) for group in _by_length(decodes)]
 
     def for_graph(self, rows: int) -> CpuAttention:
-        """A backend of its own: a CPU records nothing, and repeats a step by calling it."""
+        """A separate backend: without CUDA graphs, a CPU repeats a step by calling it."""
         return CpuAttention(self._kv, self._shape)
 
     def _plan_group(self, group: list[tuple[int, int, list[int]]], num_rows: int) -> _DecodeGroup:
-        longest = max(len(pages) for _, _, pages in group)
-        # A sequence is padded with its own last page, so that nothing of another request enters its sums.
-        pages = self._both([pages + pages[-1:] * (longest - len(pages)) for _, _, pages in group])
+        longest = max(len(blocks) for _, _, blocks in group)
+        # A sequence is padded with its own last block, so that no other request's KV enters its result.
+        blocks = self._rows_of_blocks([blocks + blocks[-1:] * (longest - len(blocks)) for _, _, blocks in group])
         rows = [row for row, _, _ in group]
         lens = torch.tensor([context_len for _, context_len, _ in group])
         past = torch.arange(longest * self._shape.block_size) >= lens[:, None]
         bias = torch.zeros(past.shape).masked_fill_(past, -math.inf)[:, None, None]
-        return _DecodeGroup(None if rows == list(range(num_rows)) else torch.tensor(rows), pages, bias)
+        return _DecodeGroup(None if rows == list(range(num_rows)) else torch.tensor(rows), blocks, bias)
 
-    def _both(self, tables: list[list[int]]) -> Tensor:
-        """Rows of the heads of a group's pages, [2 (K, V), B, kv_heads, P] flattened."""
+    def _rows_of_blocks(self, tables: list[list[int]]) -> Tensor:
+        """Rows of all heads of a group's blocks, [2 (K, V), B, kv_heads, max_blocks] flattened."""
         return (torch.tensor(tables)[:, None] * self._shape.num_kv_heads + self._first_rows).flatten()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -122,11 +122,11 @@ class CpuAttention:
         slots[1].index_copy_(0, self._slots, words_of(narrow(v.flatten(0, 1), cache.dtype, v_scale)))
         if k_scale == v_scale == 1.0:
             return self._attend(cache, q)
-        # Attention is linear in its scores' factor and in V: the scales need not be applied to every number read.
+        # Scores are linear in K and results in V: scaling queries and results avoids scaling every number read.
         return self._attend(cache, q.float() * k_scale).mul_(v_scale).to(q.dtype)
 
     def _attend(self, cache: Tensor, q: Tensor) -> Tensor:
-        """As `forward`, over what the cache holds, without its scales."""
+        """Attend to the contents of the cache, without its scales. q and result: as in `forward`."""
         if not self._prefills and len(self._groups) == 1 and self._groups[0].rows is None:
             return self._decode(self._groups[0], cache, q).to(q.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -138,19 +138,19 @@ class CpuAttention:
             self._prefill(prefill, cache, q[rows], out[rows])
         return out
 
-    def _gather(self, cache: Tensor, pages: Tensor, batch: int) -> Tensor:
-        """K and V of `pages`, widened: [2, batch, kv_heads, slots, head_dim] float32."""
-        gathered = widen(cache.flatten(0, 2).index_select(0, pages))
+    def _gather(self, cache: Tensor, blocks: Tensor, batch: int) -> Tensor:
+        """K and V of `blocks`, widened: [2, batch, kv_heads, slots, head_dim] float32."""
+        gathered = widen(cache.flatten(0, 2).index_select(0, blocks))
         return gathered.view(2, batch, self._shape.num_kv_heads, -1, self._shape.head_dim)
 
     def _decode(self, group: _DecodeGroup, cache: Tensor, q: Tensor) -> Tensor:
         """q: [B, q_heads, head_dim]. Returns the same shape, float32."""
-        keys, values = self._gather(cache, group.pages, q.size(0))
+        keys, values = self._gather(cache, group.blocks, q.size(0))
         rows = q.float().view(q.size(0), self._shape.num_kv_heads, -1, self._shape.head_dim)
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias, scale=self._scale)
         if not out.sum().isfinite():
-            # What a reused page holds past the end may be anything, and anything times zero may be NaN. To clear it
-            # every time would cost as much as attention itself where lengths differ.
+            # A reused block may hold anything past the end, and NaN or infinity times zero is NaN. Clearing it every
+            # time would cost as much as attention itself where lengths differ.
             past = group.bias.isneginf().transpose(2, 3)
             keys, values = keys.masked_fill_(past, 0.0), values.masked_fill_(past, 0.0)
             out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias, scale=self._scale)
@@ -159,9 +159,9 @@ class CpuAttention:
     def _prefill(self, seq: _Prefill, cache: Tensor, q: Tensor, out: Tensor) -> None:
         """q, out: [C, q_heads, head_dim], the last C positions of the context.
 
-        Query blocks are small enough for their scores to stay in cache, and see no key past their last row.
+        Query blocks are small enough that their scores stay in the CPU cache; none reads keys past its last row.
         """
-        keys, values = self._gather(cache, seq.pages, 1)[:, 0]
+        keys, values = self._gather(cache, seq.blocks, 1)[:, 0]
         keys = keys.transpose(1, 2)
         q = q.float() * self._scale
         heads, dim = self._shape.num_kv_heads, self._shape.head_dim
@@ -182,25 +182,27 @@ class CpuAttention:
 
 
 def _block_rows(num_q_heads: int, context_len: int) -> int:
-    """Rows of a query block whose scores fill `_SCORE_BYTES`, within bounds, a multiple of 16."""
+    """Rows of a query block whose scores fill `_SCORE_BYTES`, within `_SCORE_ROWS`, a multiple of 16."""
     fewest, most = _SCORE_ROWS
     rows = _SCORE_BYTES // (4 * num_q_heads * context_len)
     return max(fewest, min(most, rows - rows % 16))
 
 
 def _by_length(decodes: list[tuple[int, int, list[int]]]) -> list[list[tuple[int, int, list[int]]]]:
-    """Groups of (row, context length, pages) in which no sequence is padded to more than twice its pages.
+    """Groups of (row, context length, blocks) in which no sequence is padded to more than twice its blocks.
 
-    Short sequences are one group in any case: for them an operation costs more than its padding.
+    Short sequences always form one group: for them an operation costs more than its padding.
     """
     if not decodes:
         return []
-    if max(len(pages) for _, _, pages in decodes) <= max(_SHORT_PAGES, 2 * min(len(pages) for _, _, pages in decodes)):
+    if max(len(blocks) for _, _, blocks in decodes) <= max(
+        _SHORT_BLOCKS, 2 * min(len(blocks) for _, _, blocks in decodes)
+    ):
         return [decodes]
     groups: list[list[tuple[int, int, list[int]]]] = []
     for item in sorted(decodes, key=lambda item: len(item[2]), reverse=True):
         longest = len(groups[-1][0][2]) if groups else math.inf
-        if longest <= max(_SHORT_PAGES, 2 * len(item[2])):
+        if longest <= max(_SHORT_BLOCKS, 2 * len(item[2])):
             groups[-1].append(item)
         else:
             groups.append([item])

@@ -1,12 +1,12 @@
 """Paged attention by flashinfer, on CUDA. Runs on a rank's engine thread, on its current stream.
 
-Rows that decode and rows of prompt chunks go through kernels of their own. A decode row uses tensor cores too: they
-take any number of query heads per KV head, and grouped heads share what is read. On Hopper prompts use FA3, where
-the cache is not FP8.
+Decode rows and the rows of prompt chunks use separate kernels. Decode uses the tensor-core kernels too: they accept any
+number of query heads per KV head, and the heads of a group share each read of K and V. On Hopper, prompts use FA3
+unless the cache is FP8.
 
-flashinfer's `plan` works on the host and copies its result from pinned memory of its own, which the next plan
-overwrites: each plan first waits until the copies of the one before are done. They are queued before that step's
-kernels, so whoever prepares one step ahead of the running one waits for nothing.
+flashinfer's `plan` works on the CPU and copies its result from its own pinned memory, which the next plan overwrites:
+each plan first waits until the copies of the previous one are done. They are queued before that step's kernels, so
+preparing one step ahead of the running one does not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.attention.pages import host_int32, page_lists
+from common.attention.block_lists import block_lists, host_int32
 from common.kernels.flashinfer_kernels import DTYPES, HEAD_DIMS
 from common.kernels.float8 import E4M3, narrow
 from common.kv.layout import blocks_for
@@ -26,15 +26,16 @@ from common.kv.storage import GroupStorage
 
 _LAYOUT = "HND"
 _SPLIT_BYTES = 256 * 2**20
-"""For partial results of long sequences that several thread blocks share; more where `split_bytes` says so."""
+"""Workspace for partial results of long sequences whose KV is split over several thread blocks; larger if
+`graph_split_bytes` or `eager_split_bytes` is."""
 _DECODE_TILES = (16, 128)
-"""Query rows that a thread block of a decode step takes, those of one KV head: of groups up to 16, of larger ones."""
+"""Query rows of one KV head per thread block in a decode step: for groups of up to 16 query heads, for larger."""
 _PLAN_BYTES = 8 * 2**20
-"""For the plan of one batch on the device."""
+"""Workspace for the plan of one batch on the device."""
 
 
-def why_not(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
-    """Why flashinfer has no kernels for this model; empty if it has."""
+def unsupported_reason(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
+    """Why flashinfer has no kernels for this model; empty if it has some."""
     if shape.dtype not in DTYPES:
         return f"flashinfer attends in 16 bits, the model computes in {shape.dtype}"
     if shape.head_dim not in HEAD_DIMS:
@@ -45,20 +46,20 @@ def why_not(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
 
 
 def prefill_backend(device: torch.device, cache_dtype: torch.dtype) -> str:
-    """The kernels for prompts: FA3 is written for Hopper, and reads FP8 pages only for FP8 queries."""
+    """flashinfer's backend for prompts: FA3 is written for Hopper, and reads an FP8 cache only for FP8 queries."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     return "fa3" if hopper and cache_dtype != E4M3 else "fa2"
 
 
 class _Cache:
-    """The KV pages of all layers, and appending to them."""
+    """The KV blocks of all layers, and appending to them."""
 
     def __init__(self, kv: GroupStorage, flashinfer: ModuleType) -> None:
         self.device, self.dtype = kv.device, kv.dtype
         self.scales = kv.scales
-        self.pages = list(zip(kv.planes["k"], kv.planes["v"], strict=True))
+        self.layers = list(zip(kv.planes["k"], kv.planes["v"], strict=True))
         self._append = flashinfer.append_paged_kv_cache
-        # All blocks are taken for one sequence, in which a slot of the cache is a position.
+        # All blocks are presented as one sequence, in which the position of a token is its slot in the cache.
         self._indices = torch.arange(kv.num_blocks, dtype=torch.int32, device=kv.device)
         self._indptr = torch.tensor([0, kv.num_blocks], dtype=torch.int32, device=kv.device)
         self._last_page_len = torch.tensor([kv.block_size], dtype=torch.int32, device=kv.device)
@@ -71,7 +72,7 @@ class _Cache:
             narrow(v, self.dtype, v_scale),
             sequence,
             slots,
-            self.pages[layer],
+            self.layers[layer],
             self._indices,
             self._indptr,
             self._last_page_len,
@@ -80,7 +81,7 @@ class _Cache:
 
 
 class _Fence:
-    """Between the copies of one plan and the next plan."""
+    """Makes the next plan wait for the copies of the previous one."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -97,18 +98,18 @@ class _Fence:
 class FlashInferAttention:
     """`AttentionBackend` for one rank's `GroupStorage` of K and V. Not thread-safe; `forward` calls belong to the latest `plan`.
 
-    `for_graph` backends share its device memory: steps of all of them must be on one stream.
+    Its `for_graph` backends share its device memory, so all their steps must run on one stream.
     """
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape, flashinfer: ModuleType) -> None:
-        """`shape` and `kv` must be some that `why_not` has nothing against."""
+        """`unsupported_reason` must be empty for `shape` and the dtype of `kv`."""
         self._flashinfer = flashinfer
         self._shape = shape
         self._cache = _Cache(kv, flashinfer)
         device = self._cache.device
         self._pinned = device.type == "cuda"
         self._fence = _Fence(device)
-        split = max(_SPLIT_BYTES, unrecorded_split_bytes(shape, _num_processors(device)))
+        split = max(_SPLIT_BYTES, eager_split_bytes(shape, _num_processors(device)))
         self._split = torch.zeros(split, dtype=torch.uint8, device=device)
         self._plan = torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=device)
         backend = prefill_backend(device, self._cache.dtype)
@@ -116,8 +117,8 @@ class FlashInferAttention:
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._split, _LAYOUT, use_tensor_cores=True, backend="fa2"
         )
-        self._max_pages = blocks_for(shape.max_context, shape.block_size) or kv.num_blocks
-        self._graph_pages = torch.empty(0, dtype=torch.int32, device=device)
+        self._max_blocks = blocks_for(shape.max_context, shape.block_size) or kv.num_blocks
+        self._graph_blocks = torch.empty(0, dtype=torch.int32, device=device)
         self._num_decodes = 0
         self._slots = self._sequence = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -128,19 +129,19 @@ class FlashInferAttention:
         self._num_decodes = n = metadata.num_decodes
         self._fence.wait()
         if n:
-            pages = page_lists(
+            lists = block_lists(
                 metadata.context_lens[:n], metadata.block_tables[:n], self._shape.block_size, pinned=self._pinned
             )
-            indices = pages.indices.to(self._cache.device, non_blocking=True)
-            plan_decode(self._decode, self._shape, self._cache.dtype, pages.indptr, indices, pages.last_page_len)
+            indices = lists.indices.to(self._cache.device, non_blocking=True)
+            plan_decode(self._decode, self._shape, self._cache.dtype, lists.indptr, indices, lists.last_page_len)
         if n < len(metadata.query_lens):
             self._plan_prefill(metadata, n)
         self._fence.mark()
 
     def _plan_prefill(self, metadata: AttentionMetadata, first: int) -> None:
-        """The sequences from `first` on, some of which may have a single row."""
+        """Plan the sequences from `first` on, some of which may have a single row."""
         shape = self._shape
-        pages = page_lists(
+        lists = block_lists(
             metadata.context_lens[first:], metadata.block_tables[first:], shape.block_size, pinned=self._pinned
         )
         rows = [0]
@@ -148,9 +149,9 @@ class FlashInferAttention:
             rows.append(rows[-1] + query_len)
         self._prefill.plan(
             host_int32(rows, pinned=self._pinned),
-            pages.indptr,
-            pages.indices.to(self._cache.device, non_blocking=True),
-            pages.last_page_len,
+            lists.indptr,
+            lists.indices.to(self._cache.device, non_blocking=True),
+            lists.last_page_len,
             shape.num_q_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -174,44 +175,46 @@ class FlashInferAttention:
         k_scale, v_scale = cache.scales[layer]
         for wrapper, rows in ((self._decode, slice(0, n)), (self._prefill, slice(n, q.size(0)))):
             if rows.start < rows.stop:
-                wrapper.run(q[rows], cache.pages[layer], k_scale=k_scale, v_scale=v_scale, out=out[rows])
+                wrapper.run(q[rows], cache.layers[layer], k_scale=k_scale, v_scale=v_scale, out=out[rows])
         return out
 
     def for_graph(self, rows: int) -> FlashInferDecode:
-        """A backend over the same cache for batches of exactly `rows` decode rows, whose memory never moves.
+        """A backend over the same cache for batches of exactly `rows` decode rows, in static memory.
 
-        Its `plan` copies into that memory and may work on the host; its `forward` may be recorded and replayed.
-        Ask for the largest first: the smaller ones share its list of pages.
+        Its `plan` copies into that memory and may work on the CPU; its `forward` may be captured in a CUDA graph.
+        Ask for the largest first: the smaller ones share its list of KV blocks.
         """
-        needed = rows * self._max_pages
-        if self._graph_pages.numel() < needed:
-            self._graph_pages = torch.zeros(needed, dtype=torch.int32, device=self._cache.device)
-        if self._split.numel() < split_bytes(self._shape, rows):
-            self._split = torch.zeros(split_bytes(self._shape, rows), dtype=torch.uint8, device=self._cache.device)
+        needed = rows * self._max_blocks
+        if self._graph_blocks.numel() < needed:
+            self._graph_blocks = torch.zeros(needed, dtype=torch.int32, device=self._cache.device)
+        if self._split.numel() < graph_split_bytes(self._shape, rows):
+            self._split = torch.zeros(
+                graph_split_bytes(self._shape, rows), dtype=torch.uint8, device=self._cache.device
+            )
         return FlashInferDecode(
-            self._flashinfer, self._shape, self._cache, self._graph_pages[:needed], self._split, self._plan, rows
+            self._flashinfer, self._shape, self._cache, self._graph_blocks[:needed], self._split, self._plan, rows
         )
 
 
 class FlashInferDecode:
-    """`AttentionBackend` for steps of exactly `rows` decode rows, in memory that stays where it is."""
+    """`AttentionBackend` for steps of exactly `rows` decode rows, in static memory."""
 
     def __init__(
         self,
         flashinfer: ModuleType,
         shape: AttentionShape,
         cache: _Cache,
-        pages: Tensor,
+        blocks: Tensor,
         split: Tensor,
         plan: Tensor,
         rows: int,
     ) -> None:
-        """`pages` (int32), `split` and `plan` (bytes) may be shared with others that run at other times."""
+        """`blocks` (int32), `split` and `plan` (bytes) may be shared with backends whose steps run at other times."""
         self._shape = shape
         self._cache = cache
         self._pinned = cache.device.type == "cuda"
         self._fence = _Fence(cache.device)
-        self._pages = pages
+        self._blocks = blocks
         self._slots = torch.zeros(rows, dtype=torch.int32, device=cache.device)
         self._sequence = torch.zeros_like(self._slots)
         self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -220,42 +223,44 @@ class FlashInferDecode:
             use_cuda_graph=True,
             use_tensor_cores=True,
             paged_kv_indptr_buffer=torch.zeros(rows + 1, dtype=torch.int32, device=cache.device),
-            paged_kv_indices_buffer=pages,
+            paged_kv_indices_buffer=blocks,
             paged_kv_last_page_len_buffer=torch.zeros(rows, dtype=torch.int32, device=cache.device),
             backend="fa2",
         )
-        # Instead of 8 MB of its own for each size.
+        # One shared buffer for the plan instead of 8 MB for each size.
         self._wrapper.reset_workspace_buffer(split, plan)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Copy a batch of exactly as many decode rows as this backend was made for."""
-        pages = page_lists(metadata.context_lens, metadata.block_tables, self._shape.block_size, pinned=self._pinned)
-        count = pages.indices.numel()
-        if count > self._pages.numel():
-            raise ValueError(f"{count} pages, more than the {self._pages.numel()} of the longest contexts")
+        lists = block_lists(metadata.context_lens, metadata.block_tables, self._shape.block_size, pinned=self._pinned)
+        count = lists.indices.numel()
+        if count > self._blocks.numel():
+            raise ValueError(
+                f"the batch has {count} KV blocks, more than the {self._blocks.numel()} of the longest contexts"
+            )
         self._fence.wait()
         self._slots.copy_(metadata.slot_mapping, non_blocking=True)
-        self._pages[:count].copy_(pages.indices, non_blocking=True)
+        self._blocks[:count].copy_(lists.indices, non_blocking=True)
         plan_decode(
-            self._wrapper, self._shape, self._cache.dtype, pages.indptr, self._pages[:count], pages.last_page_len
+            self._wrapper, self._shape, self._cache.dtype, lists.indptr, self._blocks[:count], lists.last_page_len
         )
         self._fence.mark()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `FlashInferAttention.forward`."""
+        """The same as `FlashInferAttention.forward`."""
         cache = self._cache
         cache.append(layer, k, v, self._slots, self._sequence)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         k_scale, v_scale = cache.scales[layer]
-        return self._wrapper.run(q, cache.pages[layer], k_scale=k_scale, v_scale=v_scale, out=out)
+        return self._wrapper.run(q, cache.layers[layer], k_scale=k_scale, v_scale=v_scale, out=out)
 
     def for_graph(self, rows: int) -> FlashInferDecode:
-        raise NotImplementedError("a recorded backend makes no others")
+        raise NotImplementedError("a backend for CUDA graphs makes no others")
 
 
-def unrecorded_split_bytes(shape: AttentionShape, num_processors: int) -> int:
-    """What any step that is not recorded needs for partial results. FA2 splits contexts only so far that all tiles of one
-    KV head are as many as its share of two thread blocks for each of the GPU's multiprocessors."""
+def eager_split_bytes(shape: AttentionShape, num_processors: int) -> int:
+    """Bytes that any eager step needs for partial results. FA2 splits contexts only until the tiles of one KV head are
+    its share of two thread blocks for each of the GPU's multiprocessors."""
     tile = 128 if shape.head_dim < 256 else 64
     tiles = 2 * num_processors // shape.num_kv_heads
     return shape.num_q_heads * tiles * tile * (shape.head_dim + 1) * 4 + 2**20
@@ -268,8 +273,8 @@ def _num_processors(device: torch.device) -> int:
     return cuda.get_device_properties(device).multi_processor_count
 
 
-def split_bytes(shape: AttentionShape, rows: int) -> int:
-    """What a recorded step of `rows` rows needs for partial results: float32, a tile for each row and a few more."""
+def graph_split_bytes(shape: AttentionShape, rows: int) -> int:
+    """Bytes that a captured step of `rows` rows needs for partial results: float32, one tile per row and a few more."""
     group = shape.num_q_heads // shape.num_kv_heads
     tile = _DECODE_TILES[group > _DECODE_TILES[0]]
     tiles = rows + blocks_for(rows * group, tile)
@@ -279,7 +284,7 @@ def split_bytes(shape: AttentionShape, rows: int) -> int:
 def plan_decode(
     wrapper: Any, shape: AttentionShape, cache_dtype: torch.dtype, indptr: Tensor, indices: Tensor, last: Tensor
 ) -> None:
-    """indptr, last: in host memory, so that planning waits for no copy; indices: on the device."""
+    """indptr, last: in host memory, so that planning does not wait for a copy; indices: on the device."""
     wrapper.plan(
         indptr,
         indices,

@@ -1,7 +1,7 @@
 """Paged attention by PyTorch alone, on any device: `scaled_dot_product_attention` on KV blocks that are gathered first.
 
-The fallback on GPUs without flashinfer, and for dtypes and head sizes that flashinfer lacks. It computes in the
-dtype of the queries. Runs on a rank's engine thread.
+It is the fallback on GPUs without flashinfer, and for dtypes and head sizes that flashinfer lacks. It computes in the
+dtype of the queries and runs on a rank's engine thread.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.attention.pages import host_int32
+from common.attention.block_lists import host_int32
 from common.kernels.float8 import E4M3, narrow, widen, words_of
 from common.kv.layout import blocks_for
 from common.kv.storage import GroupStorage
 
-_SCORES = 2**26
-"""Of a query block: its rows times all query heads times the context. In float32, 256 MB."""
-_GATHERED = 2**26
-"""Numbers of K and V that are gathered for rows that decode at the same time, as long as one row does not need more."""
+_MAX_SCORES = 2**26
+"""Scores of one query block: its rows times all query heads times the context. In float32 they take 256 MB."""
+_MAX_GATHERED = 2**26
+"""Numbers of K and V gathered for the decode rows of one operation, unless a single row needs more."""
 
 
 @dataclass(frozen=True)
 class _Decodes:
-    """Sequences of one row each, padded to equally many pages."""
+    """Sequences of one row each, padded to the same number of KV blocks."""
 
-    pages: Tensor
-    """[B, P] int64"""
+    blocks: Tensor
+    """[B, max_blocks] int64"""
     past: Tensor
-    """[B, P * block_size] bool, true past the end of the context."""
+    """[B, max_blocks * block_size] bool, true past the end of the context."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class _Prefill:
     row_lo: int
     row_hi: int
     context_len: int
-    pages: Tensor
-    """[P] int64"""
+    blocks: Tensor
+    """[num_blocks] int64"""
 
 
-class _Pages:
-    """One rank's KV memory: appending to it, and reading pages of it."""
+class _Cache:
+    """One rank's KV memory: appending to it, and attending to KV blocks gathered from it."""
 
     def __init__(self, kv: GroupStorage, score_scale: float | None) -> None:
         self.score_scale = score_scale
@@ -62,27 +62,27 @@ class _Pages:
             by_slot = words_of(side).transpose(1, 2)
             by_slot.index_put_(where, words_of(narrow(rows, side.dtype, scale)))
 
-    def gather(self, layer: int, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        """pages: [B, P]. Returns [2 (K, V), B, kv_heads, P * block_size, head_dim], without scales."""
+    def gather(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        """blocks: [B, max_blocks]. Returns [2 (K, V), B, kv_heads, max_blocks * block_size, head_dim], unscaled."""
         cache = words_of(self.data[layer])
-        taken = cache.index_select(1, pages.flatten()).view(self.data.dtype)
+        taken = cache.index_select(1, blocks.flatten()).view(self.data.dtype)
         values = widen(taken) if self.data.dtype == E4M3 else taken
-        return values.to(dtype).unflatten(1, pages.shape).transpose(2, 3).flatten(3, 4)
+        return values.to(dtype).unflatten(1, blocks.shape).transpose(2, 3).flatten(3, 4)
 
-    def attend_one_row_each(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
-        """q: [B, q_heads, head_dim]. Returns the same. Some rows at a time: all their contexts may be much memory."""
+    def attend_decodes(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
+        """q: [B, q_heads, head_dim]. Returns the same shape. Takes some rows at a time to bound the gathered memory."""
         each = 2 * decodes.past.size(1) * self.data.size(3) * self.data.size(5)
         parts = [
-            self._attend_together(layer, _Decodes(pages, past), rows)
-            for pages, past, rows in zip(
-                *(part.split(max(1, _GATHERED // each)) for part in (decodes.pages, decodes.past, q)), strict=True
+            self._attend_gathered(layer, _Decodes(blocks, past), rows)
+            for blocks, past, rows in zip(
+                *(part.split(max(1, _MAX_GATHERED // each)) for part in (decodes.blocks, decodes.past, q)), strict=True
             )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_together(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
-        gathered = self.gather(layer, decodes.pages, q.dtype)
-        # What a reused page holds past the end may be anything, and anything times zero may be NaN.
+    def _attend_gathered(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
+        gathered = self.gather(layer, decodes.blocks, q.dtype)
+        # A reused block may hold anything past the end, and NaN or infinity times zero is NaN.
         keys, values = gathered.masked_fill_(decodes.past[:, None, :, None], 0.0)
         k_scale, v_scale = self.scales[layer]
         rows = (q * k_scale).unflatten(1, (keys.size(1), -1))
@@ -96,9 +96,9 @@ class SdpaAttention:
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
         self._shape = shape
-        self._pages = _Pages(kv, shape.scale)
+        self._cache = _Cache(kv, shape.scale)
         self._device = kv.device
-        self._max_pages = blocks_for(shape.max_context, shape.block_size) or kv.num_blocks
+        self._max_blocks = blocks_for(shape.max_context, shape.block_size) or kv.num_blocks
         self._slots = torch.empty(0, dtype=torch.int64)
         self._decodes: _Decodes | None = None
         self._prefills: list[_Prefill] = []
@@ -115,8 +115,8 @@ class SdpaAttention:
         for i in range(n, len(metadata.query_lens)):
             context_len = metadata.context_lens[i]
             table = metadata.block_tables[i][: blocks_for(context_len, block_size)]
-            pages = _put(table, self._device)
-            self._prefills.append(_Prefill(row, row + metadata.query_lens[i], context_len, pages))
+            blocks = _put(table, self._device)
+            self._prefills.append(_Prefill(row, row + metadata.query_lens[i], context_len, blocks))
             row += metadata.query_lens[i]
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -125,20 +125,20 @@ class SdpaAttention:
         q: [T, q_heads/tp, head_dim]; k, v: [T, kv_heads/tp, head_dim], rope applied.
         Returns [T, q_heads/tp, head_dim], q's dtype.
         """
-        self._pages.append(layer, k, v, self._slots)
+        self._cache.append(layer, k, v, self._slots)
         parts: list[Tensor] = []
         if self._decodes is not None:
-            parts.append(self._pages.attend_one_row_each(layer, self._decodes, q[: self._decodes.pages.size(0)]))
+            parts.append(self._cache.attend_decodes(layer, self._decodes, q[: self._decodes.blocks.size(0)]))
         parts += [self._attend_prompt(layer, prefill, q[prefill.row_lo : prefill.row_hi]) for prefill in self._prefills]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_prompt(self, layer: int, seq: _Prefill, q: Tensor) -> Tensor:
-        """q: [C, q_heads, head_dim], the last C positions of the context. Returns the same."""
+        """q: [C, q_heads, head_dim], the last C positions of the context. Returns the same shape."""
         shape, num_rows = self._shape, q.size(0)
-        keys, values = self._pages.gather(layer, seq.pages[None], q.dtype)[:, 0, :, : seq.context_len]
-        k_scale, v_scale = self._pages.scales[layer]
+        keys, values = self._cache.gather(layer, seq.blocks[None], q.dtype)[:, 0, :, : seq.context_len]
+        k_scale, v_scale = self._cache.scales[layer]
         group = shape.num_q_heads // shape.num_kv_heads
-        block = max(16, _SCORES // (shape.num_q_heads * seq.context_len))
+        block = max(16, _MAX_SCORES // (shape.num_q_heads * seq.context_len))
         parts: list[Tensor] = []
         for lo in range(0, num_rows, block):
             n = min(block, num_rows - lo)
@@ -153,55 +153,55 @@ class SdpaAttention:
         return torch.cat(parts).mul_(v_scale)
 
     def for_graph(self, rows: int) -> SdpaDecode:
-        """A backend over the same cache for batches of exactly `rows` decode rows, whose memory never moves.
+        """A backend over the same cache for batches of exactly `rows` decode rows, in static memory.
 
-        Its `forward` gathers the longest possible context for every row, so it pays for short ones only.
+        Its `forward` gathers the longest possible context for every row, so it is faster for short contexts only.
         """
-        return SdpaDecode(self._pages, rows, self._max_pages)
+        return SdpaDecode(self._cache, rows, self._max_blocks)
 
 
 class SdpaDecode:
-    """`AttentionBackend` for steps of exactly `rows` decode rows, in memory that stays where it is."""
+    """`AttentionBackend` for steps of exactly `rows` decode rows, in static memory."""
 
-    def __init__(self, pages: _Pages, rows: int, max_pages: int) -> None:
-        device, length = pages.data.device, max_pages * pages.block_size
-        self._pages = pages
+    def __init__(self, cache: _Cache, rows: int, max_blocks: int) -> None:
+        device, length = cache.data.device, max_blocks * cache.block_size
+        self._cache = cache
         self._slots = torch.zeros(rows, dtype=torch.int64, device=device)
         self._decodes = _Decodes(
-            torch.zeros(rows, max_pages, dtype=torch.int64, device=device),
+            torch.zeros(rows, max_blocks, dtype=torch.int64, device=device),
             torch.ones(rows, length, dtype=torch.bool, device=device),
         )
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Copy a batch of exactly as many decode rows as this backend was made for."""
-        rows, max_pages = self._decodes.pages.shape
-        planned = _decodes(metadata, rows, max_pages, self._pages.block_size, self._slots.device)
+        rows, max_blocks = self._decodes.blocks.shape
+        planned = _decodes(metadata, rows, max_blocks, self._cache.block_size, self._slots.device)
         self._slots.copy_(metadata.slot_mapping)
-        self._decodes.pages.copy_(planned.pages)
+        self._decodes.blocks.copy_(planned.blocks)
         self._decodes.past.copy_(planned.past)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `SdpaAttention.forward`."""
-        self._pages.append(layer, k, v, self._slots)
-        return self._pages.attend_one_row_each(layer, self._decodes, q)
+        """The same as `SdpaAttention.forward`."""
+        self._cache.append(layer, k, v, self._slots)
+        return self._cache.attend_decodes(layer, self._decodes, q)
 
     def for_graph(self, rows: int) -> SdpaDecode:
-        raise NotImplementedError("a recorded backend makes no others")
+        raise NotImplementedError("a backend for CUDA graphs makes no others")
 
 
-def _decodes(metadata: AttentionMetadata, num: int, num_pages: int, block_size: int, device: torch.device) -> _Decodes:
-    """The first `num` sequences, each padded with its own last page: nothing of another enters its sums."""
+def _decodes(metadata: AttentionMetadata, num: int, max_blocks: int, block_size: int, device: torch.device) -> _Decodes:
+    """The first `num` sequences, each padded with its own last block, so that no other's KV enters its result."""
     lens = metadata.context_lens[:num]
     tables: list[list[int]] = []
     for table, context_len in zip(metadata.block_tables[:num], lens, strict=True):
         used = table[: blocks_for(context_len, block_size)]
-        tables.append(used + used[-1:] * (num_pages - len(used)))
+        tables.append(used + used[-1:] * (max_blocks - len(used)))
     ends = _put(lens, device)[:, None]
-    past = torch.arange(num_pages * block_size, device=device) >= ends
-    pages = _put(list(chain.from_iterable(tables)), device).view(num, num_pages)
-    return _Decodes(pages, past)
+    past = torch.arange(max_blocks * block_size, device=device) >= ends
+    blocks = _put(list(chain.from_iterable(tables)), device).view(num, max_blocks)
+    return _Decodes(blocks, past)
 
 
 def _put(values: list[int], device: torch.device) -> Tensor:
-    """[len(values)] int64 on `device`, by a copy that the host does not wait for."""
+    """[len(values)] int64 on `device`, copied asynchronously."""
     return host_int32(values, pinned=device.type == "cuda").to(device, non_blocking=True).long()

@@ -1,7 +1,7 @@
-"""Python interface of `pages.cu`: GPU memory that other processes may map, and copies of runs. Callable from any thread.
+"""Python interface of `pages.cu`: GPU memory that other processes can map, and copies of KV blocks.
 
-nvcc compiles the library when it is first needed (seconds, once per user and machine), or ahead of time into a folder
-that is then on PYTHONPATH, as `scripts/gpu-build` does for all kernels:
+Callable from any thread. nvcc compiles the library when it is first needed (seconds, once per user and machine), or
+ahead of time into a folder to be put on PYTHONPATH, as `scripts/gpu-build` does for all kernels:
 
     python -m common.kv.cuda_pages FOLDER
 """
@@ -32,14 +32,14 @@ _ARCHITECTURES = (
     "compute_90,code=sm_90",
     "compute_90,code=compute_90",
 )
-"""From the oldest GPUs that CUDA 13 supports; each also runs on later ones of its generation. The last entry is PTX for
-newer GPUs, whose driver compiles it."""
+"""Starts with the oldest GPUs that CUDA 13 supports; each also runs on later GPUs of its generation. The last entry is
+PTX for newer GPUs, whose driver compiles it."""
 _COMPILE_S = 300.0
 _FOLDER = "kvrelay_kernels"
 
 
 class GpuMemory:
-    """GPU memory mapped into this process. It is unmapped when nothing refers to this object any more, and freed when no
+    """GPU memory mapped into this process. It is unmapped when this object is no longer referenced, and freed when no
     process maps it, even if the process that allocated it has died."""
 
     def __init__(self, library: CudaLibrary, address: int, mapped_bytes: int, size_bytes: int, fd: int = -1) -> None:
@@ -57,13 +57,13 @@ class GpuMemory:
 
     def tensor(self, device: torch.device) -> Tensor:
         """[size_bytes], uint8: this memory, which lives as long as the tensor."""
-        # For any other device, the CPU included, PyTorch would copy the memory.
+        # For any other device, including the CPU, PyTorch would copy the memory.
         seen = torch.as_tensor(self, device=torch.device("cuda", _index(device)))
         assert seen.data_ptr() == self.address, "PyTorch has copied the memory"
         return seen
 
     def export(self) -> int:
-        """A descriptor for another process; the caller closes it. Raises: OSError."""
+        """A file descriptor for another process; the caller closes it. Raises: OSError."""
         return os.dup(self._fd)
 
     def __del__(self) -> None:
@@ -86,13 +86,13 @@ class CudaLibrary:
         self._calls.kv_copy_runs.argtypes = [c_int, c_void_p, *side, *side, c_int64, c_int64, c_int64, c_int]
 
     def allocate(self, device: torch.device, size_bytes: int) -> GpuMemory:
-        """Memory that `GpuMemory.export` can share. Raises: OSError."""
+        """Allocate memory that `GpuMemory.export` can share. Raises: OSError."""
         address, mapped, fd = c_void_p(), c_size_t(), c_int()
         self._check(self._calls.kv_allocate(_index(device), size_bytes, byref(address), byref(mapped), byref(fd)))
         return GpuMemory(self, address.value or 0, mapped.value, size_bytes, fd.value)
 
     def open(self, device: torch.device, fd: int, size_bytes: int) -> GpuMemory:
-        """Memory of another process, for `device` to read. `fd` stays the caller's. Raises: OSError."""
+        """Map another process's memory so that `device` can read it. The caller still owns `fd`. Raises: OSError."""
         address, mapped = c_void_p(), c_size_t()
         self._check(self._calls.kv_open(_index(device), fd, size_bytes, byref(address), byref(mapped)))
         return GpuMemory(self, address.value or 0, mapped.value, size_bytes)
@@ -112,7 +112,7 @@ class CudaLibrary:
         run_bytes: int,
         grid: int,
     ) -> None:
-        """Start a copy on `stream`. A side is (address, bytes of a plane, bytes of a block, address of ids or 0).
+        """Start a copy on `stream`. `dst` and `src` are (address, plane bytes, block bytes, address of block ids or 0).
 
         Raises: OSError.
         """
@@ -126,17 +126,17 @@ class CudaLibrary:
 
 @functools.cache
 def cuda_library() -> CudaLibrary | None:
-    """The library, compiled if necessary; None where that is impossible, which is logged once."""
+    """The library, compiled if necessary; None if that is impossible, which is logged once."""
     try:
         return CudaLibrary(_compiled())
     # RuntimeError: the user has no home directory.
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        log.warning("PyTorch copies KV, and KV cannot be shared between processes of a GPU: %s", error)
+        log.warning("KV is copied by PyTorch and cannot be shared between the processes of a GPU: %s", error)
         return None
 
 
 def allocate_shareable(device: torch.device, size_bytes: int) -> GpuMemory | None:
-    """Memory for KV that other processes may map; None where that is impossible, which is logged."""
+    """Memory for KV that other processes can map; None if that is impossible, which is logged."""
     library = cuda_library()
     if library is None:
         return None
@@ -153,8 +153,8 @@ def _index(device: torch.device) -> int:
 
 def _compiled() -> Path:
     """Raises: OSError or SubprocessError."""
-    carried = (Path(entry) / _FOLDER / _name() for entry in sys.path)
-    target = next((path for path in carried if path.exists()), Path.home() / ".cache" / _FOLDER / _name())
+    built_ahead = (Path(entry) / _FOLDER / _name() for entry in sys.path)
+    target = next((path for path in built_ahead if path.exists()), Path.home() / ".cache" / _FOLDER / _name())
     if not target.exists():
         compile_pages(target)
     return target
@@ -172,7 +172,7 @@ def compile_pages(target: Path) -> None:
     if nvcc is None:
         raise FileNotFoundError("pages.cu is not compiled yet, and there is no nvcc; set CUDA_HOME")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may do the same now: whoever is last replaces an equal file.
+    # Another process may be compiling too: the last one replaces an identical file.
     unfinished = target.with_suffix(f".{os.getpid()}")
     architectures = [word for arch in _ARCHITECTURES for word in ("-gencode", f"arch={arch}")]
     command = [nvcc, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *architectures, "-o", str(unfinished)]
@@ -186,7 +186,7 @@ def compile_pages(target: Path) -> None:
 
 
 def main() -> None:
-    """Compile into the folder that the command line names."""
+    """Compile into the folder given on the command line."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m common.kv.cuda_pages FOLDER")
     target = Path(sys.argv[1]) / _FOLDER / _name()

@@ -1,5 +1,6 @@
-// Pages of KV on a CUDA device: copies of many equal runs, and memory that another process of this host may map.
-// Plain C functions for `common/kv/cuda_pages.py`, from any thread. Each returns 0, or -1 with a text in `kv_error`.
+// KV blocks on a CUDA device: copies of many runs of equal size, and memory that another process of this host can map.
+// Plain C functions for `common/kv/cuda_pages.py`, callable from any thread. Each returns 0, or -1 with a message in
+// `kv_error`.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -24,8 +25,8 @@ int check(const char* what, cudaError_t code) {
     return code == cudaSuccess ? 0 : failed(what, cudaGetErrorString(code));
 }
 
-// One side of a copy: run (plane, block) begins at base + plane * plane_bytes + ids[block] * block_bytes.
-// Without ids, block itself counts.
+// Source or destination of a copy. Run (plane, block) begins at base + plane * plane_bytes + ids[block] * block_bytes;
+// without ids, at base + plane * plane_bytes + block * block_bytes.
 struct Side {
     char* base;
     int64_t plane_bytes;
@@ -39,7 +40,7 @@ __device__ Word* run_of(const Side& side, int64_t plane, int64_t block) {
     return reinterpret_cast<Word*>(side.base + plane * side.plane_bytes + id * side.block_bytes);
 }
 
-// A thread block copies one tile of a run at a time: kUnroll loads of each thread are under way together.
+// A thread block copies one tile of a run at a time, with kUnroll loads of each thread in flight.
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) copy_runs(Side dst, Side src, int64_t planes, int64_t blocks, int64_t words) {
     constexpr int kTile = kThreads * kUnroll;
@@ -68,7 +69,7 @@ int launch(const Side& dst, const Side& src, int64_t planes, int64_t blocks, int
     return check("copying KV", cudaGetLastError());
 }
 
-// The driver's own functions are looked up when first used, so that this library loads where there is no driver.
+// The driver's functions are looked up when first used, so that this library loads on machines without a driver.
 template <typename Function>
 Function driver(const char* name) {
     static void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
@@ -115,7 +116,7 @@ int map_reserved(int device, CUdeviceptr address, size_t bytes, CUmemGenericAllo
     return 0;
 }
 
-// Maps `bytes` of `handle` for `device`. The mapping then holds the memory; the handle is always given back.
+// Maps `bytes` of `handle` for `device`. The mapping then keeps the memory alive; the handle is always released.
 int map(int device, size_t bytes, CUmemGenericAllocationHandle handle, void** address) {
     CUdeviceptr place = 0;
     static auto reserve = driver<decltype(&cuMemAddressReserve)>("cuMemAddressReserve");
@@ -147,7 +148,7 @@ extern "C" {
 // Why the last call of this thread failed.
 const char* kv_error() { return message; }
 
-// Copies planes * blocks runs of run_bytes. `grid` bounds the thread blocks, so that other kernels find room on the GPU.
+// Copies planes * blocks runs of run_bytes. `grid` bounds the thread blocks, so that other kernels can run beside it.
 int kv_copy_runs(int device, void* stream, char* dst, int64_t dst_plane, int64_t dst_block, const int64_t* dst_ids,
                  char* src, int64_t src_plane, int64_t src_block, const int64_t* src_ids, int64_t planes,
                  int64_t blocks, int64_t run_bytes, int grid) {
@@ -162,7 +163,7 @@ int kv_copy_runs(int device, void* stream, char* dst, int64_t dst_plane, int64_t
     return launch<char>(to, from, planes, blocks, run_bytes, grid, queue);
 }
 
-// Memory of at least `bytes` on `device`: its address, its true size, and a descriptor for other processes.
+// Allocates at least `bytes` on `device`. Sets its address, its true size, and a file descriptor for other processes.
 int kv_allocate(int device, size_t bytes, void** address, size_t* mapped, int* fd) {
     if (check("choosing a GPU", cudaSetDevice(device)) || check("choosing a GPU", cudaFree(nullptr))) return -1;
     size_t unit = 0;
@@ -182,7 +183,8 @@ int kv_allocate(int device, size_t bytes, void** address, size_t* mapped, int* f
     return code;
 }
 
-// Maps memory that another process allocated, `bytes` as it asked for, so that `device` can read it. `fd` stays open.
+// Maps memory that another process allocated, so that `device` can read it. `bytes` is the size requested there. `fd`
+// stays open.
 int kv_open(int device, int fd, size_t bytes, void** address, size_t* mapped) {
     if (check("choosing a GPU", cudaSetDevice(device)) || check("choosing a GPU", cudaFree(nullptr))) return -1;
     size_t unit = 0;
@@ -194,7 +196,7 @@ int kv_open(int device, int fd, size_t bytes, void** address, size_t* mapped) {
     return map(device, *mapped, handle, address);
 }
 
-// Ends a mapping. The memory goes when its last mapping and its last descriptor are gone, in whatever process.
+// Ends a mapping. The memory is freed when no process has a mapping or a file descriptor of it any more.
 int kv_unmap(void* address, size_t mapped) {
     DRIVER(cuMemUnmap, reinterpret_cast<CUdeviceptr>(address), mapped);
     DRIVER(cuMemAddressFree, reinterpret_cast<CUdeviceptr>(address), mapped);

@@ -21,20 +21,20 @@ from common.kv.spec import LayerGroup
 
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
 Scales = tuple[tuple[float, ...], ...]
-"""For each of a rank's layers in a group, the scale of each plane."""
+"""Scale of each plane, for each of a rank's layers in a group."""
 
 
 class GroupStorage:
     """One layer group's planes on one rank. Layers are counted from the rank's first in this group."""
 
     def __init__(self, data: Tensor, group: LayerGroup, memory: GroupMemory, block_size: int, scales: Scales) -> None:
-        """`data`: [bytes], uint8, of the rank's whole storage. `scales`: empty for 1. Raises: ConfigError."""
+        """`data`: [bytes], uint8, the rank's whole storage. `scales`: empty if all are 1. Raises: ConfigError."""
         num_layers = memory.part.num_layers
         self.num_blocks = memory.num_blocks
         self.block_size = block_size
         is_scaled = bool(scales) and group.dtype == "float8_e4m3"
         self.scales: Scales = scales if is_scaled else ((1.0,) * len(group.planes),) * num_layers
-        """What a stored number is multiplied by, for each layer and plane; always 1 where the dtype is not FP8."""
+        """Factor of the stored numbers, for each layer and plane; always 1 where the dtype is not FP8."""
         _check_scales(self.scales, num_layers, len(group.planes))
         numbers = data[memory.offset : memory.offset + memory.size_bytes].view(_TORCH_DTYPE[group.dtype])
         self._heads = memory.part.num_heads
@@ -44,7 +44,7 @@ class GroupStorage:
         self.planes: dict[str, Tensor] = {
             plane.name: self._plane(sum(widths[:i]), plane.width) for i, plane in enumerate(group.planes)
         }
-        """[layers, num_blocks, heads, block_size, width] by name of the plane."""
+        """By plane name: [layers, num_blocks, heads, block_size, width]."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,15 +65,15 @@ class GroupStorage:
     def _plane(self, width_before: int, width: int) -> Tensor:
         slots = self.num_blocks * self._heads * self.block_size
         plane = self._layers[:, slots * width_before : slots * (width_before + width)]
-        return plane.unflatten(1, (self.num_blocks, self._heads, self.block_size, width))
+        return plane.view(plane.size(0), self.num_blocks, self._heads, self.block_size, width)
 
 
 class KVStorage:
-    """Paged KV of one rank, all its layers, in one allocation.
+    """The KV blocks of one rank, for all its layers, in one allocation.
 
     `data`: [bytes], uint8, with the rank's groups as `common.kv.group_memory` places them.
-    `host_bytes`: the same CPU memory for NumPy, for copies that must not start an OpenMP team on the calling thread;
-    None on other devices.
+    `host_bytes`: the same memory as a NumPy array, for copies that must not start OpenMP threads on the calling thread;
+    None if the memory is not on the CPU.
     `groups`: the same memory as tensors, one `GroupStorage` for each group of the spec.
     """
 
@@ -85,7 +85,7 @@ class KVStorage:
         device: str = "cpu",
         scales: Sequence[Scales] = (),
     ) -> None:
-        """`scales`: one entry for each group, empty for 1. Raises: ConfigError."""
+        """`scales`: one entry for each group, empty if all are 1. Raises: ConfigError."""
         self.layout = layout
         self.shard = shard
         self.num_blocks = num_blocks
@@ -95,7 +95,7 @@ class KVStorage:
         where = torch.device(device)
         size_bytes = self.memories[-1].offset + self.memories[-1].size_bytes
         self.shared = allocate_shareable(where, size_bytes) if where.type == "cuda" else None
-        """On a GPU: its memory, if other processes can map it."""
+        """The GPU memory, if other processes can map it; None otherwise and on the CPU."""
         if self._is_on_cpu:
             data = _zeros_on_demand(size_bytes)
         elif self.shared is None:
@@ -106,7 +106,7 @@ class KVStorage:
         self.use(data)
 
     def use(self, data: Tensor) -> None:
-        """Have the cache in `data` ([bytes], uint8) from now on. Raises: ConfigError."""
+        """Keep the cache in `data` ([bytes], uint8) from now on. Raises: ConfigError."""
         self.data = data
         self.host_bytes: np.ndarray | None = data.numpy() if self._is_on_cpu else None
         spec = self.layout.spec
@@ -124,13 +124,13 @@ def _check_scales(scales: Scales, num_layers: int, num_planes: int) -> None:
 
 
 def _zeros_on_demand(size_bytes: int) -> Tensor:
-    """[size_bytes], uint8, of memory that the system clears and hands out page by page as it is first written: a node
-    starts at once and takes no more than its requests have needed.
+    """[size_bytes], uint8, of zeroed memory that the kernel provides page by page on first write: a node starts at once
+    and uses only as much memory as its requests have needed.
 
-    Huge pages are asked for: blocks at random places otherwise miss the TLB at every access, which halves the speed of
+    It asks for huge pages: otherwise blocks at random places miss the TLB at every access, which halves the speed of
     gathering and scattering them.
 
-    Raises: ConfigError if there is not that much memory: to find out page by page would end the node while it works.
+    Raises: ConfigError if there is not that much memory: otherwise the node would die later, while serving.
     """
     left = free_memory_bytes()
     if size_bytes > left:
@@ -142,4 +142,4 @@ def _zeros_on_demand(size_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # only a hint
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=size_bytes))
+    return torch.as_tensor(np.frombuffer(memory, dtype=np.uint8, count=size_bytes))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from common.attention.base import AttentionBackend
-from common.attention.choose import choose_attention, worth_recording
+from common.attention.choose import choose_attention, worth_capturing
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
 from common.config.options import NodeConfig
@@ -90,7 +90,7 @@ class Worker:
 
     def _sizes_to_capture(self, attention: AttentionBackend) -> list[int]:
         """Batch sizes of decode steps; empty where none are captured."""
-        if self._graph_capture is None or not worth_recording(attention, self.plan.model.max_model_len):
+        if self._graph_capture is None or not worth_capturing(attention, self.plan.model.max_model_len):
             return []
         return graph_sizes(self.config.max_num_seqs)
 
@@ -108,7 +108,7 @@ class Worker:
             return
         if not self._sizes_to_capture(self._attention):
             log.warning(
-                "decode steps are not captured as CUDA graphs: that would slow down attention on gathered pages"
+                "decode steps are not captured as CUDA graphs: that would slow down attention on gathered KV blocks"
             )
             return
         layout, seqs = self.plan.layout, self.config.max_num_seqs

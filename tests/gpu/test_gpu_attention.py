@@ -58,7 +58,7 @@ def test_attends_in_float16(make_backend: MakeBackend) -> None:
 
 
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_gathered_pages_in_float32_are_exact(lens: list[tuple[int, int]]) -> None:
+def test_gathered_blocks_in_float32_are_exact(lens: list[tuple[int, int]]) -> None:
     check(Case(SdpaAttention, (14, 2, 16), lens, "float32", device=GPU), 1, TOLERANCE[torch.float32])
 
 

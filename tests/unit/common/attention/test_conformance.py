@@ -1,4 +1,4 @@
-"""What every attention backend must do. A new backend joins by one line in `BACKENDS`."""
+"""What every attention backend must do. Add a new backend by one line in `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKENDS: dict[str, MakeBackend] = {
     "sdpa": SdpaAttention,
     "flashinfer": partial(FlashInferAttention, flashinfer=fake_flashinfer),
 }
-"""On a CPU, and flashinfer stood in for by plain operations; tests/gpu has the real one."""
+"""All on a CPU, flashinfer as a stand-in of plain operations; tests/gpu tests the real one."""
 SHAPES = {"1:1": (4, 4, 16), "2:1": (4, 2, 32), "7:1": (14, 2, 64), "one kv head": (3, 1, 8)}
 
 
@@ -39,7 +39,7 @@ def make_case(backend: str, shape: tuple[int, int, int], *args: Any, **kwargs: A
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_attends_causally_over_pages(backend: str, shape: tuple[int, int, int], lens: list[tuple[int, int]]) -> None:
+def test_attends_causally_over_blocks(backend: str, shape: tuple[int, int, int], lens: list[tuple[int, int]]) -> None:
     case = make_case(backend, shape, lens, "float32")
     for i, out in enumerate(case.run(layer=1)):
         torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
@@ -127,9 +127,9 @@ def test_a_backend_for_graphs_reads_each_step_from_the_same_memory(backend: str,
     scales = ((1.0, 1.0), (0.5, 2.0)) if dtype == "float8_e4m3" else ()
     case = make_case(backend, (14, 2, 64), [(1, 40), (1, 3), (1, 300)], dtype, scales=scales)
     planned = case.backend.for_graph(3)
-    # What is replayed has seen no plan but the first: of the others it knows what they left in memory.
-    recorded = copy.copy(planned)
-    case.backend = SimpleNamespace(plan=planned.plan, forward=recorded.forward)  # pyright: ignore[reportAttributeAccessIssue]
+    # A replayed graph runs no Python of later plans: it sees only what they wrote to memory.
+    captured = copy.copy(planned)
+    case.backend = SimpleNamespace(plan=planned.plan, forward=captured.forward)  # pyright: ignore[reportAttributeAccessIssue]
     whole = case.kv
     for contexts in ([40, 3, 300], [33, 2, 17], [16, 1, 256]):
         case.lens = [(1, context) for context in contexts]
@@ -139,27 +139,27 @@ def test_a_backend_for_graphs_reads_each_step_from_the_same_memory(backend: str,
 
 
 @pytest.mark.parametrize(("rows_at_once", "sizes"), [(3.5, [3, 3, 1]), (0.5, [1] * 7)])
-def test_gathered_rows_that_decode_are_taken_some_at_a_time(
+def test_decode_rows_are_gathered_some_at_a_time(
     rows_at_once: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lens = [(1, 40), (1, 3), (1, 300), (1, 16), (1, 17), (1, 90), (1, 1)]
     case = make_case("sdpa", (4, 2, 16), lens, "float32")
     seen: list[int] = []
-    gather = sdpa._Pages.gather
+    gather = sdpa._Cache.gather
 
-    def watched(pages: sdpa._Pages, layer: int, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def watched(cache: sdpa._Cache, layer: int, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         seen.append(len(wanted))
-        return gather(pages, layer, wanted, dtype)
+        return gather(cache, layer, wanted, dtype)
 
-    monkeypatch.setattr(sdpa._Pages, "gather", watched)
+    monkeypatch.setattr(sdpa._Cache, "gather", watched)
     of_one = 2 * blocks_for(300) * case.block_size * 2 * 16
-    monkeypatch.setattr(sdpa, "_GATHERED", int(rows_at_once * of_one))
+    monkeypatch.setattr(sdpa, "_MAX_GATHERED", int(rows_at_once * of_one))
     for backend in (case.backend, case.backend.for_graph(len(lens))):
         case.backend = backend
         for i, out in enumerate(case.run(layer=1)):
             torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
         assert seen[: len(sizes)] == sizes
-    assert len(seen) == len(sizes) + len(lens), "a recorded one gathers the longest context for every row"
+    assert len(seen) == len(sizes) + len(lens), "a captured step gathers the longest context for every row"
 
 
 def test_smaller_graph_backends_do_not_disturb_larger_ones() -> None:

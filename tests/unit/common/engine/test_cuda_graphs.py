@@ -36,7 +36,7 @@ PAD = POOL
 
 
 class PlainOrStatic(CpuAttention):
-    """The CPU's attention, whose captured sizes are gathered pages: memory that never moves, and tensors only."""
+    """The CPU's attention, whose captured sizes are gathered KV blocks: memory that never moves, and tensors only."""
 
     def for_graph(self, rows: int) -> SdpaDecode:  # pyright: ignore[reportIncompatibleMethodOverride]
         return SdpaAttention(self._kv, self._shape).for_graph(rows)

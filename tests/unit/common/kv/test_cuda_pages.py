@@ -1,4 +1,4 @@
-"""Where the card's library comes from, and KV in memory that it allocated. What it does on a card: tests/gpu."""
+"""Where the CUDA library comes from, and KV in memory that it allocates. tests/gpu tests what it does on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from common.kv.storage import KVStorage
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty home, and no compiler anywhere."""
+    """An empty home directory, and no compiler anywhere."""
     for name, value in (("HOME", "home"), ("PATH", "bin"), ("CUDA_HOME", "cuda")):
         (tmp_path / value).mkdir()
         monkeypatch.setenv(name, str(tmp_path / value))
@@ -37,26 +37,26 @@ def put_nvcc(home: Path, script: str) -> None:
 COPY_ITSELF = 'while [ "$1" != -o ]; do shift; done; read -r line < "$0"; echo "$line" > "$2"'
 
 
-def test_without_a_compiler_the_reason_is_said_once(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_the_reason_is_logged_once(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for _ in range(3):
         assert cuda_pages.cuda_library() is None
     assert cuda_pages.allocate_shareable(torch.device("cuda", 0), 10) is None
-    [said] = caplog.records
-    assert "no nvcc" in said.getMessage()
+    [record] = caplog.records
+    assert "no nvcc" in record.getMessage()
 
 
-def test_what_the_compiler_says_is_said(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    put_nvcc(home, "echo this card is from 1999 >&2; exit 1")
+def test_the_compilers_message_is_logged(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_nvcc(home, "echo this GPU is from 1999 >&2; exit 1")
     assert cuda_pages.cuda_library() is None
-    assert "this card is from 1999" in caplog.text
+    assert "this GPU is from 1999" in caplog.text
     assert not [path for path in home.rglob("*") if path.is_file()]
 
 
-def test_user_without_a_home_does_without(
+def test_a_user_without_a_home_directory_gets_no_library(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a container with a number for a user."""
+    """This is so in a container whose user is only a number."""
 
     def nowhere(_: type[Path]) -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -74,7 +74,7 @@ def test_library_is_compiled_once_and_nothing_is_left_beside_it(home: Path) -> N
     assert cuda_pages._compiled() == path
 
 
-def test_library_that_was_carried_needs_no_compiler(
+def test_library_compiled_ahead_needs_no_compiler(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_nvcc(home, COPY_ITSELF)
@@ -86,8 +86,8 @@ def test_library_that_was_carried_needs_no_compiler(
     assert str(cuda_pages._compiled()) == capsys.readouterr().out.strip()
 
 
-class Memory:
-    """As `GpuMemory`, in CPU memory."""
+class StubGpuMemory:
+    """Stands in for `GpuMemory`, in CPU memory."""
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -98,12 +98,12 @@ class Memory:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
-def test_kv_on_a_card_lies_in_memory_that_can_be_shared(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "allocate_shareable", Memory)
+def test_kv_on_a_gpu_lies_in_memory_that_can_be_shared(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "allocate_shareable", StubGpuMemory)
     kv = KVLayout("m", KVSpec.uniform(3, 4, 8, dtype, block_size=16))
     made = KVStorage(kv, kv.shard(0, 0), 5, device="cuda:0")
     assert made.host_bytes is None
-    assert isinstance(made.shared, Memory)
+    assert isinstance(made.shared, StubGpuMemory)
     assert made.shared.size_bytes == 5 * kv.spec.bytes_per_block
     assert made.groups[0].stacked.shape == (3, 2, 5, 4, 16, 8)
     assert made.data.data_ptr() == made.shared.bytes.data_ptr()

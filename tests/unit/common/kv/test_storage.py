@@ -1,4 +1,4 @@
-"""KV memory on a processor: cleared, and taken only as it is written."""
+"""KV memory on a CPU is zeroed, and used only as it is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.kv.storage import KVStorage
 LAYOUT = KVLayout("f", KVSpec.uniform(2, 2, 64, "float32"))
 
 
-def test_memory_is_zero_and_taken_as_it_is_written() -> None:
+def test_memory_is_zero_and_used_only_as_it_is_written() -> None:
     before = psutil.Process().memory_info().rss
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**30 // LAYOUT.spec.bytes_per_block)
     assert storage.data.nbytes == 2**30
@@ -26,13 +26,13 @@ def test_memory_is_zero_and_taken_as_it_is_written() -> None:
     block = kv_words(storage)[1, 1, -1]
     assert not block.any()
     storage.groups[0].planes["v"][1, -1] = 1.0
-    assert block.all(), "both see the same memory"
+    assert block.all(), "both are views of the same memory"
 
 
-def test_more_than_the_system_can_give_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_is_free_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no memory for [0-9.]+ GB of KV: [0-9.]+ GB are free"):
         KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**56 // LAYOUT.spec.bytes_per_block)
-    monkeypatch.setattr("common.kv.storage.free_memory_bytes", lambda: math.inf)  # as where nothing tells
+    monkeypatch.setattr("common.kv.storage.free_memory_bytes", lambda: math.inf)  # a system that does not tell
     with pytest.raises(ConfigError, match=r"no memory for [0-9.]+ GB of KV"):
         KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**56 // LAYOUT.spec.bytes_per_block)
 
@@ -41,9 +41,9 @@ def test_more_than_the_system_can_give_is_refused_in_one_sentence(monkeypatch: p
 def test_a_containers_limit_counts(
     limit: str | None, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "memory.max"
+    limit_file = tmp_path / "memory.max"
     if limit is not None:
-        told.write_text(limit + "\n")
-    monkeypatch.setattr("common.base.free_memory._CGROUP_LIMIT", told)
+        limit_file.write_text(limit + "\n")
+    monkeypatch.setattr("common.base.free_memory._CGROUP_LIMIT", limit_file)
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r": 0\.00 GB are free"):
         KVStorage(LAYOUT, LAYOUT.shard(0, 0), 2**24 // LAYOUT.spec.bytes_per_block)

@@ -230,10 +230,10 @@ def test_buffers_of_relays_by_nccl_are_counted_where_there_may_be_some(model: st
     assert abs(fewer - STAGING_BYTES // blocks["auto"].plan.layout.spec.bytes_per_block) <= 1
 
 
-def test_steps_that_will_not_be_recorded_get_no_memory(
+def test_steps_that_will_not_be_captured_get_no_memory(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("common.node.worker.worth_recording", lambda attention, max_context: False)
+    monkeypatch.setattr("common.node.worker.worth_capturing", lambda attention, max_context: False)
     config = DecodeConfig(
         model=model, max_num_seqs=5, max_num_batched_tokens=40, gpu_memory_utilization=0.5, kv_transport="zmq"
     )

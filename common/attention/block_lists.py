@@ -1,4 +1,4 @@
-"""A batch's sequences and pages as flat lists of 32-bit numbers, the form that paged kernels take. Pure host work."""
+"""A batch's block tables as flat int32 lists, the form that paged-attention kernels take. Runs on the CPU only."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from common.kv.layout import blocks_for
 
 
 @dataclass(frozen=True)
-class PageLists:
-    """Pages of N sequences, one after the other. All int32, in host memory, pinned if asked for."""
+class BlockLists:
+    """The KV blocks of N sequences, concatenated. All tensors are int32, in host memory, pinned if requested."""
 
     indptr: Tensor
-    """[N + 1]: sequence i has the pages `indices[indptr[i]:indptr[i + 1]]`, exactly those of its context."""
+    """[N + 1]: the blocks of sequence i are `indices[indptr[i]:indptr[i + 1]]`, exactly those of its context."""
     indices: Tensor
     """[indptr[N]]"""
     last_page_len: Tensor
-    """[N], slots of the last page that the context fills, at least 1."""
+    """[N]: number of slots that the context fills in its last block, at least 1. The name is flashinfer's."""
 
 
-def page_lists(
+def block_lists(
     context_lens: Sequence[int], block_tables: Sequence[list[int]], block_size: int, *, pinned: bool
-) -> PageLists:
-    """`block_tables` may have more blocks than the contexts need, never fewer."""
+) -> BlockLists:
+    """Flatten `block_tables`, which may have more blocks than the contexts need, never fewer."""
     counts = [blocks_for(context_len, block_size) for context_len in context_lens]
     used = (table[:count] for table, count in zip(block_tables, counts, strict=True))
     last = [(context_len - 1) % block_size + 1 for context_len in context_lens]
-    return PageLists(
+    return BlockLists(
         indptr=host_int32([0, *accumulate(counts)], pinned=pinned),
         indices=host_int32(list(chain.from_iterable(used)), pinned=pinned),
         last_page_len=host_int32(last, pinned=pinned),
@@ -40,6 +40,6 @@ def page_lists(
 
 
 def host_int32(values: list[int], *, pinned: bool) -> Tensor:
-    """[len(values)] int32 in host memory; pinned memory can be copied to a device without waiting."""
+    """[len(values)] int32 in host memory; from pinned memory the copy to a device is asynchronous."""
     tensor = torch.from_numpy(np.array(values, dtype=np.int32))
     return tensor.pin_memory() if pinned else tensor
