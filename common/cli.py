@@ -26,7 +26,7 @@ from common.base import logs
 from common.base.errors import ConfigError, KvRelayError
 from common.base.process import die_with_parent, end_process
 from common.config.fields import field_infos
-from common.config.options import ServiceConfig
+from common.config.service_configs import ServiceConfig
 from common.config.sources import (
     BOOLEANS,
     CONFIG_FILE_VARIABLE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.cli import service_app
-from common.config.options import DecodeConfig
-from common.node.main import main
+from common.config.service_configs import DecodeConfig
+from common.node.before_torch import main
 
 if TYPE_CHECKING:
     from decode_node.role import DecodeRole

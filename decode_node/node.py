@@ -39,7 +39,7 @@ from common.control.messages import (
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, Opened, Received, ReceiveFailed
 from common.engine.priority import insert_by_priority
 from common.engine.scheduler import Progress
-from common.kv.layout import check_compatible
+from common.kv.rank_layout import check_compatible
 from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
 from common.node.events import ClientLost, FromClient
 from kvtransfer.node_transfers import NodeReceiver

@@ -6,9 +6,9 @@ import logging
 
 from common.base.errors import ConfigError
 from common.cluster.address import one_interface
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.copy.cuda import CudaDevice
 from kvtransfer.copy.device import RelayDevice

@@ -26,7 +26,7 @@ from common.engine.kv_transfer import (
     SenderEvent,
     SourceReleased,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from kvtransfer.transfer_state import Batch, Claim, Incoming, Outgoing
 from kvtransfer.wire import SliceHeader
 

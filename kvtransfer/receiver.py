@@ -17,7 +17,7 @@ from common.base.clock import Clock, monotonic
 from common.base.errors import CorruptSlice, KvRelayError, ProtocolError, TransferAborted, TransferError
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OnReceiverEvent, Received, ReceiverEvent
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
 from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from common.kv.layout import GroupPart, KVLayout, RankShard
+from common.kv.rank_layout import GroupPart, KVLayout, RankShard
 
 
 @dataclass(frozen=True)

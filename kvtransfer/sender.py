@@ -17,7 +17,7 @@ from common.base.clock import Clock, monotonic
 from common.base.errors import PeerLost, TransferAborted, TransferError, from_code
 from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import OnSenderEvent, OutgoingTransfer, SenderEvent
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice
 from kvtransfer.copy.host import make_copier

@@ -18,7 +18,7 @@ from common.base.errors import CorruptSlice, TransferError
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import IncomingTransfer, OutgoingTransfer
-from common.kv.layout import GroupPart, KVLayout, check_compatible
+from common.kv.rank_layout import GroupPart, KVLayout, check_compatible
 from kvtransfer.resharding import plan
 from kvtransfer.wire import MAX_BLOCKS, KVSlice, SliceHeader
 

@@ -1,7 +1,7 @@
 """The frames of the data plane. Pure; used by the I/O threads of both ends.
 
 A data message is `[header, payload]`: the header is a `SliceHeader` as MessagePack, the payload the slices' KV one
-after the other, each as `common.kv.group_memory` places it: `[layers, planes, blocks, heads, block_size, width]`. Every
+after the other, each as `common.kv.memory_layout` places it: `[layers, planes, blocks, heads, block_size, width]`. Every
 message is answered by one `SliceAck`, also when it was discarded, so that the sender can reuse the memory that it was
 sent from. Layers and heads are numbered over the whole layer group, blocks over the sequence: a header means the same
 on every rank of every layout.
@@ -18,7 +18,7 @@ from common.base.errors import ProtocolError
 from common.base.hashing import HASH_BYTES
 from common.control.codec import Codec
 from common.control.messages import AttemptKey
-from common.kv.layout import GroupPart
+from common.kv.rank_layout import GroupPart
 
 MAX_HEADER_BYTES = 2**21
 """Room for `MAX_BLOCKS` hashes, all of which a message that ends one layer and begins the next may name, and for its slices."""

@@ -33,7 +33,7 @@ from common.control.messages import (
 )
 from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
 from common.engine.scheduler import Progress
-from common.kv.layout import check_compatible
+from common.kv.rank_layout import check_compatible
 from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
 from common.node.events import FromClient, FromPeer, PeerGone
 from kvtransfer.traffic import count_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from common.config.options import PrefillConfig
+from common.config.service_configs import PrefillConfig
 from common.engine.kv_transfer import OnTransferEvent, TransferOrder
 from common.node.core import CoreParts
 from common.node.plan import NodePlan, batched_tokens, plan_node

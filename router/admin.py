@@ -12,7 +12,7 @@ from typing import Any, cast
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, NotFound
 from common.cluster.membership import Directory
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminRoute, Call
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.model_catalog import ServedModel

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from common.base.process import lasting_imports, run_service
 from common.cli import service_app
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.config.sources import Resolved
 
 _HELP = """Start a router: the OpenAI-compatible HTTP address of a cluster.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.base.errors import ConfigError, NotFound, Unavailable
-from common.config.groups import GenerationConfig
+from common.config.option_groups import GenerationConfig
 from common.control.messages import ModelInfo, NodeRecord
 from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.cluster.membership import Directory
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.messages import NodeRecord
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.index.metrics import IndexCollector

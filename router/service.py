@@ -10,7 +10,7 @@ import logging
 
 from common.base.errors import Unavailable
 from common.cluster.membership import LEASE_IN_REDIS, Directory
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
 from router.admin import RouterAdmin
 from router.fast import gc_policy

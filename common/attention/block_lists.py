@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 
 
 @dataclass(frozen=True)

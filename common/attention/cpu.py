@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.kernels.float8 import narrow, widen, words_of
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
 
 _SCORE_BYTES = 2 * 2**20

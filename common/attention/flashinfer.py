@@ -21,7 +21,7 @@ from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.block_lists import block_lists, host_int32
 from common.kernels.flashinfer_kernels import DTYPES, HEAD_DIMS
 from common.kernels.float8 import E4M3, narrow
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
 
 _LAYOUT = "HND"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.block_lists import host_int32
 from common.kernels.float8 import E4M3, narrow, widen, words_of
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
 
 _MAX_SCORES = 2**26

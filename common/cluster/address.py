@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from common.base.errors import ConfigError
 from common.cluster.redis_client import without_password
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from common.base.clock import Clock, monotonic
 from common.base.errors import ConfigError, ProtocolError
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
-from common.config.groups import MembershipOptions
+from common.config.option_groups import MembershipOptions
 from common.control.codec import decode, encode
 from common.control.messages import NodeLoad, NodeRecord
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 from common.base.errors import ConfigError
 from common.config.fields import field_infos
-from common.config.options import SERVICES, ServiceConfig
+from common.config.service_configs import SERVICES, ServiceConfig
 
 ENV_PREFIX = "KVRELAY_"
 CONFIG_FILE_VARIABLE = "KVRELAY_CONFIG"

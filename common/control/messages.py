@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict
 
-from common.config.groups import CapacityOptions
-from common.kv.layout import KVLayout
+from common.config.option_groups import CapacityOptions
+from common.kv.rank_layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")
 

@@ -21,7 +21,7 @@ from pydantic import PlainValidator
 
 from common.base.errors import KvRelayError, from_code
 from common.control.messages import AttemptKey, Grant, PeerRef
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 
 STAGING_BYTES = 256 * 2**20
 """Most GPU memory beside the KV cache that relays by NCCL may hold in buffers. What NCCL itself takes for each pair of

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import inf
 
 from common.engine.sequence import Sequence
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 
 _ROW_BLOCKS = 32
 """Blocks of attention that cost about as much as the linear layers of one row (a 0.5B model: 67 on one core)."""

@@ -29,8 +29,8 @@ from common.engine.microbatches import group_weights, part_of_waiting, weight_of
 from common.engine.priority import goes_first, insert_by_priority
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken, StepInput
-from common.kv.layout import blocks_for
 from common.kv.pool import BlockPool
+from common.kv.rank_layout import blocks_for
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a model keeps in its KV cache for every token: layer groups of named planes. Pure, no torch.
 
-All sizes in bytes follow from here. How a node cuts this over its ranks is `common.kv.layout`; where it lies in memory
-is `common.kv.group_memory`.
+All sizes in bytes follow from here. How a node cuts this over its ranks is `common.kv.rank_layout`; where it lies in memory
+is `common.kv.memory_layout`.
 """
 
 from __future__ import annotations

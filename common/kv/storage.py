@@ -15,8 +15,8 @@ from common.base.errors import ConfigError
 from common.base.free_memory import free_memory_bytes
 from common.kernels.float8 import E4M3
 from common.kv.cuda_pages import allocate_shareable
-from common.kv.group_memory import GroupMemory, group_memories, strips_of
-from common.kv.layout import KVLayout, RankShard
+from common.kv.memory_layout import GroupMemory, group_memories, strips_of
+from common.kv.rank_layout import KVLayout, RankShard
 from common.kv.spec import LayerGroup
 
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": E4M3}
@@ -71,7 +71,7 @@ class GroupStorage:
 class KVStorage:
     """The KV blocks of one rank, for all its layers, in one allocation.
 
-    `data`: [bytes], uint8, with the rank's groups as `common.kv.group_memory` places them.
+    `data`: [bytes], uint8, with the rank's groups as `common.kv.memory_layout` places them.
     `host_bytes`: the same memory as a NumPy array, for copies that must not start OpenMP threads on the calling thread;
     None if the memory is not on the CPU.
     `groups`: the same memory as tensors, one `GroupStorage` for each group of the spec.

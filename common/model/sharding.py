@@ -1,6 +1,6 @@
 """Which rank holds which part of a model: layers, heads, features, vocabulary. Pure; used before any rank starts.
 
-A part is a half-open range. Ranges of KV heads are those of `common.kv.layout`.
+A part is a half-open range. Ranges of KV heads are those of `common.kv.rank_layout`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.base.errors import ConfigError
-from common.kv.layout import head_range as kv_head_range
-from common.kv.layout import heads_fit
+from common.kv.rank_layout import head_range as kv_head_range
+from common.kv.rank_layout import heads_fit
 from common.model.config import ModelConfig
 from common.model.description import AttentionDescription, LayerDescription
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from common.cluster.address import advertised
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.control.admin_server import AdminRoute, AdminServer, Call
 from common.control.links import Identity
 from common.control.messages import NodeLoad, NodeRecord

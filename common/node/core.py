@@ -28,7 +28,7 @@ from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.scheduler import Plan, Progress, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.node.events import ClientLost, SendBuffer
 from common.node.step_timer import StepTimer
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from common.base.device import DeviceKind, default_dtype, gpu_name, rank_device, resolve_device
 from common.base.errors import ConfigError
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.control.messages import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
-from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
+from common.kv.rank_layout import KVLayout
 from common.model.config import ModelConfig, load_model_config
 from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.hub import resolve_model

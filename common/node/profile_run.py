@@ -20,7 +20,7 @@ from common.control.messages import SamplingParams
 from common.engine.runner import ModelRunner
 from common.engine.seen_tokens import SeenTokens
 from common.engine.step import SampleSpec, StepInput
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 from common.kv.storage import KVStorage
 from common.node.kv_budget import GRAPH_BYTES, GpuMemoryUse
 

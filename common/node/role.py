@@ -1,4 +1,4 @@
-"""What a prefill and a decode node do differently, as the start-up common to both needs it (`common.node.run`)."""
+"""What a prefill and a decode node do differently, as the start-up common to both needs it (`common.node.startup`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.control.messages import Role
 from common.engine.kv_transfer import NodeTransfers, OnTransferEvent, RankTransferEnd, TransferOrder
 from common.node.core import CoreParts, NodeCore

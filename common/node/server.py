@@ -21,7 +21,7 @@ from common.cluster.address import advertised
 from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
 from common.cluster.redis_client import check_redis
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.control.admin_server import AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server

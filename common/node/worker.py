@@ -15,7 +15,7 @@ from common.attention.base import AttentionBackend
 from common.attention.choose import choose_attention, worth_capturing
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.engine.cuda_graphs import CudaGraphCapture, DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler

@@ -29,7 +29,7 @@ class RankPlace:
 
     @staticmethod
     def of(rank: int, tp_size: int, pp_size: int) -> RankPlace:
-        """The place of `rank`, counted as in `common.kv.layout.KVLayout.shards`."""
+        """The place of `rank`, counted as in `common.kv.rank_layout.KVLayout.shards`."""
         return RankPlace(rank % tp_size, tp_size, rank // tp_size, pp_size)
 
     @property

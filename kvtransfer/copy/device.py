@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.base.errors import CorruptSlice
-from common.kv.group_memory import GroupMemory, Strip
+from common.kv.memory_layout import GroupMemory, Strip
 from common.kv.storage import KVStorage
 from kvtransfer.mailbox import Command
 from kvtransfer.wire import KVSlice

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from common.kv.group_memory import GroupMemory, strips_of
+from common.kv.memory_layout import GroupMemory, strips_of
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import LentBlocks, Mark, RankMemory, RelayDevice, Runs
 from kvtransfer.wire import KVSlice

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common.base.errors import ConfigError
-from common.kv.group_memory import Strip, strips_of
+from common.kv.memory_layout import Strip, strips_of
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import Mark, RelayDevice
 from kvtransfer.copy.device_copy import DeviceCopier

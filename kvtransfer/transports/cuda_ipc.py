@@ -25,8 +25,8 @@ import zmq
 
 from common.base.errors import PeerLost, ProtocolError
 from common.base.hashing import HASH_BYTES
-from common.kv.group_memory import GroupMemory, group_memories
-from common.kv.layout import GroupPart
+from common.kv.memory_layout import GroupMemory, group_memories
+from common.kv.rank_layout import GroupPart
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from kvtransfer import wire

@@ -11,7 +11,7 @@ import uvicorn
 from common.base.errors import ConfigError
 from common.base.process import allow_files
 from common.cluster.membership import Directory
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from router.fast.endpoints import DirectEndpoints
 from router.fast.http_connection import HttpConnection
 from router.http.api import Services, build

@@ -25,7 +25,7 @@ from common.control.messages import (
     PrefillRequest,
     Role,
 )
-from common.kv.layout import check_compatible
+from common.kv.rank_layout import check_compatible
 from router.nodes.node import Node, NodeLink, OpenLeg
 from router.policy import Fleet
 

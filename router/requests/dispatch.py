@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.messages import AttemptFailed, Message, NodeRecord, TokenBatch
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics

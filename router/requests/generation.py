@@ -16,7 +16,7 @@ from common.base.errors import KvRelayError, Unavailable
 from common.control.messages import Abort, FinishReason
 from router.policy import Decision
 from router.requests import flow_events as f
-from router.requests.attempts import Attempts
+from router.requests.attempt_placing import Attempts
 from router.requests.flow import Flow
 from router.requests.request import Delta, GenerationRequest, Outcome, Served
 from router.requests.router_state import RouterState

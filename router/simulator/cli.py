@@ -11,7 +11,7 @@ import typer
 
 from common.base.errors import ConfigError
 from common.cli import check_writable, run_checked
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 
 if TYPE_CHECKING:
     from router.simulator.hardware import Hardware

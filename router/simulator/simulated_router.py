@@ -25,7 +25,7 @@ from common.control.messages import (
     Pong,
     Role,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from router.index.prefix_index import PrefixIndex
 from router.nodes.node import Node

@@ -18,7 +18,7 @@ from common.engine.executor import LocalExecutor, Runner
 from common.engine.kv_transfer import IncomingTransfer
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer
 from decode_node.node import DecodeNode

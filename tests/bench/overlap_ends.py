@@ -15,7 +15,7 @@ from support.single_transport import zmq_receiver, zmq_sender
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.base.torch_setup import configure_torch
-from common.config.options import DecodeConfig, NodeConfig, PrefillConfig
+from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig
 from common.control.messages import AttemptKey, Grant, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor
 from common.engine.kv_transfer import (
@@ -28,7 +28,7 @@ from common.engine.kv_transfer import (
     SourceReleased,
 )
 from common.engine.step import RelayProgress, SampleSpec, StepInput
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 from common.node.plan import plan_node
 from common.node.worker import Worker, load_worker
 from common.parallel.mesh import SOLO

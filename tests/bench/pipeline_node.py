@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from common.base.clock import monotonic
 from common.base.torch_setup import configure_torch
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey, DecodeRequest, EngineRequest, PeerRef, SamplingParams, TokenBatch
 from common.engine.executor import Executor, StepDone
 from common.engine.loop import EngineLoop

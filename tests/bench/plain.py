@@ -15,7 +15,7 @@ from bench.overhead_node import OverheadNode, StubRunner
 
 from common.base.hashing import BLOCK_SIZE
 from common.base.torch_setup import configure_torch
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.control.messages import SamplingParams
 from common.engine.step import SampleSpec, StepInput
 from common.node.plan import make_scheduler, plan_node

@@ -32,7 +32,7 @@ from common.engine.kv_transfer import (
     SenderEvent,
     SourceReleased,
 )
-from common.kv.layout import KVLayout, blocks_for
+from common.kv.rank_layout import KVLayout, blocks_for
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from common.config.options import DecodeConfig, PrefillConfig
+from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.control.messages import AttemptKey, Grant, PeerRef
 from common.engine.kv_transfer import DestinationReleased, IncomingTransfer, OutgoingTransfer, Received, SourceReleased
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.factory import make_receiver, make_sender
 

@@ -16,7 +16,7 @@ from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.choose import choose_attention
 from common.attention.flashinfer import FlashInferAttention
 from common.attention.sdpa import SdpaAttention
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 

@@ -13,7 +13,7 @@ from bench.shape import Shape, make_model_folder
 from support.decode_steps import random_decode
 
 from common.base.errors import ConfigError
-from common.config.options import DecodeConfig, PrefillConfig
+from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.engine.cuda_graphs import graph_sizes
 from common.node.kv_budget import CONTEXT_BYTES
 from common.node.plan import WARM_UP, plan_node

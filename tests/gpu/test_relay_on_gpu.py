@@ -19,7 +19,7 @@ from support.gpu_suite import sanitized
 from common.base.errors import PeerLost
 from common.control.messages import AttemptKey
 from common.kv.cuda_pages import cuda_library
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from kvtransfer.copy.cuda import CudaDevice, copy_by_index
 from kvtransfer.copy.device import Runs

@@ -12,7 +12,7 @@ import pytest
 from support.router_bench import LONG, Bench, play
 from support.stub_node import StubNode, running_stack
 
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 
 RELAY_LONG: dict[str, Any] = {"local_prefill_tokens": 32}
 """The lengths decide what is relayed, not what the policy learned of scripted nodes."""

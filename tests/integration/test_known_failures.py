@@ -14,7 +14,7 @@ from support.stub_node import MAX_LEN, Stack, StubNode, make_model_folder, runni
 
 from common.cluster.membership import Directory, Registrar
 from common.cluster.redis_server import RedisServer
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.messages import NodeRecord
 
 LONG = list(range(5, 90))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.stub_node import Stack, StubNode, make_model_folder, running_stack
 
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 
 
 @pytest.fixture(scope="module")

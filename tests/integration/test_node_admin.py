@@ -14,11 +14,11 @@ import pytest
 import common.node.admin
 from common.cluster.membership import Directory
 from common.cluster.redis_server import RedisServer
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.control.links import Link
 from common.control.messages import Message, ModelInfo, NodeLoad, NodeRecord, Ping, Pong
 from common.kv.journal import BlockJournal
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.node.drain import Drain
 from common.node.server import NodeServer

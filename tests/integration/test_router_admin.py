@@ -10,7 +10,7 @@ import httpx
 import pytest
 from support.stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
 
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
 from router.admin import RouterAdmin
 from router.requests.placement import HashChain

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from support.stub_node import Stack, StubNode, make_model_folder, running_stack
 
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 
 
 @pytest.fixture(scope="module")

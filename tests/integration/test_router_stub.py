@@ -16,7 +16,7 @@ from support.stub_node import MAX_LEN, StubNode, running_stack
 from tokenizers import Tokenizer
 
 import router.http.server
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.links import Link
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from common.cluster.membership import Registrar
 from common.cluster.redis_server import RedisServer
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from router.service import serve
 
 

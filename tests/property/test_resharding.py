@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.kv_words import plane_words, word_of
 
 from common.base.errors import ConfigError
-from common.kv.layout import GroupPart, KVLayout
+from common.kv.rank_layout import GroupPart, KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import KVStorage
 from kvtransfer.copy.host import SliceCopier

@@ -25,7 +25,7 @@ from common.engine.kv_transfer import (
     ReceiveFailed,
     SourceReleased,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from kvtransfer.rank_transfers import ReceivingTransfers, SendingTransfers
 from kvtransfer.transfer_state import Batch, Claim

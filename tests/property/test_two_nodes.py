@@ -32,8 +32,8 @@ from common.control.messages import (
 from common.engine.executor import LocalExecutor, OnBlocksFinal, StepDone, StepFailed
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import StepInput
-from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.node.events import FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
 from decode_node.node import DecodeNode

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from common.base.device import CPU
 from common.kernels.float8 import narrow, widen, words_of
-from common.kv.layout import KVLayout, blocks_for
+from common.kv.rank_layout import KVLayout, blocks_for
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from support.runner_cases import NUM_BLOCKS
 
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.engine.runner import ModelRunner
 from common.node.plan import plan_node
 from common.node.worker import load_worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.kv.group_memory import strips_of
+from common.kv.memory_layout import strips_of
 from common.kv.spec import DTYPE_BYTES, LayerGroup
 from common.kv.storage import KVStorage
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from common.base.errors import PeerLost
 from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import wire
 from kvtransfer.receiver import Receiver

@@ -19,8 +19,8 @@ from common.control.messages import (
 )
 from common.engine.executor import Executor, LocalExecutor
 from common.engine.scheduler import Scheduler, SchedulerConfig
-from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.node.core import CoreParts
 from common.node.events import FromClient, FromPeer, OutgoingMessage, SendBuffer, ToClient, ToPeer

@@ -18,7 +18,7 @@ from common.attention.cpu import CpuAttention
 from common.base.errors import RankLost
 from common.engine.runner import ModelRunner
 from common.engine.step import StepInput, StepOutput
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec

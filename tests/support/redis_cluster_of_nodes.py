@@ -13,7 +13,7 @@ from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import LEASE_IN_REDIS, Directory, Registrar
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
 from common.kv.journal import BlockJournal
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.index.prefix_index import PrefixIndex

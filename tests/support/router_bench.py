@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from support.stub_node import Stack, StubNode, running_stack
 from tokenizers import Tokenizer
 
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 6
 """More tokens than are prefilled locally."""

@@ -15,7 +15,7 @@ from common.attention.cpu import CpuAttention
 from common.control.messages import SamplingParams
 from common.engine.runner import ModelRunner
 from common.engine.step import SampleSpec, StepInput, StepOutput
-from common.kv.layout import KVLayout, blocks_for
+from common.kv.rank_layout import KVLayout, blocks_for
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec

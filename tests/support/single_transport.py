@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.engine.kv_transfer import OnReceiverEvent, OnSenderEvent
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.copy.device import RelayDevice
 from kvtransfer.receiver import Receiver

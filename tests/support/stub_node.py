@@ -19,7 +19,7 @@ import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.base.errors import Unavailable
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.links import Identity, Server
 from common.control.messages import (
     Abort,
@@ -41,7 +41,7 @@ from common.control.messages import (
     TokenChunk,
     TokenLogprobs,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.http.server import bind, http_server
 from router.router import Router

@@ -16,8 +16,8 @@ from common.engine.sampling.base import Sampler
 from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
-from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec

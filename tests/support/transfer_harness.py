@@ -22,7 +22,7 @@ from common.engine.kv_transfer import (
     ReceiveFailed,
     SourceReleased,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec, LayerGroup
 from common.kv.storage import KVStorage
 

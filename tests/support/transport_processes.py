@@ -14,7 +14,7 @@ from common.engine.kv_transfer import (
     IncomingTransfer,
     OutgoingTransfer,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 

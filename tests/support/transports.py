@@ -16,7 +16,7 @@ from support.loopback_transport import LoopbackNetwork, loopback_receiver, loopb
 from support.transfer_harness import Cluster, Recorder, layout
 
 from common.base.clock import Clock
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender

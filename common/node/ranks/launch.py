@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from common.base.errors import ConfigError, RankLost
 from common.cluster.address import mesh_interface
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.node.plan import NodePlan
 from common.node.ranks.forked import ForkedRank, RunRank
 from common.node.ranks.links import RankLinks

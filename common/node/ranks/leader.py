@@ -18,7 +18,7 @@ from common.base.process import on_own_thread
 from common.base.torch_setup import configure_torch
 from common.cluster.address import rank_host
 from common.cluster.redis_server import free_port
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
 from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent
 from common.engine.step import StepOutput

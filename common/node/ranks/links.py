@@ -22,7 +22,7 @@ import zmq
 
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, tied_command
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.control.codec import MAX_MESSAGE_BYTES
 from common.engine.executor import LocalExecutor, RunningStep
 from common.engine.step import StepInput, StepOutput

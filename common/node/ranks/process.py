@@ -18,7 +18,7 @@ import zmq
 from common.base.errors import EngineError, KvRelayError, PeerLost
 from common.base.torch_setup import configure_torch
 from common.cluster.address import advertised, rank_host
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.kv_transfer import RankTransferEnd, TransferOrder
 from common.engine.step import StepInput

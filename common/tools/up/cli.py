@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from common.cli import service_app
-from common.config.options import UpConfig
+from common.config.service_configs import UpConfig
 from common.config.sources import Resolved
 
 _HELP = """Start a whole cluster on this machine: Redis, routers, prefill nodes and decode nodes.

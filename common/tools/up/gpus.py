@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALL_NODES = NodeConfig.gpu_memory_utilization

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from common.base.errors import ConfigError
-from common.config.groups import CPU_KV_GB
-from common.config.options import DecodeConfig, NodeConfig, PrefillConfig
+from common.config.option_groups import CPU_KV_GB
+from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig
 from common.config.sources import resolve
 from common.tools.up.plan import ChildSpec
 

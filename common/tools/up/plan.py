@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from common.config.fields import field_infos
-from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
+from common.config.service_configs import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
 from common.config.sources import ENV_PREFIX, Source
 from common.tools.up.gpus import VISIBLE, NodeGpus, share_gpus
 from common.tools.up.routers import ADMIN_HOST, RouterPlace

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.base.errors import ConfigError
 from common.config.fields import HIGHEST_PORT
-from common.config.options import UpConfig
+from common.config.service_configs import UpConfig
 from common.tools.up.health import connect_host
 
 ADMIN_HOST = "127.0.0.1"

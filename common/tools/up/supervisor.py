@@ -23,7 +23,7 @@ from common.base.free_memory import free_memory_bytes
 from common.cluster.membership import Directory
 from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import free_port, redis_command
-from common.config.options import UpConfig
+from common.config.service_configs import UpConfig
 from common.config.sources import CONFIG_FILE_VARIABLE, Source
 from common.control.messages import NodeRecord
 from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder

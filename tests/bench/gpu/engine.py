@@ -11,7 +11,7 @@ import torch
 
 from common.base.hashing import BLOCK_SIZE
 from common.base.torch_setup import configure_torch
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.control.messages import SamplingParams
 from common.engine.runner import LaunchedStep
 from common.engine.step import SampleSpec, StepInput

@@ -10,7 +10,7 @@ import pytest
 from support.paths import ROOT
 
 from common.config.fields import field_infos
-from common.config.options import SERVICES
+from common.config.service_configs import SERVICES
 
 
 def kvrelay(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,7 @@ def test_help_loads_neither_torch_nor_a_web_framework() -> None:
         check=True,
     )
     loaded = {line.rsplit("|", 1)[-1].strip() for line in process.stderr.splitlines()}
-    assert "common.config.options" in loaded
+    assert "common.config.service_configs" in loaded
     assert not loaded & {"torch", "fastapi", "transformers", "zmq", "numpy"}
 
 

@@ -15,7 +15,7 @@ from support.paths import DATA, ROOT
 
 from common.base.hashing import hash_blocks, root_hash
 from common.config.fields import field_infos
-from common.config.options import SERVICES
+from common.config.service_configs import SERVICES
 
 PACKAGES = ("router", "prefill_node", "decode_node", "kvtransfer", "common")
 VECTORS = DATA / "hash_vectors.json"

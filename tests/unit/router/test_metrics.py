@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.metrics import Metrics
 from router.nodes.breaker import Breakers

@@ -12,7 +12,7 @@ import pytest
 from support.stub_node import make_model_folder
 
 from common.base.errors import ConfigError
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from router.service import serve
 
 

@@ -17,10 +17,10 @@ from common.base.errors import ConfigError
 from common.base.process import run_service
 from common.cli import service_app
 from common.cluster.membership import Registrar
-from common.config.options import DecodeConfig, NodeConfig
+from common.config.service_configs import DecodeConfig, NodeConfig
 from common.config.sources import Resolved
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 
 

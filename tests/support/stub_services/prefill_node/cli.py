@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.config.options import PrefillConfig
+from common.config.service_configs import PrefillConfig
 from decode_node.cli import node_app
 
 app = node_app(PrefillConfig, "prefill")

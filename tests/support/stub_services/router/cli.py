@@ -9,7 +9,7 @@ import signal
 import sys
 
 from common.cli import service_app
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.config.sources import Resolved
 
 

@@ -24,7 +24,7 @@ from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.library import find_flashinfer
 from common.kernels.torch_kernels import TORCH
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 

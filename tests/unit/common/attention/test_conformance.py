@@ -18,7 +18,7 @@ from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
 from common.attention.sdpa import SdpaAttention
 from common.kernels.flashinfer_kernels import HEAD_DIMS
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 
 BACKENDS: dict[str, MakeBackend] = {
     "cpu": CpuAttention,

@@ -13,7 +13,7 @@ from common.attention.flashinfer import (
     graph_split_bytes,
     unsupported_reason,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 

@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from common.attention.base import AttentionMetadata
 from common.base.device import CPU, default_dtype, rank_device, resolve_device
 from common.base.errors import ConfigError
-from common.config.options import DecodeConfig, PrefillConfig
+from common.config.service_configs import DecodeConfig, PrefillConfig
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
 from common.model.fingerprint import fingerprint

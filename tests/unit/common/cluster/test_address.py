@@ -11,7 +11,7 @@ from common.base.errors import ConfigError
 from common.cluster import address
 from common.cluster.address import advertised, mesh_interface, one_interface, rank_host, source_address
 from common.cluster.redis_server import RedisServer
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.config.sources import resolve
 from common.control.links import Link
 from common.control.messages import NodeLoad, Ping, Pong

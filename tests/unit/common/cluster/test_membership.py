@@ -21,7 +21,7 @@ from common.cluster.redis_keys import Keys
 from common.cluster.redis_server import RedisServer
 from common.control.codec import PROTOCOL_VERSION
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 
 LEASE_S = 0.6

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.base.errors import ConfigError
-from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from common.config.service_configs import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config.sources import resolve
 
 

@@ -33,7 +33,7 @@ from common.control.messages import (
     TransferAbort,
     TransferReceived,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 
 KEY = AttemptKey("r", 2)

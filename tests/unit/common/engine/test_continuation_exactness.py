@@ -13,8 +13,8 @@ from common.control.messages import AttemptKey, EngineRequest, SamplingParams, T
 from common.engine.runner import ModelRunner
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
-from common.kv.layout import KVLayout
 from common.kv.pool import BlockPool
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec

@@ -19,7 +19,7 @@ from common.control.messages import AttemptKey, SamplingParams
 from common.engine.cuda_graphs import DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.step import RelayProgress, SampledToken, SampleSpec, StepInput
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.attention.base import AttentionMetadata
 from common.base.errors import ConfigError, HandshakeRefused
 from common.kernels.float8 import E4M3, E4M3_MAX, narrow, widen, words_of
-from common.kv.layout import KVLayout, blocks_for, check_compatible
+from common.kv.rank_layout import KVLayout, blocks_for, check_compatible
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from common.model.hub import DEMO_MODEL_PATH

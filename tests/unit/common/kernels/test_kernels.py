@@ -19,7 +19,7 @@ from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.library import find_flashinfer
 from common.kernels.torch_kernels import TORCH
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.build import Build
 from common.model.config import load_model_config

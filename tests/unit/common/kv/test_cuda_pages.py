@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.kv import cuda_pages, storage
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 

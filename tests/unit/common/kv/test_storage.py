@@ -11,7 +11,7 @@ import pytest
 from support.kv_words import kv_words
 
 from common.base.errors import ConfigError
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.base.errors import ConfigError
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.model.config import ModelConfig
 from common.model.description import AttentionDescription, LayerDescription, MlpDescription, NormDescription

@@ -13,12 +13,12 @@ from support.oracle import make_tiny
 from support.sampling_cases import adjusted_on_device
 
 from common.base.errors import ConfigError
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.engine.cuda_graphs import EagerCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.step import StepInput, StepOutput
-from common.kv.layout import blocks_for
+from common.kv.rank_layout import blocks_for
 from common.node.kv_budget import (
     CONTEXT_BYTES,
     GRAPH_BYTES,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.cluster.redis_server import RedisServer
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.control.links import Link
 from common.control.messages import Abort, AttemptKey
 from common.node.events import ClientLost, FromClient

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.base.errors import Unavailable
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.control import links
 from common.control.messages import Abort, AttemptKey, PeerRef, TransferAbort
 from common.node.events import PeerGone, ToPeer

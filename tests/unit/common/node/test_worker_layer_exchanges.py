@@ -9,7 +9,7 @@ import torch
 from support.oracle import TINY, make_tiny
 from torch import Tensor
 
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.node.plan import WARM_UP, plan_node
 from common.node.worker import load_worker
 from common.parallel.mesh import RankPlace

@@ -14,10 +14,10 @@ from support.transfer_harness import Recorder, layout, wait_until
 
 from common.base.clock import MockClock
 from common.base.errors import ConfigError, HandshakeRefused, PeerLost
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import SourceReleased
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from kvtransfer import factory
 from kvtransfer.receiver import Receiver

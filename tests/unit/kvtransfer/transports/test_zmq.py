@@ -22,7 +22,7 @@ from common.base.clock import MockClock
 from common.base.errors import ConfigError, DeadlineExceeded, HandshakeRefused, PeerLost
 from common.control.messages import AttemptKey, PeerRef
 from common.engine.kv_transfer import SourceReleased
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
 from kvtransfer import wire

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from common.base.errors import Unavailable
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router.fast.http_connection import DisconnectListener
 from router.http.answer import Answer
@@ -23,7 +23,7 @@ from router.http.openai_format import ChatFormat, FormatOptions, TextFormat
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests import flow_events as f
-from router.requests.attempts import Attempts
+from router.requests.attempt_placing import Attempts
 from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
 from router.requests.request import Delta, GenerationRequest, Outcome

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from router.http.server import bind, http_server
 from router.router import Router
 

@@ -9,7 +9,7 @@ import pytest
 from common.base.clock import MockClock
 from common.base.hashing import hash_blocks, root_hash
 from common.control.messages import ModelInfo, NodeLoad, NodeRecord, PeerRef
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.index.kv_event_subscriber import SILENCE_S, KvEventSubscriber, NodeStream
 from router.index.metrics import IndexCollector

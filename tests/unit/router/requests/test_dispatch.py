@@ -11,7 +11,7 @@ import pytest
 
 from common.base.clock import Clock, MockClock, monotonic
 from common.base.errors import BadRequest, Overloaded, Unavailable
-from common.config.options import RouterConfig
+from common.config.service_configs import RouterConfig
 from common.control.messages import EngineRequest, SamplingParams
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable

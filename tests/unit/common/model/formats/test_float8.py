@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from common.base.device import CPU
 from common.base.errors import ConfigError
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.fingerprint import fingerprint

@@ -15,7 +15,7 @@ from support.stub_node import make_model_folder
 
 from common.base.errors import ConfigError
 from common.base.process import on_own_thread
-from common.config.options import PrefillConfig
+from common.config.service_configs import PrefillConfig
 from common.node.ranks.leader import Leader
 from prefill_node.role import ROLE
 

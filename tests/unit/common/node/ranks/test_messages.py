@@ -21,7 +21,7 @@ from common.engine.kv_transfer import (
     SourceReleased,
     Traffic,
 )
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.node.ranks.messages import RankBeat, RankBusy, RankCodec, RankOrder, RankReport
 

@@ -11,7 +11,7 @@ import pytest
 from support.fake_engine import Computed
 
 from common.base.errors import EngineError, PeerLost, RankLost
-from common.config.options import DecodeConfig
+from common.config.service_configs import DecodeConfig
 from common.engine.executor import LocalExecutor
 from common.engine.step import StepInput, StepOutput
 from common.node.plan import WARM_UP

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from common.base.errors import ConfigError
-from common.config.options import UpConfig
+from common.config.service_configs import UpConfig
 from common.config.sources import resolve
 from common.tools.up.kv_memory import check_memory
 from common.tools.up.plan import plan_children

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.config.options import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from common.config.service_configs import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config.sources import Resolved, resolve
 from common.tools.up.plan import ChildSpec, plan_children
 from common.tools.up.routers import RouterPlace

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from common.base.errors import ConfigError
-from common.config.options import UpConfig
+from common.config.service_configs import UpConfig
 from common.config.sources import resolve
 from common.tools.up.routers import router_places
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from common.config.options import UpConfig
+from common.config.service_configs import UpConfig
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.tools.up.pid_file import PidFile
 from common.tools.up.plan import ChildSpec

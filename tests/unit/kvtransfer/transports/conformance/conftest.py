@@ -10,7 +10,7 @@ from support.transfer_harness import Cluster, Recorder, layout
 from support.transport_conformance import TRANSPORTS, relay_threads
 
 from common.control.messages import AttemptKey
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 
 
 @pytest.fixture(params=TRANSPORTS)

@@ -10,7 +10,7 @@ from support.kv_words import kv_words
 from support.transfer_harness import PATTERN, layout, wait_until
 from support.transport_conformance import TRANSPORTS
 
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 
 LATENT = KVSpec((LayerGroup((0, 1, 2), (KVPlane("latent", 9),), 1, "bfloat16"),), block_size=4)

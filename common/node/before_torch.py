@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from common.base.process import lasting_imports, prepare_compute
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 
 if TYPE_CHECKING:
     from common.node.role import NodeRole
@@ -26,7 +26,7 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
     load_model_config(resolve_model(config.model))
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
-        from common.node.run import run_node
+        from common.node.startup import run_node
 
         role = load_role()
     run_node(role, config)

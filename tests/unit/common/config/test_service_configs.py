@@ -8,7 +8,7 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.config.fields import field_infos
-from common.config.options import SERVICES, DecodeConfig, UpConfig
+from common.config.service_configs import SERVICES, DecodeConfig, UpConfig
 from common.config.sources import field_type, resolve, type_label
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.kv.group_memory import GroupMemory, Strip, group_memories, strips_of
-from common.kv.layout import GroupPart, KVLayout
+from common.kv.memory_layout import GroupMemory, Strip, group_memories, strips_of
+from common.kv.rank_layout import GroupPart, KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.kv.storage import KVStorage
 

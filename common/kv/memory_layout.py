@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.kv.layout import GroupPart
+from common.kv.rank_layout import GroupPart
 from common.kv.spec import DTYPE_BYTES, KVSpec, LayerGroup
 
 _ALIGNMENT = 256

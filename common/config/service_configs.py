@@ -1,6 +1,6 @@
 """What every service can be told. `common.config.sources` says where the values come from.
 
-One frozen dataclass per service, made of the groups in `common.config.groups`; `--help` lists the options of the
+One frozen dataclass per service, made of the groups in `common.config.option_groups`; `--help` lists the options of the
 last-named base first. Pure data, in every process.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from common.config.fields import check_bounds, field_infos, option, variant
-from common.config.groups import (
+from common.config.option_groups import (
     CPU_KV_GB,
     AdminHostOptions,
     AdminOptions,

@@ -10,12 +10,12 @@ import pytest
 from common.base.clock import MockClock
 from common.base.errors import Overloaded, Unavailable
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, PeerRef, SamplingParams
-from common.kv.layout import KVLayout
+from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.policy import Decision, Fleet, LegDecision, Picked
 from router.requests import flow_events as f
 from router.requests.admission_queue import QueueEntry
-from router.requests.attempts import REPLACEMENT_WAIT_S, Attempts
+from router.requests.attempt_placing import REPLACEMENT_WAIT_S, Attempts
 from router.requests.placement import Placement, PlacementRequest
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState

@@ -16,7 +16,7 @@ from typing import TypeVar
 from common.base.clock import monotonic
 from common.base.process import run_service
 from common.cluster.address import advertised
-from common.config.options import NodeConfig
+from common.config.service_configs import NodeConfig
 from common.engine.kv_transfer import NodeTransfers
 from common.node.core import CoreParts
 from common.node.plan import NodePlan, fit_memory, make_record, make_scheduler, node_id_for

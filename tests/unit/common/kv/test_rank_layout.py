@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.base.errors import ConfigError, HandshakeRefused
-from common.kv.layout import GroupPart, KVLayout, blocks_for, check_compatible, head_range, heads_fit
+from common.kv.rank_layout import GroupPart, KVLayout, blocks_for, check_compatible, head_range, heads_fit
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 
 PLAIN = KVSpec.uniform(4, 4, 8, "bfloat16", block_size=16)

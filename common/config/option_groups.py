@@ -1,4 +1,4 @@
-"""Option groups: each option of any service is declared here or in `common.config.options`, once.
+"""Option groups: each option of any service is declared here or in `common.config.service_configs`, once.
 
 A service's configuration inherits the groups it needs; where it differs (another default, another help text), it
 declares a `variant`. Pure data.
