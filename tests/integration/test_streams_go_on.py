@@ -14,9 +14,9 @@ from support.router_bench import LONG, Bench, play, script_of
 from support.stub_node import StubNode
 from tokenizers import Tokenizer
 
-import router.requests.dispatch
+import router.requests.attempt_placing
 from common.control.messages import DecodeRequest
-from router.nodes.breaker import Breakers, BreakerSettings
+from router.nodes.breaker import BreakerSettings
 
 ANSWER = "it goes on, and on, until the STOP that nobody sees"
 
@@ -59,7 +59,7 @@ def test_stream_broken_at_any_token_is_what_an_undisturbed_one_is(
     model_folder: Path, tokenizer: Tokenizer, fault: str
 ) -> None:
     async def scene(bench: Bench) -> None:
-        bench.stack.router.dispatcher.breakers = Breakers(BreakerSettings(failures=1000))
+        bench.stack.router.dispatcher.breakers._settings = BreakerSettings(failures=1000)
         other = StubNode("decode", "d1", str(model_folder), script=bench.decode.script, cached_tokens=99)
         bench.stack.list_nodes(bench.prefill, bench.decode, other)
         await bench.stack.usable(1, 2)
@@ -108,7 +108,7 @@ def test_stream_goes_on_where_its_tokens_mean_the_same(model_folder: Path, token
     """Other weights under the same model's name, as while a fleet is being renewed, would go on with another answer."""
 
     async def scene(bench: Bench) -> None:
-        bench.stack.router.dispatcher.breakers = Breakers(BreakerSettings(failures=1000))
+        bench.stack.router.dispatcher.breakers._settings = BreakerSettings(failures=1000)
         others = [
             StubNode("decode", f"d{n}", str(model_folder), script=bench.decode.script, fingerprint=fingerprint)
             for n, fingerprint in ((1, "new"), (2, "stub"), (3, "new"))
@@ -243,7 +243,7 @@ def test_node_that_fails_every_request_gets_no_more_while_there_is_another(model
 def test_waiting_stream_ends_with_503_if_no_node_comes_back(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router.requests.dispatch, "REPLACEMENT_WAIT_S", 0.3)
+    monkeypatch.setattr(router.requests.attempt_placing, "REPLACEMENT_WAIT_S", 0.3)
 
     async def scene(bench: Bench) -> None:
         bench.decode.gate.clear()
