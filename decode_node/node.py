@@ -94,7 +94,8 @@ class DecodeNode(NodeCore[_Attempt]):
     """All attempts of one decode node. Invariant: when `attempts` is empty, no block is used."""
 
     def __init__(self, parts: CoreParts, receiver: NodeReceiver, *, early_s: float) -> None:
-        """`early_s`: seconds for which a prefill node's message waits for the router's, or its blocks' withdrawal for a reason."""
+        """`early_s`: seconds that a prefill node's message waits for the router's request, or a withdrawal of its
+        blocks for the reason."""
         super().__init__(parts)
         self.receiver = receiver
         self.early_s = early_s
@@ -273,7 +274,7 @@ class DecodeNode(NodeCore[_Attempt]):
         if attempt.phase is Phase.DRAINING:
             return  # ended before; the receiver learnt of it later
         if isinstance(error, TransferAborted) and attempt.phase is Phase.RECEIVING:
-            # Its attempt is over, perhaps with the whole answer, which arrives later, over the slower control link.
+            # The prefill node's attempt is over, perhaps with the whole answer, which comes over the slower control link.
             attempt.phase = Phase.WITHDRAWN
             attempt.why_due_s = self.clock() + self.early_s
             self.receiver.abort(attempt.seq.key)
@@ -334,7 +335,7 @@ class DecodeNode(NodeCore[_Attempt]):
             self._end(attempt)
 
     def _prefill_lost(self, attempt: _Attempt) -> None:
-        """Nothing more arrives from its prefill node; an attempt that is in the scheduler needs nothing more."""
+        """Its prefill node sends nothing more; an attempt that is in the scheduler needs nothing more from it."""
         if attempt.phase is not Phase.ACTIVE:
             self._fail(attempt, PeerLost("the prefill node has been silent past its lease"))
 

@@ -1,4 +1,4 @@
-"""What a decode node is: its configuration, plan, transfer ends and core."""
+"""The role of a decode node: configuration, plan, transfer ends and core."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class IOThread(Generic[Event]):
         self.mailbox.close()
 
     def _guard(self, action: Command) -> bool:
-        """Run `action` and recover from an exception; whether there was none."""
+        """Run `action` and recover from an exception. Returns whether there was none."""
         try:
             action()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The connections of one sender: which transport each receiving rank is reached over, and when a connection is given up.
+"""The connections of one sender: the transport to each receiving rank, and when a connection is given up.
 
 Used by the sender's I/O thread.
 """
@@ -115,7 +115,7 @@ class PeerTable:
                 self.lose(address, "idle")
 
     def _connect(self, grant: Grant, dst_rank: int) -> Peer:
-        """A connection over the best transport that works: that both ranks offer it does not prove that it does.
+        """A connection over the best transport that works, which is not always the best one that both ranks offer.
 
         Raises: as `get_or_connect`.
         """
@@ -127,7 +127,7 @@ class PeerTable:
             try:
                 peer = self._connectors[chosen.transport].connect(chosen.offer, incarnation, self._clock())
             except PeerLost as error:
-                if chosen.transport in failed:  # and so have all others
+                if chosen.transport in failed:  # all others have failed, too
                     raise
                 self._record_failure(address, chosen.transport, error.message)
                 continue

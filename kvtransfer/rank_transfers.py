@@ -279,7 +279,10 @@ class ReceivingTransfers:
             if state.deadline <= now:
                 timeout_s = state.transfer.timeout_s
                 self._fail(
-                    state, TransferTimedOut(f"{key}: {state.missing} slices missing, none arrived for {timeout_s} s")
+                    state,
+                    TransferTimedOut(
+                        f"{key}: no slice arrived for {timeout_s} s, {state.missing} (layer, head, block) cells missing"
+                    ),
                 )
 
     def next_deadline(self) -> float | None:

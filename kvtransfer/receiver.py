@@ -229,7 +229,7 @@ class Receiver:
                 self._answer(arrival, failure)
 
     def _stop_copying(self, at_most_s: float) -> bool:
-        """Wait for copies in progress; False if some have not ended, so that their memory must not be freed."""
+        """Wait for copies in progress. False if some have not ended: their memory must not be freed."""
         ended = self._copier.wait(at_most_s)
         if ended:
             self._copying.clear()

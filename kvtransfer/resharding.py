@@ -1,4 +1,4 @@
-"""Which rank sends which KV to which rank, for any pair of layouts of one spec. Pure."""
+"""Plans which rank sends which KV to which rank, for any pair of layouts of one spec. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.kv.rank_layout import GroupPart, KVLayout, RankShard
 
 @dataclass(frozen=True)
 class Piece:
-    """What `src_rank` sends to `dst_rank` of one layer group."""
+    """The part of one layer group that `src_rank` sends to `dst_rank`."""
 
     src_rank: int
     dst_rank: int

@@ -37,7 +37,7 @@ class Sender:
 
     `device` holds the KV, if it is not in CPU memory; `open` and `blocks_final` then refer to the work that the calling
     thread has started there. `wanted` restricts the choice, as in `kvtransfer.transports.choose`. A message below
-    `min_message_bytes` is sent only when no more will follow or it has waited long; a connection without an ack for
+    `min_message_bytes` is sent only if no more will follow or it has waited long; a connection without an ack for
     `idle_s` is given up.
 
     Takes over the connectors: it closes them, also when it raises.
@@ -280,7 +280,7 @@ class Sender:
         self._report()
 
     def _stop_copying(self, at_most_s: float) -> bool:
-        """Wait for copies in progress; False if some have not ended, so that their memory must not be freed."""
+        """Wait for copies in progress. False if some have not ended: their memory must not be freed."""
         self._final.clear()
         ended = self._copier.wait(at_most_s)
         if ended:

@@ -23,8 +23,8 @@ from kvtransfer.resharding import plan
 from kvtransfer.wire import MAX_BLOCKS, KVSlice, SliceHeader
 
 _KEEP_BACK = 0.25
-"""Ready slices wait for more to send with them for at most this part of a transfer's timeout. The receiver does not know
-of slices that wait, so its timeout runs on."""
+"""Maximum part of a transfer's timeout that ready slices wait for more to send with them. The receiver does not know of
+waiting slices, so its timeout keeps running."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Outgoing:
         self.unacknowledged -= 1
 
     def give_up(self, size_bytes: int) -> None:
-        """`size_bytes` of what was in hand are no longer read and did not reach the other end: this never completes."""
+        """`size_bytes` that were in hand are no longer read and did not reach the other end: this never completes."""
         self._given_up = self._given_up or size_bytes > 0
         self.in_hand -= size_bytes
 

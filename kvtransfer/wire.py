@@ -21,7 +21,8 @@ from common.control.messages import AttemptKey
 from common.kv.rank_layout import GroupPart
 
 MAX_HEADER_BYTES = 2**21
-"""Room for `MAX_BLOCKS` hashes, all of which a message that ends one layer and begins the next may name, and for its slices."""
+"""Room for the slices and `MAX_BLOCKS` hashes: a message that ends one layer and begins the next may name all of
+them."""
 MAX_BLOCKS = 3 * MAX_HEADER_BYTES // (4 * HASH_BYTES)
 """Blocks that one transfer may have: 1.5 million tokens."""
 MAX_PAYLOAD_BYTES = 64 * 2**20
@@ -68,7 +69,7 @@ class KVSlice:
 
 @dataclass(frozen=True)
 class SliceHeader:
-    """What one payload holds, for which attempt, and between which incarnations it goes."""
+    """The slices of one payload, their attempt, and the incarnations of sender and receiver."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey

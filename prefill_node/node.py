@@ -156,7 +156,7 @@ class PrefillNode(NodeCore[_Attempt]):
         chunk = token_chunk(done, stats)
         self.send_buffer.tokens(attempt.identity, chunk)
         self.send_buffer.to_peer(attempt.request.decode, PrefillDone(seq.key, chunk.token_ids[0], done.finish_reason))
-        # After a finish nobody decodes: the rest of the KV need not be sent, and no failure matters any more.
+        # The request has finished and nobody decodes: the rest of the KV need not be sent, and failures do not matter.
         if attempt.phase is Phase.COMPUTING and done.finish_reason is None:
             attempt.phase = Phase.RELAYING
         else:
@@ -172,7 +172,7 @@ class PrefillNode(NodeCore[_Attempt]):
             self._end(attempt)
 
     def _released(self, attempt: _Attempt, bytes_sent: int, error: Exception | None) -> None:
-        """The sender reads the source blocks no more."""
+        """The sender no longer reads the source blocks."""
         self._relayed_bytes += bytes_sent
         was, attempt.phase = attempt.phase, Phase.RELEASED
         failed = error is not None and not isinstance(error, TransferAborted)

@@ -1,4 +1,4 @@
-"""What a prefill node is: its configuration, plan, transfer ends and core."""
+"""The role of a prefill node: configuration, plan, transfer ends and core."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a backend must know about the model, for one rank."""
+    """The facts about one rank's part of the model that a backend needs."""
 
     num_q_heads: int
     num_kv_heads: int

@@ -97,7 +97,7 @@ class CpuAttention:
 
     def _plan_group(self, group: list[tuple[int, int, list[int]]], num_rows: int) -> _DecodeGroup:
         longest = max(len(blocks) for _, _, blocks in group)
-        # A sequence is padded with its own last block, so that no other request's KV enters its result.
+        # A sequence is padded with its own last block, so that no other sequence's KV is read.
         blocks = self._rows_of_blocks([blocks + blocks[-1:] * (longest - len(blocks)) for _, _, blocks in group])
         rows = [row for row, _, _ in group]
         lens = torch.tensor([context_len for _, context_len, _ in group])

@@ -29,7 +29,7 @@ _SPLIT_BYTES = 256 * 2**20
 """Workspace for partial results of long sequences whose KV is split over several thread blocks; larger if
 `graph_split_bytes` or `eager_split_bytes` is."""
 _DECODE_TILES = (16, 128)
-"""Query rows of one KV head per thread block in a decode step: for groups of up to 16 query heads, for larger."""
+"""Query rows of one KV head per thread block in a decode step: for up to 16 query heads per group, and for more."""
 _PLAN_BYTES = 8 * 2**20
 """Workspace for the plan of one batch on the device."""
 
@@ -259,7 +259,7 @@ class FlashInferDecode:
 
 
 def eager_split_bytes(shape: AttentionShape, num_processors: int) -> int:
-    """Bytes that any eager step needs for partial results. FA2 splits contexts only until the tiles of one KV head are
+    """Bytes that any eager step needs for partial results. FA2 splits contexts only until the tiles of one KV head use
     its share of two thread blocks for each of the GPU's multiprocessors."""
     tile = 128 if shape.head_dim < 256 else 64
     tiles = 2 * num_processors // shape.num_kv_heads

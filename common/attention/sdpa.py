@@ -20,9 +20,9 @@ from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
 
 _MAX_SCORES = 2**26
-"""Scores of one query block: its rows times all query heads times the context. In float32 they take 256 MB."""
+"""Maximum scores per query block: rows times query heads times context; 256 MB in float32."""
 _MAX_GATHERED = 2**26
-"""Numbers of K and V gathered for the decode rows of one operation, unless a single row needs more."""
+"""Maximum K/V elements gathered at once for decode rows; a single row may exceed it."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class SdpaDecode:
 
 
 def _decodes(metadata: AttentionMetadata, num: int, max_blocks: int, block_size: int, device: torch.device) -> _Decodes:
-    """The first `num` sequences, each padded with its own last block, so that no other's KV enters its result."""
+    """The first `num` sequences, each padded with its own last block, so that no other sequence's KV is read."""
     lens = metadata.context_lens[:num]
     tables: list[list[int]] = []
     for table, context_len in zip(metadata.block_tables[:num], lens, strict=True):

@@ -1,4 +1,4 @@
-"""The device that a rank computes on, and what follows from it. Settled once per process, before a model loads."""
+"""The device that a rank computes on, and the dtype that it implies. Chosen once per process, before a model loads."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def use_device(device: torch.device) -> None:
 
 
 def default_dtype(saved: str, kind: DeviceKind) -> str:
-    """What `--dtype auto` means for a model that was saved in `saved`: never float32 on a GPU."""
+    """The dtype for `--dtype auto` and a model saved in `saved`: never float32 on a GPU."""
     return "bfloat16" if kind == "cuda" and saved == "float32" else saved
 
 

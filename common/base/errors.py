@@ -190,7 +190,7 @@ class EngineError(KvRelayError):
 
 
 class NoFiniteLogits(KvRelayError):
-    """The model computed no finite logit to draw a token from. Not retryable: it would on any node."""
+    """The model computed no finite logit to draw a token from. Not retryable: any node would compute the same."""
 
     code = "no_finite_logits"
 

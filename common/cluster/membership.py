@@ -35,7 +35,7 @@ _RENEW = """
 local holder = redis.call('HMGET', KEYS[1], 'incarnation', 'started_at')
 if holder[1] and holder[1] ~= ARGV[1] then
   local theirs, mine = tonumber(holder[2]) or 0, tonumber(ARGV[2])
-  -- Incarnations break the tie, so that exactly one of two goes.
+  -- Incarnations break the tie, so that exactly one of the two ends.
   if theirs > mine or (theirs == mine and holder[1] > ARGV[1]) then
     return redis.call('GET', KEYS[2]) or ''
   end

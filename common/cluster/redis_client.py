@@ -31,7 +31,8 @@ _SOCKET_TIMEOUT_S = 2.0
 _CHECK_TIMEOUT_S = 4.0
 _PASSWORD_OPTION = re.compile(r"((?:^|[?&])password=)[^&]*", re.IGNORECASE)
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
-"""RedisClusterException is not a RedisError: no server of a Redis Cluster answers, or some slots have no server."""
+"""RedisClusterException is listed separately, as it does not derive from RedisError; raised when no server of a Redis
+Cluster answers, or some slots have no server."""
 
 RedisClient = Any
 """A client of any kind above. Untyped: the library's annotations combine all options of every command."""

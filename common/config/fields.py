@@ -26,7 +26,7 @@ class FieldInfo:
     aliases: tuple[str, ...] = ()
     """Names of the same flag in vLLM or SGLang."""
     own: bool = False
-    """Means something different for each service, so it cannot be at a file's top level."""
+    """Allowed only in a service's own TOML table."""
     secret: bool = False
     """Never shown; passed to child processes by environment, not on the command line."""
     sets: tuple[str, str] | None = None

@@ -217,7 +217,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """What clients of the HTTP API may do."""
+    """Options of the HTTP API's clients."""
 
     api_key: str = option(
         "", "Key that clients must send as a bearer token; empty accepts every client.", "Clients", secret=True

@@ -1,4 +1,4 @@
-"""What every service can be told. `common.config.sources` says where the values come from.
+"""The configuration of each service. `common.config.sources` says where the values come from.
 
 One frozen dataclass per service, made of the groups in `common.config.option_groups`; `--help` lists the options of the
 last-named base first. Pure data, in every process.
@@ -34,7 +34,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """What every service has."""
+    """Options of every service."""
 
     section: ClassVar[str] = ""
     """Its table in the TOML file, and its subcommand."""
@@ -94,7 +94,7 @@ class NodeConfig(
     NodeAddressOptions,
     ServiceConfig,
 ):
-    """What prefill and decode nodes share."""
+    """Options that prefill and decode nodes share."""
 
     step_tokens: ClassVar[StepTokens] = _PREFILL_STEP
 

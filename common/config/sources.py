@@ -123,7 +123,7 @@ def _from_file(cls: type[ServiceConfig], file: str) -> list[tuple[str, Any, Sour
 def _unknown_top_level(key: str, shared: set[str]) -> str:
     owners = [service.section for service in SERVICES if key in field_infos(service)]
     if owners:
-        return f"{key!r} means something else for each service; put it into {' or '.join(f'[{o}]' for o in owners)}"
+        return f"{key!r} is allowed only in a service's own table; put it into {' or '.join(f'[{o}]' for o in owners)}"
     return f"unknown key {key!r}{_suggestion(key, shared)}"
 
 

@@ -79,7 +79,7 @@ class _TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Back to the received bytes: decoded as Latin-1, 0x85 and 0xA0 would count as spaces.
+        # Back to the received bytes: in text decoded as Latin-1, 0x85 and 0xA0 would count as spaces.
         # Compare the token whatever the scheme is, so that timing reveals nothing.
         right = hmac.compare_digest(given.encode("latin-1").strip(b" \t"), self._token)
         if right and scheme.lower() == "bearer":

@@ -30,7 +30,7 @@ _unpack = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportU
 class Codec:
     """Packs and checks the message types of one link.
 
-    Invariant: what `decode` returns is one of the given types with every field of its declared type.
+    Invariant: `decode` returns one of the given types, with every field of its declared type.
     """
 
     def __init__(self, *types: type[Any]) -> None:

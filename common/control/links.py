@@ -34,8 +34,8 @@ _JOINED_BYTES = 2**20
 """Messages larger than this in total get one frame each, so that no frame is too large for the other end."""
 
 _CONNECT_TIMEOUT_S, _RETRY_S = 2.0, 0.1
-"""Time limit of one attempt to connect, and pause before the next. TCP's own retries come further and further apart, so
-waiting for them would double the outage; this limit leaves room for two of them."""
+"""Time limit of one attempt to connect, and pause before the next. TCP retries at growing intervals, so waiting for it
+would double the outage; this limit leaves time for two of its attempts."""
 _GREETING_S = 30.0
 """Time limit for the server's first frame."""
 

@@ -6,8 +6,8 @@
     decode -> prefill   Grant, TransferAbort, TransferReceived       (leader to leader)
     node -> Redis       NodeRecord
 
-Types that each request has many of are named tuples, smaller on the wire than dataclasses. Every message about
-a request carries its `AttemptKey`, so that late messages of an older attempt are recognised and dropped.
+Types with many instances per request are named tuples, smaller on the wire than dataclasses. Every message about a
+request carries its `AttemptKey`, so that late messages of an older attempt are recognised and dropped.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PrefillRequest(NamedTuple):
     """Tokens of earlier attempts, which the client already has."""
     decode: PeerRef
     timeout_s: float
-    """The node gives up this long after arrival, and frees everything without an answer."""
+    """Time after arrival when the node gives up and frees everything without an answer."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -121,7 +121,7 @@ class DecodeRequest(NamedTuple):
     """Tokens of earlier attempts, which the client already has."""
     prefill: PeerRef | None
     timeout_s: float
-    """The node gives up this long after arrival, and frees everything without an answer."""
+    """Time after arrival when the node gives up and frees everything without an answer."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -315,12 +315,12 @@ class TransferAbort:
 
 Role = Literal["prefill", "decode"]
 Tier = Literal["device", "host", "disk"]
-"""The memory of a node that contains a block; `device` is the one that it computes in."""
+"""Memory tier of a node that contains a block; `device` is the memory that it computes in."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a router must know about the model that a node serves."""
+    """The facts about a node's model that a router needs."""
 
     __pydantic_config__ = _STRICT
     name: str

@@ -7,13 +7,13 @@ from common.engine.sequence import Sequence
 from common.engine.step import RelayProgress, SampleSpec, StepInput
 
 Rows = tuple[Sequence, int]
-"""A sequence of a step, and how many rows it has there."""
+"""A sequence of a step and its number of rows."""
 
 
 def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
     """The next rows of each sequence, from `num_scheduled` on; the first `num_decodes` sequences decode.
 
-    A row draws if the token after it is not known yet. All tokens that are pending are drawn by one earlier step.
+    A row is sampled if its next token is unknown. All pending tokens come from one earlier step.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -37,7 +37,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
         positions += range(start, stop)
         slots += [seq.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
         known = seq.num_expected
-        for end in range(known, stop + 1):  # `end`: number of tokens up to the row that draws
+        for end in range(known, stop + 1):  # `end`: number of tokens up to the row that is sampled
             row, seen = first_row + end - 1 - start, seq.seen_tokens(end - known)
             samples.append(SampleSpec(index, row, seq.sampling, end, end - seq.prompt_len, seen))
     return StepInput(

@@ -1,12 +1,12 @@
 """Decode steps of a few fixed sizes, captured once and replayed: no Python and no kernel launches by the host.
 
 A captured step reads and writes the same memory at every replay. `DecodeGraphs` owns that memory; a batch is copied into
-it, padded to the next captured size. The rows that pad belong to no sequence: each is the first token of a sequence of
-its own, whose one block is `pad_block`, which no pool ever hands out. So nothing that a request sees depends on them.
+it, padded to the next captured size. Padding rows belong to no request: each is the first token of a dummy sequence in
+`pad_block`, which no pool hands out, so no result depends on them.
 
-How a step is captured is a `GraphCapture`: CUDA graphs, or the function itself, which is `--enforce-eager` and what tests
-run on a CPU. Both compute the very same shapes, so their results are equal bit for bit.
-Runs on the engine thread of a rank; steps are captured before the rank serves.
+A `GraphCapture` captures steps: as CUDA graphs, or as the function itself (`--enforce-eager`, tests on a CPU). Both
+compute the same shapes, so their results are equal bit for bit. Runs on the engine thread of a rank; steps are captured
+before the rank serves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GraphCapture(Protocol):
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether captured functions hold memory for good, beside what `DecodeGraphs` and attention own."""
+        """Whether captured functions hold permanent memory, in addition to that of `DecodeGraphs` and attention."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -61,7 +61,7 @@ class EagerCapture:
 
 
 class CudaGraphCapture:
-    """CUDA graphs that share one pool for the memory that they need beside the static one; only one may run at a time.
+    """CUDA graphs that share one pool for all memory but the static one; only one may run at a time.
 
     The largest should come first; the others then fit into its memory.
     """
@@ -73,7 +73,7 @@ class CudaGraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        # An operation must not create its handles and workspaces, as it does at its first call, during capture.
+        # Warm up: operations create handles and workspaces at their first call, which must not be during capture.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
@@ -146,7 +146,7 @@ class DecodeGraphs:
     def load(self, step: StepInput) -> StepRows:
         """Copy `step` into the static memory and plan its attention.
 
-        Returns the rows that are the step's own, which may be changed until `run`.
+        Returns the step's own rows, which may be changed until `run`.
         """
         num_rows = len(step.token_ids)
         captured = self._captured[self.size_for(num_rows)]
@@ -155,7 +155,8 @@ class DecodeGraphs:
         return StepRows(rows.token_ids[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows])
 
     def _plan(self, captured: _CapturedStep, step: StepInput) -> None:
-        """Raises: ValueError for lists of different lengths: what lies beyond the shorter ones would be an old step's."""
+        """Raises: ValueError for lists of different lengths: past the end of the shorter ones an old step's values
+        would be used."""
         size, num_rows = captured.hidden.size(0), len(step.token_ids)
         if not num_rows == len(step.positions) == len(step.slot_mapping) == sum(step.query_lens):
             raise ValueError(f"{num_rows} token ids do not fit the positions, slots and query lengths")

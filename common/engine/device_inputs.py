@@ -1,4 +1,4 @@
-"""A step as one rank's model and attention take it. Rows go to the device in one copy, which the host does not wait for.
+"""Converts a step to the inputs of one rank's model and attention. Rows go to the device in one asynchronous copy.
 
 Runs on a rank's engine thread.
 """
@@ -27,7 +27,7 @@ class StepRows:
 
 
 def staged(values: list[int], device: torch.device) -> Tensor:
-    """`values` as int64 in host memory from which a copy to `device` needs no wait: pinned for a GPU.
+    """`values` as int64 in host memory that can be copied to `device` asynchronously: pinned for a GPU.
 
     PyTorch's pool of pinned memory reuses it only after the copies from it are done.
     """
@@ -41,7 +41,7 @@ def to_device(values: list[int], device: torch.device) -> Tensor:
 
 
 def array_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """`array` on `device`, by a copy that the host does not wait for."""
+    """`array` on `device`, copied asynchronously."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
@@ -59,7 +59,7 @@ def rows_of(step: StepInput, device: torch.device) -> StepRows:
 
 
 def attention_metadata(step: StepInput, slots: Tensor) -> AttentionMetadata:
-    """The batch for attention, in which every row of a decoding sequence is an entry of its own. slots: [T]."""
+    """The batch for attention; every row of a decoding sequence is a separate entry. slots: [T]."""
     num_seqs, lens = step.num_decodes, step.query_lens[: step.num_decodes]
     num_rows = sum(lens)
     if num_rows == num_seqs:

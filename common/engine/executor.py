@@ -1,8 +1,8 @@
 """Executors run the scheduler's steps on the ranks that compute.
 
-With one rank the executor is in the leader's process and thread: no hop, a step's output comes back at once.
-With a pipeline (`common.node.ranks.links`), and where the next step is prepared while one runs (`AsyncExecutor`), a step is
-started here, and its output comes later as a `StepDone` event.
+With one rank the executor runs in the leader's process and thread and returns a step's output directly. With a pipeline
+(`common.node.ranks.links`), or with asynchronous scheduling (`AsyncExecutor`), it starts a step, whose output comes
+later as a `StepDone` event.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Executor(Protocol):
     """Runs steps on all ranks of a node. The scheduler bounds how many are in flight."""
 
     def submit(self, step: StepInput) -> StepOutput | None:
-        """Run a step, or start it and have its output come as `StepDone`.
+        """Run a step and return its output, or start it; its output then comes as `StepDone`.
 
         Raises: EngineError if the step failed; the ranks can go on with another step.
         """
@@ -47,7 +47,7 @@ class RunningStep(Protocol):
     """A started step."""
 
     def wait(self) -> StepOutput:
-        """Its output, once it is there. Any thread. Raises: EngineError if the step failed, RankLost."""
+        """Wait for the step's output. Any thread. Raises: EngineError if the step failed, RankLost."""
         ...
 
 
@@ -64,7 +64,7 @@ class Starter(Protocol):
 
 
 class LocalExecutor:
-    """One rank. Tells the transfer sender of every layer as it becomes final."""
+    """Runs steps on one rank. Reports each layer to the transfer sender when its KV is final."""
 
     def __init__(self, runner: Runner, on_blocks_final: OnBlocksFinal | None = None) -> None:
         self._runner = runner
@@ -126,6 +126,6 @@ class AsyncExecutor:
             step_id, pending = started
             try:
                 event: StepDone | StepFailed = StepDone(pending.wait())
-            except Exception as error:  # whatever it is, the engine's thread handles it
+            except Exception as error:  # the engine's thread handles any error
                 event = StepFailed(step_id, error)
             self._post(event)

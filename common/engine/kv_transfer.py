@@ -1,4 +1,4 @@
-"""The contract between the engine and the KV relay: transfers, their events, and their ends on a rank and on a node.
+"""The interface between the engine and the KV relay: transfers, their events, and the ends of a rank and a node.
 
 Each prefill rank owns one `KVSender`, each decode rank one `KVReceiver`. Both run their I/O on a thread of
 their own and report through a callback called on that thread; every method returns at once.
@@ -24,8 +24,8 @@ from common.control.messages import AttemptKey, Grant, PeerRef
 from common.kv.rank_layout import KVLayout
 
 STAGING_BYTES = 256 * 2**20
-"""Most GPU memory beside the KV cache that relays by NCCL may hold in buffers. What NCCL itself takes for each pair of
-connected ranks is not known beforehand and not included."""
+"""Limit of NCCL staging buffers, on top of the KV cache. It does not include what NCCL itself allocates for each pair
+of connected ranks, which is not known beforehand."""
 
 
 def _error_from_wire(value: Any) -> KvRelayError | None:
@@ -38,7 +38,7 @@ WireError = Annotated[Exception, PlainValidator(_error_from_wire)]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one attempt moved between one rank of this node and one of the other node."""
+    """Bytes that one attempt moved between one rank of this node and one of the other node."""
 
     rank: int
     peer_rank: int
@@ -58,8 +58,8 @@ class OutgoingTransfer:
     block_hashes: list[bytes]
     num_tokens: int
     timeout_s: float
-    """Given up after so long without progress: a batch handed to the wire or acknowledged, or more blocks final. The
-    clock starts at the grant; until then the owner's own deadline rules."""
+    """Idle timeout. Progress is: a batch handed to the wire or acknowledged, or more blocks final. The clock starts at
+    the grant; until then the owner's own deadline applies."""
     final_blocks: int = 0
     """Leading blocks that are final in every layer from the start: those of the prefix cache."""
 
@@ -75,7 +75,7 @@ class IncomingTransfer:
     block_hashes: list[bytes]
     held_blocks: int
     timeout_s: float
-    """Given up after so long without progress: a slice placed. The clock starts at `open`."""
+    """Idle timeout. Progress is: a slice placed. The clock starts at `open`."""
 
 
 # Events of a sender. Each names its attempt.
@@ -207,7 +207,7 @@ class KVSender(Protocol):
 
     def disconnect(self, incarnation: str) -> None:
         """That incarnation of a node could not be reached: end the connections to it, and the transfers over them.
-        The next grant makes new ones, which need not wait until TCP tries the old ones again."""
+        The next grant makes new ones, so it need not wait for TCP retransmission."""
         ...
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class NodeTransfers(Protocol):
         ...
 
     def describe(self) -> list[dict[str, Any]]:
-        """What was moved between which ranks, as plain data for the admin port."""
+        """The traffic of each pair of ranks, as plain data for the admin port."""
         ...
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopping = False
         self.last_round_s = clock()
-        """Start of the loop's latest round, from which `/health` and `Pong` judge it, as well as from steps that do not end."""
+        """Start of the loop's latest round. `/health` and `Pong` judge the engine by it and by unfinished steps."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class EngineLoop:
         self._inbox.put(event)
 
     def ask(self, question: Callable[[], Any]) -> Future[Any]:
-        """Run `question` on the engine's thread, between two steps: the only place from which to look at the core."""
+        """Run `question` on the engine's thread, between two steps: the core may be read nowhere else."""
         answer: Future[Any] = Future()
 
         def put() -> None:

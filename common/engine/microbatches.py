@@ -29,7 +29,7 @@ def group_weights(running: Iterable[Sequence], num_groups: int) -> list[int]:
 
 
 def part_of_waiting(group: int, weights: list[int], waiting: Iterable[Sequence], room: int) -> float:
-    """The weight that `group` gets if the sequences that can be admitted now go to the lightest groups until all are even.
+    """The weight that `group` gets if the sequences that can be admitted now are spread until all groups are even.
 
     `weights`: each group's weight. `waiting`: the sequences that find a sequence slot, in order. `room`: blocks for them.
     """

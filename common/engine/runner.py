@@ -1,6 +1,6 @@
 """One rank's part of one step: plain lists in, tokens out. Runs on the engine thread.
 
-Between steps it keeps only the tokens that the last step drew, for placeholder tokens of the next one.
+Between steps it keeps only the tokens that the last step drew, for the next step's placeholder tokens.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class LaunchedStep:
         self._launch_s = launch_s
 
     def wait(self) -> StepOutput:
-        """Its output, as soon as its tokens are on the host. Any thread.
+        """Wait until the step's tokens are on the host. Any thread.
 
         Raises: RankLost if the GPU failed.
         """
         started = time.perf_counter()
         try:
             sampled = self._drawn.wait() if self._drawn is not None else []
-        except RuntimeError as error:  # after such an error the GPU does nothing more in this process
+        except RuntimeError as error:  # the CUDA context is unusable
             raise RankLost(f"step {self._step_id} failed on the GPU: {error}") from error
         return StepOutput(self._step_id, sampled, self._launch_s + time.perf_counter() - started)
 
@@ -57,8 +57,8 @@ class ModelRunner:
         *,
         overlaps: bool = False,
     ) -> None:
-        """`graphs`, captured already, run the steps that they take. `overlaps`: a step may be launched before the output
-        of the previous one is known, with placeholder tokens from it; the same on all ranks."""
+        """`graphs`: captured already, used when `takes(step)`. `overlaps`: a step may be launched before the output of
+        the previous one is known, with placeholder tokens from it; the same on all ranks."""
         self._model = model
         self._graphs = graphs
         self._mesh = model.mesh
@@ -82,8 +82,8 @@ class ModelRunner:
         `tp_rank` 0 samples; on the others `sampled` is empty. `forward_s` leaves out waiting for the previous stage.
 
         Raises: EngineError if the step's tensors do not fit together or an operation fails; with several ranks, only
-        for what all of them find before they exchange anything. RankLost, after which this rank must end, if
-        another one is gone or if this one failed halfway.
+        if every rank detects the error before the first collective. RankLost, after which this rank must end, if
+        another one is gone or if this one failed mid-step.
         """
         use_device(self._device)
         started = time.perf_counter()
@@ -121,15 +121,14 @@ class ModelRunner:
         return LaunchedStep(step.step_id, drawn, forward_s)
 
     def _check(self, step: StepInput) -> None:
-        """Find errors that one rank's operation would raise halfway, while the others wait for it, and indices out of
-        range, which on a GPU end the process."""
+        """Reject early what would fail on one rank mid-step and hang the others, or trip a device-side assert."""
         rows = len(step.token_ids)
         if not rows == len(step.positions) == len(step.slot_mapping) == sum(step.query_lens):
             raise ValueError(f"{rows} token ids do not fit the positions, slots and query lengths")
         if min(step.token_ids) < 0 or max(step.token_ids) >= self._model.config.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self._model.config.vocab_size}")
         if any(not 0 <= spec.row < rows for spec in step.samples):
-            raise ValueError("a sample is of a row that the step does not have")
+            raise ValueError("a sample refers to a row outside the step")
 
     def _plan(self, step: StepInput) -> StepRows:
         rows = rows_of(step, self._device)
@@ -148,9 +147,7 @@ class ModelRunner:
             return
         drawn_by, drawn = self._drawn
         if drawn_by != step.placeholder_step:
-            raise ValueError(
-                f"its placeholder tokens are of step {step.placeholder_step}, the last that drew any is {drawn_by}"
-            )
+            raise ValueError(f"placeholders refer to step {step.placeholder_step}, but step {drawn_by} sampled last")
         rows = to_device([row for row, _ in step.placeholders], self._device)
         samples = to_device([sample for _, sample in step.placeholders], self._device)
         token_ids.index_copy_(0, rows, drawn.index_select(0, samples))
@@ -168,7 +165,7 @@ class ModelRunner:
         return drawn
 
     def _unseen(self, step: StepInput, rows: Tensor, token_ids: Tensor) -> Tensor | None:
-        """[samples] placeholder tokens, which `SampleSpec.seen` does not know; -1 where there is none. rows: [samples]."""
+        """[samples] the last drawn token, not yet in the penalty counts; -1 where there is none. rows: [samples]."""
         placeholders = {row for row, _ in step.placeholders}
         unseen = [spec.seen is not None and spec.row in placeholders for spec in step.samples]
         if not any(unseen):
@@ -187,5 +184,5 @@ class ModelRunner:
 
 
 def _gpu_lost(step: StepInput, error: Exception) -> RankLost:
-    """For an error, perhaps of an earlier step, after which the GPU does nothing more in this process."""
+    """For an error after which the CUDA context is unusable; the cause may be an earlier step."""
     return RankLost(f"step {step.step_id} failed on the GPU: {error}")

@@ -54,7 +54,7 @@ class SchedulerConfig:
 
 
 class Progress(NamedTuple):
-    """What a step did for one sequence."""
+    """The result of a step for one sequence."""
 
     seq: Sequence
     tokens: list[SampledToken]
@@ -71,7 +71,7 @@ class Plan:
     step: StepInput
     seqs: list[Sequence]
     admitted: list[Sequence]
-    """Those of `seqs` that got their blocks in this step."""
+    """The `seqs` that got their blocks in this step."""
     group: int
 
 
@@ -187,7 +187,7 @@ class Scheduler:
         decodes: list[Rows] = [(seq, 1 + len(seq.draft_ids)) for seq in self._decoding(group)]
         prompts: list[Rows] = []
         budget = self.config.max_num_batched_tokens - sum([count for _, count in decodes])
-        if decodes:  # they may use up the budget: a prompt must still advance beside them
+        if decodes:  # they may use up the budget, but a prompt must still advance
             budget = max(1, min(budget, self.config.prefill_chunk))
         for seq in self.running.values():
             if budget > 0 and seq.num_unscheduled > 1 and self._can_run(seq, group):
@@ -225,7 +225,7 @@ class Scheduler:
         return Plan(step, [seq for seq, _ in rows], admitted, group)
 
     def update(self, plan: Plan, sampled: list[SampledToken]) -> list[Progress]:
-        """Enter what a step computed and drew. A group's steps must come in the order of their start.
+        """Record what a step computed and drew. A group's steps must come in the order of their start.
 
         A sequence that finishes leaves, and loses the tokens drawn after its end.
         """
@@ -248,7 +248,7 @@ class Scheduler:
         seq.num_pending -= len(tokens)
         reason: FinishReason | None = None
         for count, token in enumerate(tokens, 1):
-            if token.error is not None:  # nor is its KV worth keeping
+            if token.error is not None:  # its KV must not be cached either
                 return Progress(seq, [], error=token.error)
             seq.token_ids.append(token.token_id)
             reason = seq.finish_reason(self.config.max_model_len)
@@ -277,7 +277,9 @@ class Scheduler:
             assert len(seq.blocks) * BLOCK_SIZE >= seq.num_scheduled >= seq.num_computed, (
                 f"{seq.key} ran past its blocks"
             )
-            assert seq.num_published * BLOCK_SIZE <= seq.num_computed, f"{seq.key} named what is not computed"
+            assert seq.num_published * BLOCK_SIZE <= seq.num_computed, (
+                f"{seq.key} published blocks that are not computed"
+            )
         for seq in self.waiting:
             assert not seq.blocks, f"{seq.key} waits and holds blocks"
 

@@ -1,7 +1,7 @@
 """The tokens that penalties count: `TokenCounter` keeps them beside each sequence, on the leader's engine thread.
 
-`SeenTokens` goes to the rank that samples anew with every draw: ranks keep no state, and an attempt that continues
-another one counts the same tokens.
+`SeenTokens` is sent to the sampling rank with every draw: ranks keep no state, and an attempt that continues another
+one counts the same tokens.
 """
 
 from __future__ import annotations

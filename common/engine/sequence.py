@@ -33,8 +33,8 @@ class Sequence:
     num_published: int = 0
     """Leading blocks that the prefix cache has."""
     relays: bool = False
-    """Its KV is sent to another node while it is computed: it ends here with its first token, and keeps its blocks until
-    the transfer has released them (`Scheduler.free`)."""
+    """The sequence's KV is sent to another node while it is computed: it ends here with its first token, and keeps its
+    blocks until the transfer has released them (`Scheduler.free`)."""
     first_step_s: float | None = None
     preemptions: int = 0
     group: int = 0
@@ -42,18 +42,18 @@ class Sequence:
     in_flight: int = 0
     """Steps that have been scheduled with it and not yet updated."""
     num_scheduled: int = 0
-    """What `num_computed` will be when its steps in flight are done."""
+    """The value of `num_computed` when the steps in flight are done."""
     num_pending: int = 0
     """Tokens that steps in flight draw: their number is known, their ids are not."""
     last_draw: tuple[int, int] = (0, 0)
     """(step id, index in its `samples`) of the latest draw for this sequence."""
     draft_ids: list[int] = field(default_factory=list[int])
-    """Guesses of its next tokens: when it decodes, each adds a row with a draw of its own. `Scheduler.update` clears them.
-    Nothing refuses a wrong guess here: they must be the tokens that will be drawn, the last of which is not guessed."""
+    """Draft tokens: when it decodes, each adds a row with a draw of its own. `Scheduler.update` clears them. Wrong
+    drafts are not rejected: they must equal the tokens that will be drawn, all but the last one."""
     over: bool = False
-    """It has ended or is not wanted any more, and leaves with the last of its steps in flight."""
+    """It has ended or was aborted, and leaves with the last of its steps in flight."""
     given_up: bool = False
-    """Its owner does not want its blocks any more; a step in flight still writes to them."""
+    """The owner no longer needs the blocks, but a step in flight still writes to them."""
     _counter: TokenCounter | None = None
     _counted: int = 0
     """Leading tokens that `_counter` has counted."""

@@ -1,4 +1,4 @@
-"""What the leader tells every rank about one forward step, and what comes back. Plain data, no torch."""
+"""The input that the leader sends to every rank for one forward step, and the output. Plain data, no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model's layers need besides matrix products and attention. Called on a rank's engine thread."""
+"""The interface of kernels: operations other than matrix products and attention. Called on a rank's engine thread."""
 
 from __future__ import annotations
 

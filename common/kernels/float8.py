@@ -1,4 +1,4 @@
-"""e4m3 numbers with a scale: what an FP8 KV cache stores. Runs on a rank's engine thread.
+"""e4m3 numbers with a scale, as an FP8 KV cache stores them. Runs on a rank's engine thread.
 
 A stored number times its tensor's scale is the value. e4m3 has three bits of mantissa: a value between 2^-6 and 448
 (times the scale) is kept to within 1/16 of itself; smaller ones to within 2^-10, larger ones become 448.

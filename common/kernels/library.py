@@ -1,4 +1,4 @@
-"""Whether flashinfer can be used in this process. It is imported on first need: that takes seconds and CUDA."""
+"""Whether flashinfer can be used in this process. Imported only when needed: that takes seconds and needs CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 log = logging.getLogger(__name__)
 
 _MIN_CAPABILITY = (8, 0)
-"""Below, there is no bfloat16."""
+"""Compute capability below which there is no bfloat16."""
 
 
 @dataclass(frozen=True)

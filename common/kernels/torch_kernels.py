@@ -1,4 +1,4 @@
-"""The kernels as plain tensor operations, on any device and in any dtype: those of the CPU, and the reference.
+"""The kernels as plain tensor operations, on any device and in any dtype: used on a CPU, and as the reference.
 
 Norms compute in float32. Rotations compute in the dtype of their input.
 """

@@ -1,4 +1,4 @@
-"""What a block pool has stored and removed since the last `take`. Written by the engine's thread, read by another."""
+"""Blocks that a pool has stored and removed since the last `take`. Written by the engine's thread, read by another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BlockJournal:
         self._removed: set[BlockHash] = set()
 
     def stored(self, block_hash: BlockHash) -> None:
-        """The pool holds this content now and did not before."""
+        """Record that the pool now holds this content and did not before."""
         with self._lock:
             if block_hash in self._removed:
                 self._removed.discard(block_hash)
@@ -28,7 +28,7 @@ class BlockJournal:
                 self._stored.add(block_hash)
 
     def removed(self, block_hash: BlockHash) -> None:
-        """The pool held this content and does not any more."""
+        """Record that the pool no longer holds this content."""
         with self._lock:
             if block_hash in self._stored:
                 self._stored.discard(block_hash)

@@ -1,4 +1,4 @@
-"""The block pool: who uses which KV block, and which unused ones still hold a known prefix.
+"""The block pool: how often each KV block is referenced, and which unused ones still hold a known prefix.
 
 Pure bookkeeping, no memory and no torch. Owned by the engine's thread; never shared.
 """
@@ -60,7 +60,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """One more reference on each of `blocks`, taken from `match`."""
+        """Add a reference to each of `blocks`, which `match` returned."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._idle[block]
@@ -68,7 +68,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of unknown content, referenced once.
+        """Take `count` blocks of unknown content, each referenced once.
 
         Raises: NoFreeBlocks, with nothing changed.
         """
@@ -85,9 +85,9 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less on each of a sequence's `blocks`, given in sequence order.
+        """Drop one reference to each of a sequence's `blocks`, given in sequence order.
 
-        Of those that become unreferenced the tail is evicted before the head, which more prompts share.
+        Where they become unreferenced, the tail is evicted before the head, which more prompts share.
         """
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} released twice"

@@ -1,7 +1,7 @@
 """How a node cuts its KV cache over its ranks, and which nodes can relay to each other. Pure, no torch.
 
 Layers are split over pipeline stages, KV heads over tensor-parallel ranks. `KVLayout` describes a whole node,
-`RankShard` what one rank of it holds.
+`RankShard` one of its ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GroupPart:
         )
 
     def overlap(self, other: GroupPart) -> GroupPart | None:
-        """What both have, of the same group; None if that is nothing."""
+        """The intersection with `other`, of the same group; None if it is empty."""
         layer_lo, layer_hi = max(self.layer_lo, other.layer_lo), min(self.layer_hi, other.layer_hi)
         head_lo, head_hi = max(self.head_lo, other.head_lo), min(self.head_hi, other.head_hi)
         if layer_lo >= layer_hi or head_lo >= head_hi:
@@ -54,7 +54,7 @@ class GroupPart:
 
 @dataclass(frozen=True)
 class RankShard:
-    """What one rank holds: layers [layer_lo, layer_hi) of the model, and its part of every group."""
+    """One rank's part: layers [layer_lo, layer_hi) of the model, and its part of every group."""
 
     tp_rank: int
     pp_rank: int
@@ -70,7 +70,7 @@ class RankShard:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a node's KV cache holds, and how its ranks share it.
+    """A node's KV cache, and how its ranks share it.
 
     Invariant: `pp_layers` sums to `spec.num_layers`; for every group either `tp_size` divides its `num_heads` or the
     reverse (then each head is replicated on `tp_size / num_heads` neighbouring ranks).
@@ -140,7 +140,7 @@ class KVLayout:
         return sum(unit * part.num_layers * part.num_heads for unit, part in units)
 
     def layer_bytes_per_block(self, shard: RankShard) -> int:
-        """Bytes of one block in one layer on the rank that holds `shard`, of the group where that is most."""
+        """Bytes of one block in one layer on the rank that holds `shard`, in the group where it is largest."""
         units = zip(self.spec.unit_bytes, shard.parts, strict=True)
         return max(unit * part.num_heads for unit, part in units)
 
@@ -162,7 +162,7 @@ def blocks_for(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
 
 
 def check_compatible(src: KVLayout, dst: KVLayout) -> None:
-    """Refuse a pair of nodes whose KV means different things; the parallel split may differ freely.
+    """Refuse a pair of nodes whose KV is incompatible; the parallel split may differ freely.
 
     Raises: HandshakeRefused naming the first difference and both values.
     """
@@ -174,7 +174,7 @@ def check_compatible(src: KVLayout, dst: KVLayout) -> None:
 
 
 def _facts(layout: KVLayout) -> list[tuple[str, object]]:
-    """What must be equal, by name, in the order in which a difference is worth naming."""
+    """Values that must be equal, by name, in the order in which differences are reported."""
     spec = layout.spec
     facts: list[tuple[str, object]] = [("fingerprint", layout.fingerprint), ("block_size", spec.block_size)]
     facts += [("dtype", spec.dtype), ("num_layers", spec.num_layers), ("number of layer groups", len(spec.groups))]

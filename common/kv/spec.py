@@ -1,4 +1,4 @@
-"""What a model keeps in its KV cache for every token: layer groups of named planes. Pure, no torch.
+"""The KV that a model caches for every token: layer groups of named planes. Pure, no torch.
 
 All sizes in bytes follow from here. How a node cuts this over its ranks is `common.kv.rank_layout`; where it lies in memory
 is `common.kv.memory_layout`.

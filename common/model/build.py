@@ -1,4 +1,4 @@
-"""What building the parts of one rank's model needs, and reading exactly this rank's share of each weight.
+"""The inputs for building one rank's model, and reading exactly this rank's share of each weight.
 
 Used by a rank's main thread while it loads.
 """
@@ -86,13 +86,13 @@ class Build:
     def row_linear(self, name: str, share: Share, out_features: int, *, bias: bool) -> Linear:
         """A layer over this rank's input features; an all-reduce over the stage's ranks gives the whole layer's output."""
         part = Part(1, share.lo, share.hi)
-        # On one rank only, because the outputs are summed.
+        # One rank only adds the bias, because the outputs are summed.
         has_bias = bias and self.mesh.place.tp_rank == 0
         own_bias = self.read(f"{name}.bias", out_features) if has_bias else None
         return self._linear([StoredTensor(f"{name}.weight", (out_features, share.size), part)], out_features, own_bias)
 
     def _linear(self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None) -> Linear:
-        """The layer of these weights one below the other, `num_rows` together, in the checkpoint's format if it can."""
+        """The layer of these weights, stacked to `num_rows` rows, in the checkpoint's format if that can multiply."""
         linear = self.weights.linear(stacked, bias)
         if linear is not None:
             return linear

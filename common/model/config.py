@@ -1,4 +1,4 @@
-"""What a model directory says about the model: `config.json` and `generation_config.json`, checked once.
+"""The config of a model directory: `config.json` and `generation_config.json`, checked once.
 
 Used by every process, the router included; pure, no torch.
 """
@@ -27,16 +27,17 @@ class ModelConfig:
     architecture: str
     hidden_size: int
     layers: tuple[LayerDescription, ...]
-    """First to last. Their `attention` is the same, because one KV layout and one attention backend serve all layers."""
+    """First to last. All have the same `attention`: one KV layout and one attention backend serve all layers."""
     final_norm: NormDescription
     vocab_size: int
     rope: RopeConfig
     tie_word_embeddings: bool
     max_position_embeddings: int
     sliding_window: int | None
-    """Tokens that a row can see where the model uses a window. Ours attends to all: longer contexts are refused."""
+    """The model's sliding window, in tokens, if it has one. Attention is always full, so longer contexts are
+    refused."""
     dtype: str
-    """Of the weights in the files."""
+    """Dtype of the weights in the files."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     quantization: Quantization | None = None
@@ -49,7 +50,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionDescription:
-        """That of every layer."""
+        """The attention of every layer."""
         return self.layers[0].attention
 
     @property

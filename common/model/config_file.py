@@ -29,7 +29,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class ConfigFile:
-    """A `config.json`. A key that is null counts as missing. Raises: ConfigError for a value that cannot be meant."""
+    """A `config.json`. A key that is null counts as missing. Raises: ConfigError for an invalid value."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

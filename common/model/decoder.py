@@ -1,4 +1,4 @@
-"""A decoder-only model: embedding, layers, final norm, LM head; on one rank, the part that is its own.
+"""A decoder-only model: embedding, layers, final norm, LM head. Each rank builds its own part.
 
 Every family is this model: they differ in the descriptions of their layers.
 """
@@ -97,7 +97,7 @@ class DecoderModel:
         on_progress(parts, parts)
 
     def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
-        """What an attention backend must know of this rank's part of the model."""
+        """The facts about this rank's part of the model that an attention backend needs."""
         attention = self.config.attention
         return AttentionShape(
             self._heads.num_q,

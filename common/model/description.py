@@ -1,4 +1,5 @@
-"""What a decoder layer computes and how its weights are named: families fill this in, `common.model.layers` builds from it.
+"""Description of a decoder layer: what it computes and how its weights are named. Families fill it in, and
+`common.model.layers` builds from it.
 
 A value that has no implementation is refused when the model loads. No torch.
 """
@@ -29,7 +30,7 @@ class AttentionDescription:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of q and k."""
+    """Head dimension of q and k."""
     v_head_dim: int
     scale: float
     """Factor of the products of queries and keys."""
@@ -40,7 +41,7 @@ class AttentionDescription:
     window: int | None = None
     """Tokens that a row can see; None: all before it."""
     soft_cap: float | None = None
-    """c of c * tanh(score / c)."""
+    """c in c * tanh(score / c)."""
     has_sinks: bool = False
     """One learned logit per query head takes part in the softmax."""
 

@@ -1,4 +1,4 @@
-"""What a model keeps in its KV cache, from the description of its layers. No torch."""
+"""The KV that a model caches, derived from the description of its layers. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from common.model.config import ModelConfig
 
 
 def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
-    """K and V over the KV heads; layers whose attention keeps the same are one group.
+    """K and V over the KV heads; layers that cache the same planes are one group.
 
     `dtype`: of the KV cache, a key of `common.kv.spec.DTYPE_BYTES`. Raises: ConfigError.
     """

@@ -1,4 +1,4 @@
-"""What config.json says about rotary embeddings. No torch."""
+"""Reads the rotary embedding's parameters from config.json. No torch."""
 
 from __future__ import annotations
 

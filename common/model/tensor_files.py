@@ -39,7 +39,7 @@ class TensorFiles:
         return name in self._file_of
 
     def dtype(self, name: str) -> str:
-        """What safetensors calls the tensor's dtype, such as "BF16" or "F8_E4M3". Raises: ConfigError."""
+        """The tensor's dtype by its safetensors name, such as "BF16" or "F8_E4M3". Raises: ConfigError."""
         file = self.file_of(name)
         try:
             return self._opened(file).get_slice(name).get_dtype()

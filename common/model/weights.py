@@ -36,7 +36,7 @@ class WeightSource(Protocol):
         ...
 
     def read_scalar(self, names: Sequence[str], default: float) -> float:
-        """The one number in the first tensor of these names that is there."""
+        """The single value of the first of these tensors that exists."""
         ...
 
 
@@ -59,7 +59,7 @@ class CheckpointWeights:
         return formats[0].linear(stacked, bias) if all(each is formats[0] for each in formats) else None
 
     def read_scalar(self, names: Sequence[str], default: float) -> float:
-        """The one number in the first tensor of these names that is there."""
+        """The single value of the first of these tensors that exists."""
         name = next((name for name in names if name in self._tensors), None)
         if name is None:
             return default

@@ -26,7 +26,7 @@ Describe = Callable[[], dict[str, Any]]
 
 
 class AdministeredNode(Protocol):
-    """What the admin routes read of a node, and what they change."""
+    """The part of a node that the admin routes read and change."""
 
     drain: Drain
 
@@ -46,7 +46,7 @@ class AdministeredNode(Protocol):
 
     @property
     def load(self) -> NodeLoad:
-        """The load as of now."""
+        """The present load."""
         ...
 
     def ask_attempts(self) -> Future[list[dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""The process of a node up to the import of torch, which takes seconds: what can be checked is checked before it."""
+"""The start of a node's process up to the import of torch, which takes seconds: all that can be is checked first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> None:
-    """Settle how the process shares the machine, then load the role, and torch with it, and run the node.
+    """Set threads and niceness, import the role and with it torch, and run the node.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
     """

@@ -1,6 +1,6 @@
 """The part of a node's core that both roles share: accepting attempts, running steps, deadlines, load. Engine thread.
 
-A role adds what admission, tokens, a failure and an end mean for its attempts.
+A role adds how it handles admission, tokens, failure and end of its attempts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def token_chunk(done: Progress, stats: AttemptStats | None) -> TokenChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreParts:
-    """What the core of either role is built from."""
+    """The parts that the core of either role is built from."""
 
     me: PeerRef
     layout: KVLayout
@@ -70,7 +70,7 @@ class CoreParts:
     max_accepted: int
     """Attempts that the node holds at once; further ones are refused as overload."""
     transfer_timeout_s: float
-    """Seconds without progress after which a KV transfer is given up."""
+    """Idle timeout of a KV transfer, in seconds."""
 
 
 class NodeCore(ABC, Generic[AttemptT]):
@@ -102,7 +102,7 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     @abstractmethod
     def _tokens(self, attempt: AttemptT, done: Progress) -> None:
-        """A step sampled its next tokens, `done.tokens`, one or more."""
+        """A step sampled the attempt's next tokens, `done.tokens`, one or more."""
 
     @abstractmethod
     def _fail(self, attempt: AttemptT | None, error: KvRelayError) -> None:
@@ -114,10 +114,10 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     @abstractmethod
     def _describe(self, attempt: AttemptT) -> dict[str, Any]:
-        """For operators: its state and progress."""
+        """The attempt's state and progress, for operators."""
 
     def _admitted(self, attempt: AttemptT) -> None:
-        """Its blocks are allocated and it is part of the step that starts now."""
+        """The attempt's blocks are allocated and it is part of the step that starts now."""
 
     # ------------------------------------------------------------ events and time
 

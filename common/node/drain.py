@@ -11,7 +11,7 @@ from common.base.clock import Clock, monotonic
 from common.control.links import Identity
 
 _PINGS_UNTIL_TOLD = 2
-"""The pong to the first ping says it; a sender that pings again has received that pong."""
+"""The pong to the first ping reports draining; a second ping proves that the sender has received it."""
 _GAP = 1 / 12
 """Fraction of a lease: half the interval of pings. Pings that are closer together waited while this node was stopped, so
 the second one was sent before the pong to the first."""
@@ -28,7 +28,7 @@ class Drain:
         self._counted_s: dict[Identity, float] = {}
         """Time of the latest ping that was counted."""
         self._silent_until_s: dict[Identity, float] = {}
-        """Holders whose leases ended. It may be this node that was stopped, so that their messages are still to be read."""
+        """Holders whose leases ended. This node itself may have been stopped, so their messages may still be unread."""
 
     def begin(self) -> None:
         """Start draining, or continue."""

@@ -1,8 +1,8 @@
 """Asks one service whether it is well: `python -m common.node.healthcheck ADDRESS`, for health checks of containers.
 
-ADDRESS is a node's control socket (`tcp://HOST:PORT`) or a router (`http://HOST:PORT/health`). A node is well when its
-model is loaded and its engine loop came round lately: not a web server's word, the loop's. Exit code 0 if
-well, 1 with one line on standard output if not. Loads neither torch nor a web framework.
+ADDRESS is a node's control socket (`tcp://HOST:PORT`) or a router (`http://HOST:PORT/health`). A node is well if its
+model is loaded and its engine loop itself has recently made a round. Exit code 0 if well, 1 with one line on standard
+output if not. Loads neither torch nor a web framework.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from common.control.messages import Message, Ping, Pong
 
 TIMEOUT_S = 4.0
 MAX_STEP_AGE_S = 60.0
-"""A step of a long prompt on a slow processor may take many seconds; a loop that is stuck takes for ever."""
+"""A step of a long prompt on a slow processor may take many seconds; a stuck loop never makes another round."""
 
 
 async def node_complaint(
     address: str, *, timeout_s: float = TIMEOUT_S, max_step_age_s: float = MAX_STEP_AGE_S
 ) -> str | None:
-    """What is wrong with the node behind this control socket; None if nothing is."""
+    """The problem of the node behind this control socket; None if it is well."""
     answer: asyncio.Future[Pong | str] = asyncio.get_running_loop().create_future()
 
     def settle(result: Pong | str) -> None:
@@ -51,12 +51,12 @@ async def node_complaint(
     if pong.load.kv_blocks_total == 0:
         return f"node {pong.node_id} is still loading its model"
     if not pong.load.step_age_s <= max_step_age_s:
-        return f"the engine loop of node {pong.node_id} last came round {math.ceil(pong.load.step_age_s)} s ago"
+        return f"the engine loop of node {pong.node_id} last made a round {math.ceil(pong.load.step_age_s)} s ago"
     return None
 
 
 def http_complaint(url: str, *, timeout_s: float = TIMEOUT_S) -> str | None:
-    """What is wrong with the router whose health is at `url`; None if nothing is."""
+    """The problem of the router whose health is at `url`; None if it is well."""
     try:
         # Never through a proxy that the environment may name.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

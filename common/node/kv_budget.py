@@ -1,4 +1,4 @@
-"""Number of KV blocks that fit on a GPU: the memory that the operator allows, minus all else that this rank needs.
+"""Number of KV blocks that fit on a GPU: the memory that the operator allows, minus the other needs of this rank.
 
 `kv_blocks_on_gpu` is pure arithmetic on measured sizes; `common.node.profile_run` measures them. The utilization is a
 fraction of the GPU's whole memory, whatever other processes use: two nodes fit on one GPU if their fractions sum to less
@@ -26,10 +26,10 @@ class GpuMemoryUse:
 
     total: int
     free: int
-    """As the driver reports it, with nothing of this process but its weights allocated."""
+    """As the driver reports it while this process has allocated only its weights."""
     weights: int
     activations: int
-    """The most that a step takes beside weights and KV, attention's workspace and sampling included."""
+    """Peak of a step, without weights and KV, with attention's workspace and sampling."""
     graphs: int
     """Permanent memory of captured decode graphs; 0 without them."""
     staging: int = 0
@@ -43,7 +43,7 @@ class GpuMemoryUse:
 
 @dataclass(frozen=True)
 class KvMemoryRequest:
-    """The operator's options; `blocks` wins over `memory_bytes`, and that over `utilization`."""
+    """The operator's options; `blocks` takes precedence over `memory_bytes`, and that over `utilization`."""
 
     utilization: float
     """Fraction of the GPU's memory for all of this rank."""
@@ -80,7 +80,7 @@ def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int,
 
 
 def staging_bytes(kv_transport: str) -> int:
-    """Most GPU memory that a rank's relays may hold: only NCCL moves KV through buffers there."""
+    """Limit of the GPU memory that a rank's relays may hold: only NCCL moves KV through buffers there."""
     return STAGING_BYTES if kv_transport in ("auto", "collective") else 0
 
 

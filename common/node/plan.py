@@ -1,4 +1,4 @@
-"""A node's plan, which follows from its configuration before any weight is read, and what is made from it."""
+"""A node's plan, derived from its configuration before any weight is read, and the objects made from it."""
 
 from __future__ import annotations
 

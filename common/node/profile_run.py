@@ -47,10 +47,10 @@ class MemoryMeter(Protocol):
         ...
 
     def peak(self) -> int:
-        """Most bytes of tensors since `start`."""
+        """Peak bytes of tensors since `start`."""
         ...
 
-    def card(self) -> tuple[int, int]:
+    def gpu(self) -> tuple[int, int]:
         """(free, total) bytes of the GPU, after this process has released all memory that it does not use."""
         ...
 
@@ -73,7 +73,7 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
 
-    def card(self) -> tuple[int, int]:
+    def gpu(self) -> tuple[int, int]:
         gc.collect()  # reference cycles would keep the profile's KV memory
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -150,13 +150,13 @@ def profile_run(
     kv_bytes = meter.used() - weights
     meter.start()
     runner, attention = make_runner(storage)
-    # The single row needs no memory, but kernels of its own, which are loaded (or compiled for minutes) at first use.
+    # The single-row step uses other kernels, which are loaded (or compiled for minutes) at first use.
     for step in (*largest_steps(largest), decode_step(largest, 1)):
         runner.execute(step)
     activations = meter.peak() - weights - kv_bytes
     graphs = _graph_bytes(runner, attention, largest, meter, graph_sizes(attention), graphs_kept)
     del runner, attention, storage
-    free, total = meter.card()
+    free, total = meter.gpu()
     return GpuMemoryUse(total, free, weights, activations, graphs)
 
 

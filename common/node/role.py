@@ -1,4 +1,4 @@
-"""What a prefill and a decode node do differently, as the start-up common to both needs it (`common.node.startup`)."""
+"""The differences between prefill and decode nodes that their common start-up (`common.node.startup`) needs."""
 
 from __future__ import annotations
 

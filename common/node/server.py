@@ -250,7 +250,7 @@ class NodeServer:
             self._peer_gone(peer.incarnation, error.message)
 
     def _ping_peer(self, link: Link) -> None:
-        """Renew our lease at that peer, which waits for us no longer than that lease."""
+        """Renew our lease at that peer, which drops us when the lease ends."""
         with contextlib.suppress(Unavailable):  # the next message fails too, and is handled
             link.send(Ping(self.me.node_id, self.config.lease_s))
 

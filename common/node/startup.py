@@ -37,7 +37,7 @@ _MAX_ACCEPTED = 1024
 
 
 def run_node(role: NodeRole[ConfigT, TransfersT], config: ConfigT) -> None:
-    """Be a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT.
+    """Run a node, or the ranks of a node on a host other than its leader's, until SIGTERM or SIGINT.
 
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
     """

@@ -28,7 +28,8 @@ class StepTimer:
         self._started[step_id] = now_s
 
     def end(self, step_id: int, now_s: float, *, decodes: bool, prompts: bool) -> None:
-        """Its output is in. `decodes`, `prompts`: whether it had sequences that decoded, and chunks of prompts."""
+        """The step's output is in. `decodes`, `prompts`: whether it had sequences that decoded, and chunks of
+        prompts."""
         started_s = self._started.pop(step_id, now_s)
         if prompts:
             self.prompt_busy_s += now_s - max(started_s, self._last_end_s)

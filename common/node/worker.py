@@ -49,10 +49,10 @@ class Worker:
         meter: MemoryMeter | None = None,
         graph_capture: GraphCapture | None = None,
     ) -> None:
-        """`meter`: of a card's memory, from which KV blocks are counted there. `graph_capture`: for decode steps; None:
-        they are not captured. All ranks of the node do this at the same time."""
+        """`meter`: measures GPU memory, from which the number of KV blocks follows. `graph_capture`: for decode steps;
+        None: they are not captured. All ranks of the node do this at the same time."""
         self._graph_capture = graph_capture
-        self._spare_blocks = 0 if graph_capture is None else 1  # the rows that pad a captured step write there
+        self._spare_blocks = 0 if graph_capture is None else 1  # padding rows of captured steps write there
         self.device = model.device
         self.plan = plan
         self.config = config
@@ -100,7 +100,8 @@ class Worker:
         self.runner, self._attention = self._runner(self.storage)
 
     def capture_graphs(self) -> None:
-        """Capture decode steps as CUDA graphs, if this rank has a recorder. All ranks of the node do this at the same time.
+        """Capture decode steps as CUDA graphs, if this rank has a `GraphCapture`. All ranks of the node do this at the
+        same time.
 
         Raises: ConfigError if that fails.
         """

@@ -1,4 +1,4 @@
-"""Connecting a node's ranks: they meet, and build the process groups that they need. Runs on a rank's main thread."""
+"""Connects a node's ranks: rendezvous, then the process groups that they need. Runs on a rank's main thread."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def connect_mesh(
 
     Rank 0 listens on `master_address:master_port`, or on `listener` if it is given, a listening socket that it
     takes over. Everything else is bound to `interface`, an interface's name or an address of this host.
-    `timeout_s` bounds the meeting and later every single exchange, and must exceed the longest step.
+    `timeout_s` bounds the rendezvous and later every single exchange, and must exceed the longest step.
     `same_host`: all ranks of a stage are on this host and may share memory; where they cannot, they use TCP.
     `device`: where the exchanged tensors are: each rank's own GPU, or the CPU.
     Raises: RankLost naming the ranks that did not connect in time; ConfigError if ranks disagree on the sizes, or for an

@@ -1,4 +1,4 @@
-"""How the ranks of a node find each other: a key-value store on rank 0, met within a deadline. Start-up only.
+"""How the ranks of a node find each other, within a deadline: a key-value store on rank 0. Start-up only.
 
 The store is torch's own TCP store, whose messages cannot carry code. It listens on one address, not on all.
 """

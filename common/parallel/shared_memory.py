@@ -55,7 +55,7 @@ class Segment:
         try:
             if flags & os.O_CREAT:
                 self._path = path
-                # Reserved now, because a page that cannot be had later ends the process.
+                # Reserved now: a page that cannot be allocated later kills the process.
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES + 2 * size * SLOT_BYTES)
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(rank))
             self.map = mmap.mmap(self._fd, _HEADER_BYTES + 2 * size * SLOT_BYTES)

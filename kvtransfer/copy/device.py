@@ -1,8 +1,8 @@
-"""The interface between a relay and the device that holds a rank's KV, and where KV lies on it. Pure; tests have their own.
+"""The interface between a relay and the device that holds a rank's KV, and where KV lies on it. Pure.
 
 A call only starts work on a device; `Mark`s tell when it has ended. The engine's thread marks the compute stream, copies
 run on a stream of their own, and I/O threads poll marks without ever waiting for one.
-`kvtransfer.copy.cuda` implements it for GPUs.
+`kvtransfer.copy.cuda` implements it for GPUs; tests have their own implementation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOSING_S = 5.0
 
 
 class Mark(Protocol):
-    """A place in a stream of work."""
+    """A point in a stream of work."""
 
     def done(self) -> bool:
         """Whether all work before it has ended and its writes are visible to everyone. Never waits.
@@ -76,8 +76,8 @@ class RelayDevice(Protocol):
         ...
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """Wait until all copies have ended or the device has failed, for at most this time; return whether that happened.
-        A copy follows what was computed before it, which never ends if that waits for a rank that is gone."""
+        """Wait until all copies have ended or the device has failed, for at most this time. Returns whether that
+        happened. A copy waits for the compute work before it, which never ends if it waits for a rank that is gone."""
         ...
 
     def as_bytes(self, storage: KVStorage) -> Any:

@@ -95,7 +95,7 @@ class DeviceCopier:
         return sum(piece.size_bytes(self._unit_bytes) for piece in pieces)
 
     def _take(self, size_bytes: int) -> np.ndarray:
-        """A pinned buffer of at least that size. There are as many as were ever needed at once, which windows bound."""
+        """A pinned buffer of at least that size. Windows bound how many are in use at once."""
         fitting = [i for i, bounce in enumerate(self._bounces) if len(bounce) >= size_bytes]
         if fitting:
             return self._bounces.pop(fitting[0])

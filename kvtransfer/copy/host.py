@@ -41,7 +41,7 @@ class Copier(Protocol):
         ...
 
     def wait(self, at_most_s: float = math.inf) -> bool:
-        """Wait until every copy has ended, for at most this time; return whether they have."""
+        """Wait until every copy has ended, for at most this time. Returns whether they have."""
         ...
 
 

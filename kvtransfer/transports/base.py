@@ -125,7 +125,7 @@ class Peer(ABC):
         return self._sequence
 
     def send(self, header: wire.SliceHeader, buffer: Buffer, batch: Batch, now: float) -> None:
-        """Send `batch`, which is in `buffer`, which came from `stage`."""
+        """Send `batch`, gathered in `buffer`, a buffer of `stage`."""
         if not self._in_flight:
             self.last_progress = now
         self._in_flight[header.sequence] = buffer, batch

@@ -76,7 +76,7 @@ def test_ranks_whose_leader_does_not_come_say_so_and_end(
         assert process.wait(60) not in (0, None)
     log = (tmp_path / "node.log").read_text()
     assert "rank 1 is waiting for the leader at tcp://127.0.0.1:" in log
-    assert "within 6 s: all ranks' processes must have started" in log
+    assert "within 6 s: blocked until all ranks have started" in log
     assert "rank 1 (pid " in log.splitlines()[-1], "what ended is told at the end"
 
 

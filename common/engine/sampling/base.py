@@ -40,10 +40,10 @@ class Sampler(Protocol):
         ...
 
     def empty(self, device: torch.device) -> SamplerOutput:
-        """For a step that draws nothing: its `wait` ends with the step, and only then are blocks free of its writes."""
+        """For a step without samples: `wait` returns when the step has ended and no longer writes to its blocks."""
         ...
 
 
 def no_token(highest: float, spec: SampleSpec) -> SampledToken:
-    """For a row whose highest logit is not finite."""
+    """The result for a row whose highest logit is not finite."""
     return SampledToken(-1, error=f"the model computed {highest} as the highest logit at position {spec.position}")

@@ -1,7 +1,7 @@
 """From logits to tokens on a device, without the host ever waiting. Runs on the engine thread of the rank that samples.
 
-The same tokens as `common.engine.sampling.host_sampler`: the numbers that decide are the very same, and only the last bit of
-a sum or a logarithm may differ. `DeviceSamplerOutput.wait` is the one place where a host waits.
+Draws the same tokens as `common.engine.sampling.host_sampler`: the random numbers are equal, and only the last bit of a
+sum or a logarithm may differ. `DeviceSamplerOutput.wait` is the one place where a host waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DeviceSampler:
         rows = DeviceRows(logits, specs, unseen, self._thresholds)
         _apply(GREEDY_STEPS, rows)
         tokens = best if rows.values is logits else rows.values.argmax(-1)
-        # Filters cost passes over the vocabulary: rows without any are drawn apart.
+        # Filters cost passes over the vocabulary: unfiltered rows are sampled separately.
         random = [index for index, spec in enumerate(specs) if spec.params.temperature >= GREEDY_BELOW]
         filtered = {index for step in FILTERS for index in step.asked_for(specs, logits.size(1))} if random else set()
         for group in ([each for each in random if each not in filtered], [each for each in random if each in filtered]):
@@ -101,7 +101,7 @@ class DeviceSamplerOutput:
 
 def _logprobs(logits: Tensor, highest: Tensor, tokens: Tensor, specs: list[SampleSpec]) -> list[Tensor]:
     """For the rows that want them: log-probability of the token [m], ids [m, k] and log-probabilities [m, k] of the
-    most likely, equal ones by id. Empty if no row wants them."""
+    most likely, ties by lower id. Empty if no row wants them."""
     wanting = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     if not wanting:
         return []

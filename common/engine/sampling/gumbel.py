@@ -1,14 +1,15 @@
-"""Gumbel-max sampling with noise that is a pure function, in NumPy for a host and in tensors for a device.
+"""Gumbel-max sampling with noise that is a pure function of seed, position and token id; in NumPy for a host, in
+tensors for a device.
 
 Token i, of weight w_i, is drawn if w_i / e_i is the highest, where e_i is exponentially distributed: with probability
 w_i / sum(w). (In logarithms, -log e_i is the Gumbel noise.) e_i depends only on (seed, position, i), and nothing on the
 batch, the node or the attempt.
 
-Why not one uniform number through the inverse of the cumulative distribution: logits that are computed again, beside other
-rows or from a prompt instead of token by token, differ in their last bits. Any such difference moves every border between
-two of the vocabulary's tokens; at 152,000 tokens and float32 one draw in 50 fell into the gap. With this noise two
-distributions at a distance t (total variation) give different tokens with probability 2 t / (1 + t) at most, the least that
-is possible for draws that do not know of each other (Bavarian et al., "The Optimality of Correlated Sampling", 2016).
+Inverse-CDF sampling would be less stable: logits that are recomputed in another batch, or as a prompt instead of token
+by token, differ in their last bits. Any such difference shifts every CDF boundary; 1 draw in 50 changed token (152,000
+tokens, float32). With this noise two distributions at a distance t (total variation) give different tokens with
+probability 2 t / (1 + t) at most, the least possible for draws without communication (Bavarian et al., "The Optimality
+of Correlated Sampling", 2016).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ NoiseKey = tuple[int, int]
 """Selects the noise of one position of one sequence; two 32-bit numbers."""
 
 _STRIDE, _MIX_1, _MIX_2 = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-"""Odd, so that multiplying by them loses nothing. The last two are those of MurmurHash3's finalizer."""
+"""Odd, so that multiplying by them is invertible. The last two are those of MurmurHash3's finalizer."""
 _PART = 2**15
-"""Tokens at a time: their numbers fit a core's cache, in memory that malloc reuses."""
+"""Chunk size, so that temporaries stay in cache and malloc reuses their memory."""
 _NEAR_ONE = 1.0 - 2.0**-24
 
 
@@ -43,8 +44,7 @@ def noise_key(seed: int, position: int) -> NoiseKey:
 def gumbel_argmax(weights: NDArray[np.float32], key: NoiseKey, ids: NDArray[np.int64] | None = None) -> int:
     """The index that is drawn. weights: [n], not negative and not all 0; ids: [n], their tokens, by default 0 ... n - 1."""
     strides = _strides_of_all(weights.size) if ids is None else strides_of(ids)
-    # e is at least v, and close to it where it is small: few tokens can beat the best of this bound, and only they need a
-    # logarithm.
+    # w/v bounds w/e from above; take the log only where the bound reaches the leader.
     bound = np.empty_like(weights)
     for lo in range(0, weights.size, _PART):
         part = slice(lo, lo + _PART)

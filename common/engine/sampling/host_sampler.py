@@ -91,7 +91,7 @@ def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int:
 
 
 def _logprobs(row: Row, token: int, count: int) -> TokenLogprobs:
-    """log-softmax of `row` at `token` and at the `count` most likely, equal ones by id."""
+    """log-softmax of `row` at `token` and at the `count` most likely, ties by lower id."""
     top = row.max()
     norm = float(top) + math.log(float(np.exp(row - top).sum(dtype=np.float64)))
     count = min(count, row.size)

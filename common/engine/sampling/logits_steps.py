@@ -1,4 +1,4 @@
-"""What happens to logits before a token is drawn: one list of steps, for the samplers of host and device.
+"""The processing of logits before a token is drawn: one list of steps, for the samplers of host and device.
 
 Order and meaning are vLLM's. A new step is a file in `common.engine.sampling.steps` and an entry here.
 """
@@ -28,9 +28,9 @@ LOGITS_STEPS: tuple[LogitsStep, ...] = (
     TopP(),
 )
 GREEDY_STEPS = tuple(step for step in LOGITS_STEPS if step.for_greedy)
-"""They come first, and apply to every draw."""
+"""Steps of every draw; they come first."""
 RANDOM_STEPS = LOGITS_STEPS[len(GREEDY_STEPS) :]
-"""They follow for random draws, whatever greedy ones ask for."""
+"""Further steps of random draws; greedy ones ignore them."""
 FILTERS = tuple(step for step in LOGITS_STEPS if step.filters)
 
 

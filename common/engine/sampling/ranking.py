@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def ranked(row: NDArray[np.float32], cut: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Ids of all entries >= cut, highest first, equal ones by id; and exp of each."""
+    """Ids of all entries >= cut, highest first, ties by lower id; and exp of each."""
     ids = np.flatnonzero(row >= cut)
     values = row[ids]
     order = np.argsort(-values, kind="stable")

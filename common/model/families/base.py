@@ -1,4 +1,4 @@
-"""What a family of architectures says, and how most of them read config.json. No torch: the router reads models, too."""
+"""The interface of a family of architectures, and how most of them read config.json. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Family:
     """Architectures whose config.json and weights mean the same."""
 
     architectures: tuple[str, ...]
-    """As `architectures` in config.json names them."""
+    """Their names in `architectures` of config.json."""
     describe: Callable[[ConfigFile], tuple[LayerDescription, ...]]
     """The model's layers, first to last. Raises: ConfigError."""
     default_max_position: int

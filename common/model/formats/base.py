@@ -1,4 +1,4 @@
-"""What a weight format of linear layers is: reading a rank's part, and a layer that multiplies by it.
+"""The interface of a weight format of linear layers: it reads a rank's part and makes a layer that multiplies by it.
 
 The contract's test: tests/unit/common/model/formats/test_registry.py.
 """
@@ -21,7 +21,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor; a linear layer's weight is [out, in]."""
+    """Shape of the whole tensor; a linear layer's weight is [out, in]."""
     part: Part | None = None
 
 
@@ -48,9 +48,9 @@ class LinearFormat(Protocol):
         ...
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> Linear | None:
-        """One layer that multiplies by these weights as they are stored, one below the other.
+        """One layer that multiplies by these weights, stacked, in their stored format.
 
-        None where that is impossible or not worth it: then they are read, and multiplied as floating-point numbers.
+        None if that is impossible or not faster: then they are read, and multiplied as floating-point numbers.
         bias: [out], of the dtype of activations.
         """
         ...

@@ -1,4 +1,4 @@
-"""Weights in e4m3 with scales: widened when they are read, or multiplied as they are where the device can.
+"""Weights in e4m3 with scales: widened when they are read, or multiplied directly if the device supports it.
 
 Runs on a rank's main thread while it loads and on its engine thread.
 """
@@ -23,9 +23,9 @@ from common.model.tensor_files import TensorFiles
 log = logging.getLogger(__name__)
 
 _BLOCK = 128
-"""The side of the blocks, and the length of the pieces of a row of activations, that matrix units scale by."""
+"""Side of a weight block, and number of consecutive activations of a row, that share a scale in matrix units."""
 _ALIGNED = 16
-"""Matrix units take sides of multiples of this."""
+"""Matrix units take only sides that are multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,15 @@ def join(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
     """Several matrices one after the other as one; None if they cannot be multiplied as one."""
     if len({part.is_blocked for part in parts}) > 1 or not all(part.is_aligned for part in parts):
         return None
-    # PyTorch joins no e4m3 on some devices.
+    # PyTorch cannot concatenate e4m3 on some devices.
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(E4M3)
     return Fp8Weight(values, torch.cat([part.scale for part in parts]), parts[0].is_blocked)
 
 
 class Fp8Linear:
-    """y = x W^T + b on weights in e4m3. Each row of x, or each 128 numbers of it, is brought to e4m3 by its own largest.
+    """y = x W^T + b on weights in e4m3. Each row of x, or every 128 values of it, is scaled to e4m3 by its own maximum.
 
-    Only where `can_multiply` says so. Never run on a GPU so far (docs/gpu.md).
+    Used only if `can_multiply`. Never run on a GPU so far (docs/gpu.md).
     """
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:

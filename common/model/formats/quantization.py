@@ -1,9 +1,9 @@
-"""How a checkpoint stores its linear layers' weights, by `quantization_config` in its config.json. No torch.
+"""How a checkpoint stores its linear layers' weights, according to `quantization_config` in its config.json. No torch.
 
-A new format is an entry in `METHODS`, which is without torch, and one in `common.model.formats.registry.FORMATS`. FP8 checkpoints are published in two ways: `quant_method`
-"fp8" (a scale for each tensor, or one for each block of `weight_block_size`) and "compressed-tensors" (for each tensor,
-row or block). In all of them a stored number times its scale is the weight, also where the scale's tensor is called
-`weight_scale_inv`.
+A new format is an entry in `METHODS`, which is without torch, and one in `common.model.formats.registry.FORMATS`. FP8
+checkpoints are published in two ways: `quant_method` "fp8" (a scale for each tensor, or one for each block of
+`weight_block_size`) and "compressed-tensors" (for each tensor, row or block). In all of them a stored number times its
+scale is the weight, also where the scale's tensor is called `weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Fp8Quantization(Quantization):
-    """Weights in e4m3; which layers' weights are, the files' tensors say themselves."""
+    """Weights in e4m3; the dtype of each tensor says whether it is one of them."""
 
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; None where a whole tensor or a row does."""
 
 
 def parse_quantization(raw: Any) -> Quantization | None:
-    """What `quantization_config` of a config.json says; None for none.
+    """The settings in `quantization_config` of a config.json; None if there is none.
 
     Raises: ValueError saying what is not supported.
     """
@@ -49,7 +49,7 @@ def _parse_fp8(config: dict[str, Any]) -> Fp8Quantization:
 
 
 def _parse_compressed(config: dict[str, Any]) -> Fp8Quantization:
-    """All groups must agree: which layer is in which group then makes no difference."""
+    """All groups must agree, so that it does not matter which layer is in which group."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError("quantization_config has no config_groups")

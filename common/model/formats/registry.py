@@ -1,4 +1,5 @@
-"""Which class reads and multiplies the weights of which quantization; `quantization.METHODS` is the half without torch."""
+"""The class that reads and multiplies the weights of each quantization; `quantization.METHODS` is the torch-free
+half."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ForkedRank:
             orders.write(json.dumps([fields, rank, leader]) + "\n")
 
     def poll(self) -> int | None:
-        """Its exit code, minus the signal that killed it; None while it runs. Any thread."""
+        """The exit code, or minus the signal that killed it; None while it runs. Any thread."""
         with self._lock:  # waitpid returns the status once only
             if self.returncode is None:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Processes of ranks: which run on this host, forking them, the mesh between them; a host without the leader."""
+"""Processes of ranks: selects those of this host, forks them, connects them; also runs a host without the leader."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 ReportT = TypeVar("ReportT", RankHello, RankReady, RankStarted)
 
 _GRACE_S = 5.0
-"""The start as a whole ends this much later than the waits for single ranks, whose errors name the missing ranks."""
+"""Added to the deadline of the whole start: waits for single ranks fail first, because their errors name the ranks."""
 
 
 class Leader:
@@ -68,7 +68,7 @@ class Leader:
         self.worker: Worker
         self.num_blocks = 0
         self.data_addresses: list[str] = []
-        """Of all ranks that receive, in rank order."""
+        """One address for each rank that receives, in rank order."""
         self._local: LocalExecutor | None = None
         self._outputs: AsyncExecutor | None = None
         self._serving_since_s = 0.0

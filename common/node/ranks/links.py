@@ -71,7 +71,7 @@ class RankLinks:
             self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen for ranks on {host}:{port}: {error}") from error
         self.busy: dict[int, RankBusy] = {rank: RankBusy() for rank in range(1, world_size)}
-        """As of each other rank's last beat."""
+        """From each other rank's latest heartbeat."""
         self.address: str = self._reports.getsockopt_string(zmq.LAST_ENDPOINT)
         self._orders: dict[int, zmq.Socket[bytes]] = {}
         self._heartbeats: dict[int, zmq.Socket[bytes]] = {}
@@ -247,7 +247,7 @@ class RankLinks:
                 for rank, last_s in last_heard_s.items():
                     if now_s > last_s + lease_s:
                         raise RankLost(f"rank {rank} was silent for {lease_s:g} s")
-        except Exception as error:  # whatever it is, the node cannot go on without its ranks
+        except Exception as error:  # after any error the node cannot go on without its ranks
             if not self._closing:
                 on_dead(error)
 

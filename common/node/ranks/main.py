@@ -1,6 +1,6 @@
 """The process of a rank other than the leader: forked from the leader's process, or started by it as this program.
 
-As a program it settles how the process shares the machine before it imports torch; a forked process has inherited both.
+As a program it sets threads before it imports torch; a forked process has inherited both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any], rank: int, leader: str) -> None:
-    """Be rank `rank` until the leader goes. `fields` are those of the node's configuration, `leader` is the address
-    that takes the rank's reports. `load_role` may import torch."""
+    """Run rank `rank` until the leader ends. `fields`: the node's configuration; `leader`: the address that takes the
+    rank's reports. `load_role` may import torch."""
     name_process(f"kvrelay-rank-{rank}")
     configure(fields["log_level"])
     prepare_compute(fields["threads"], nice=0)  # the leader's niceness is inherited
@@ -34,7 +34,7 @@ def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any]
 
 
 def main() -> None:
-    """Run the rank that the command line names; its configuration comes by standard input."""
+    """Run the rank that the command line names; its configuration comes from standard input."""
     parser = argparse.ArgumentParser(description="One rank of a node; its leader starts it.")
     parser.add_argument("role", metavar="MODULE", help="module of the node's role")
     parser.add_argument("--rank", type=int, required=True)

@@ -47,8 +47,8 @@ OrderT = TypeVar("OrderT", RankSetup, RankStart)
 
 _PROGRESS_EVERY_S = 5.0
 _LAST_STEP_S = 1.0
-"""Time that a rank which lost its leader has to end by itself. A step may never end: an all-reduce with a stopped leader
-does not return."""
+"""Time for a rank that lost its leader to end by itself. A step may never end: an all-reduce with a stopped leader does
+not return."""
 
 
 class RankProcess:
@@ -84,7 +84,7 @@ class RankProcess:
             self._reports.send(self._codec.encode(message))
 
     def run(self) -> None:
-        """Run until the leader goes. Raises: KvRelayError, after reporting it to the leader."""
+        """Run until the leader ends. Raises: KvRelayError, after reporting it to the leader."""
         try:
             self._run()
         except KvRelayError as error:
@@ -104,12 +104,12 @@ class RankProcess:
             address = advertised(address, config)
         self.report(RankHello(self._rank, address))
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
-        setup = self._wait_for(RankSetup, "all ranks' processes must have started")
+        setup = self._wait_for(RankSetup, "blocked until all ranks have started")
         configure_torch(config.threads)
         mesh = join_mesh(config, plan, self._rank, setup)
         worker = load_worker(plan, config, mesh, small_batches=self._role.small_batches)
         self.report(RankReady(self._rank, worker.max_blocks, peak_memory_bytes()))
-        start = self._wait_for(RankStart, "all ranks must have loaded their shards")
+        start = self._wait_for(RankStart, "blocked until all ranks have loaded their shards")
         worker.allocate_kv(start.num_blocks)
         worker.capture_graphs()
         end = self._role.rank_transfers(config, worker, self._rank, start.incarnation, self.report)
@@ -134,8 +134,7 @@ class RankProcess:
                 self.report(output)
 
     def _take_orders(self, steps: queue.SimpleQueue[StepInput | Exception], end: RankTransferEnd) -> None:
-        # The leader sends heartbeats from when the last rank has its memory; with an uneven split that is long after the
-        # first one has.
+        # Heartbeats start after the slowest rank has allocated; with an uneven split that is long after the first one.
         allowed_s = self._config.start_timeout_s
         try:
             while True:

@@ -151,7 +151,7 @@ def route(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def group(*parts: RenderableType) -> RenderableType:
-    """One below the other."""
+    """The parts, stacked."""
     return Group(*parts)
 
 

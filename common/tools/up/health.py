@@ -36,7 +36,7 @@ class HealthProbe:
         self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
 
     async def health(self, url: str) -> dict[str, Any] | None:
-        """What the router at `url` reports about itself and its nodes, usable or not; None if it does not answer."""
+        """The router's report about itself and its nodes, usable or not; None if it does not answer."""
         try:
             body = (await self._client.get(f"{url}/health")).json()
         except (httpx.HTTPError, ValueError):

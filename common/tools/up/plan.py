@@ -15,7 +15,7 @@ from common.tools.up.routers import ADMIN_HOST, RouterPlace
 
 ServiceRole = Literal["redis", "router", "prefill", "decode"]
 STOP_ORDER: tuple[ServiceRole, ...] = ("router", "prefill", "decode", "redis")
-"""Clients before what they use: no service sees a node vanish, and Redis stops last."""
+"""Clients before the services that they use: no service sees a node vanish, and Redis stops last."""
 
 _YIELDING_NICE = 10
 """Niceness of the role that `favor` does not favor; under contention it still keeps most of its throughput."""
@@ -89,7 +89,8 @@ def plan_children(
 
 
 def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:
-    """What `config` sets for the nodes of `role` only, defaults included: GPUs and memory were planned with them."""
+    """The options of `config` for the nodes of `role` only, defaults included: GPUs and memory were planned with
+    them."""
     options = {} if share is None else {"gpu_memory_utilization": str(share.utilization)}
     for name, info in field_infos(UpConfig).items():
         value = getattr(config, name)

@@ -1,8 +1,8 @@
 """The collective transport at a receiver: a process group for each connected sender.
 
 KV travels by torch.distributed: gloo between CPUs, NCCL between CUDA devices. A group is made when a sender first
-connects: the sender asks for one, the receiver opens the store at which both meet, and either end tears it down. All code
-here runs on the receiver's I/O thread, except the blocking calls, which the group's own thread makes
+connects: the sender asks for one, the receiver opens the store at which both meet, and either end may tear it down. All
+code here runs on the receiver's I/O thread, except the blocking calls, which the group's own thread makes
 (`kvtransfer.transports.collective.process_group`).
 """
 

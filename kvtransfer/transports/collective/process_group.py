@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 SENDING, RECEIVING = 0, 1
 """Ranks in the group."""
 _POLL_S, _SETTLE_S = 50e-6, 1.0
-"""How often to check whether a payload has moved, and how long after NCCL's work is over it may still arrive."""
+"""Interval of checks whether a payload has moved, and how long it may still take after NCCL's work is over."""
 _GRACE_S = 1.0
 """How long closing waits for threads whose peer hangs; they end at their own deadline."""
 _NO_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
@@ -114,7 +114,7 @@ class ProcessGroupThread:
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; whether the thread has ended."""
+        """Wait up to `timeout_s`. Returns whether the thread has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -1,6 +1,6 @@
 """One step of logits processing, in NumPy for one row on the host and in tensors for all rows on a device.
 
-Both forms must do the very same: the same request gives the same token wherever it is drawn.
+Both forms must give the same result: the same request gives the same token wherever it is drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HostRow:
         self.values = raw
         """[vocab], `raw` itself until the first change. From `Temperature` on scaled, with 0 as the maximum."""
         self.the_token: int | None = None
-        """The token, where nothing is left to chance."""
+        """The token, if it is determined without a random number."""
         self.cut = -math.inf
         """Values below cannot be drawn."""
         self.candidates: NDArray[np.int64] | None = None

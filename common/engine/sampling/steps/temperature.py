@@ -28,7 +28,7 @@ class Temperature(LogitsStep):
             row.the_token, row.values = best, np.zeros_like(row.values)
 
     def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
-        """A row whose maximum is not finite becomes all zero: no kernel promises an end or an index in range for NaN."""
+        """A row whose maximum is not finite becomes all zero: with NaN a kernel may hang or return a bad index."""
         top = rows.values.gather(1, rows.most_likely[:, None])
         temperature = column_to_device([spec.params.temperature for spec in rows.specs], rows.device).float()
         rows.values = torch.where(top.isfinite(), (rows.values - top) / temperature, 0.0)

@@ -56,7 +56,7 @@ def test_file_is_found_through_the_environment(tmp_path: Path) -> None:
         ("[decoder]\nseed = 1", r"unknown table \[decoder\]; did you mean 'decode'?"),
         ("[router]\nprot = 1", r"unknown key 'prot' in \[router\]; did you mean 'port'?"),
         ("[router]\ndtype = 'auto'", r"unknown key 'dtype' in \[router\]"),
-        ("port = 1", r"'port' means something else for each service; put it into \[router\] or"),
+        ("port = 1", r"'port' is allowed only in a service's own table; put it into \[router\] or"),
         ("[decode]\nport = '1'", "'1' is not a whole number"),
         ("[decode]\nport = true", "True is not a whole number"),
         ("[decode]\nport = 1.0", "1.0 is not a whole number"),

@@ -92,7 +92,7 @@ def test_a_real_model_answers_the_same_whether_or_not_steps_are_prepared_ahead(
 def test_a_step_with_placeholders_of_another_step_than_the_last_fails(model_path: Path) -> None:
     runner = make_runner(model_path, overlaps=True)
     runner.execute(WARM_UP)
-    with pytest.raises(EngineError, match="placeholder tokens are of step 5"):
+    with pytest.raises(EngineError, match="placeholders refer to step 5"):
         runner.launch(StepInput(6, [0], [0], [16], [1], [1], [[1]], placeholder_step=5, placeholders=[(0, 0)]))
 
 

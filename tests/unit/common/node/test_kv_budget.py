@@ -1,4 +1,4 @@
-"""How many KV blocks a card gets: the arithmetic, the steps that are run to measure it, and both in a node's start."""
+"""How many KV blocks a GPU gets: the arithmetic, the steps that are run to measure it, and both in a node's start."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_largest_steps_sample_in_all_ways_that_take_memory() -> None:
 
 
 class FakeMeter:
-    """A card of one tenth of a gigabyte on which every look finds a little more in use."""
+    """A GPU of one tenth of a gigabyte on which every look finds a little more in use."""
 
     def __init__(self) -> None:
         self.looks: list[str] = []
@@ -157,8 +157,8 @@ class FakeMeter:
         self.looks.append("peak")
         return 5 * 10**6
 
-    def card(self) -> tuple[int, int]:
-        self.looks.append("card")
+    def gpu(self) -> tuple[int, int]:
+        self.looks.append("gpu")
         return 10**9, 2 * 10**9
 
 
@@ -174,12 +174,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def load(config: DecodeConfig, **parts: Any) -> Worker:
-    """A rank on the CPU that counts its memory and records its steps as one on a card does."""
+    """A rank on the CPU that counts its memory and records its steps as one on a GPU does."""
     plain = load_worker(plan_node(config), config, SOLO, small_batches=True)
     return Worker(plain.plan, config, SOLO, plain._model, **parts)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
+def test_a_rank_on_a_gpu_runs_its_largest_steps_then_counts_its_blocks(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
@@ -195,10 +195,10 @@ def test_a_rank_on_a_card_runs_its_largest_steps_then_counts_its_blocks(
     )
     meter = FakeMeter()
     worker = load(config, meter=meter, graph_capture=KeepingCapture())
-    # The longest chunk, the most sequences, one row, the largest decode step; the card is looked at last, with all of it
+    # The longest chunk, the most sequences, one row, the largest decode step; the GPU is looked at last, with all of it
     # gone.
     assert ran == [1, 5, 1, 5]
-    assert meter.looks[-1] == "card"
+    assert meter.looks[-1] == "gpu"
     use = GpuMemoryUse(2 * 10**9, 10**9, 10**6, 4 * 10**6, len(graph_sizes(5)) * GRAPH_BYTES + 4 * 10**6)
     per_block = worker.plan.layout.spec.bytes_per_block
     assert worker.max_blocks == kv_blocks_on_gpu(use, KvMemoryRequest(0.5), per_block, 1)

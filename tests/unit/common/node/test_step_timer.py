@@ -122,7 +122,7 @@ def test_steps_in_flight_together_are_busy_time_once() -> None:
 
 
 def test_steps_in_flight_age_until_one_of_them_ends() -> None:
-    """The loop comes round beside them, so that it alone would say that a card that hangs is well."""
+    """The loop still makes rounds meanwhile, so by itself it would report a GPU that hangs as well."""
     meter = StepTimer(depth=2)
     assert meter.age_s(5.0) == 0.0
     meter.begin(1, 10.0)
