@@ -335,9 +335,7 @@ class ClusterOptions:
     decode_pp_layers: str = for_role(
         "decode", PipelineOptions, "pp_layers", "Cluster", "Layers of each of these stages, as in 10,14."
     )
-    favor: Favor = option(
-        "balanced", "Who gets the processor first: itl favors running streams, ttft new prompts.", "Cluster"
-    )
+    favor: Favor = option("balanced", "Processor priority: itl favors running streams, ttft new prompts.", "Cluster")
     pid_file: str | None = option(
         None, "JSON file that lists the running processes (name, role, pid, address) at any time.", "Cluster", own=True
     )

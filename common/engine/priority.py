@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 def goes_first(waiting: Sequence, arriving: Sequence) -> bool:
-    """Whether a waiting sequence goes before one whose KV another node sends: it ran before, or has a higher priority, or
-    the same priority and came no later."""
+    """Whether a waiting sequence goes before one whose KV another node sends: it ran before, or has a higher priority,
+    or the same priority and arrived no later."""
     if waiting.preemptions:
         return True
     return (waiting.request.priority, waiting.arrival_s) <= (arriving.request.priority, arriving.arrival_s)

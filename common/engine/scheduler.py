@@ -227,7 +227,7 @@ class Scheduler:
     def update(self, plan: Plan, sampled: list[SampledToken]) -> list[Progress]:
         """Record what a step computed and drew. A group's steps must come in the order of their start.
 
-        A sequence that finishes leaves, and loses the tokens drawn after its end.
+        A finished sequence is removed, and tokens drawn after its end are dropped.
         """
         self._in_flight[plan.group] -= 1
         drawn: dict[int, list[SampledToken]] = {}
@@ -305,10 +305,11 @@ class Scheduler:
             yield seq
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Blocks for `num_tokens`, taken from the youngest others if necessary. False if it must wait or is preempted.
+        """Allocate blocks for `num_tokens`, from the youngest others if necessary. False if it must wait or
+        is preempted.
 
-        A victim of its own group that is in flight gets no row in the next step, and gives its blocks after that; a victim
-        in flight in another group would have to be waited for longer.
+        A victim of its own group that is in flight gets no row in the next step and releases its blocks after that; a
+        victim in flight in another group would take longer.
         """
         while len(seq.blocks) * BLOCK_SIZE < num_tokens:
             while self.pool.num_idle == 0:

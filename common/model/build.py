@@ -59,7 +59,7 @@ class Build:
 
     @property
     def layer_numbers(self) -> range:
-        """The model's layers that are this rank's."""
+        """This rank's layers, as numbered in the model."""
         pp_layers = self.pp_layers or (self.config.num_layers,)
         first = sum(pp_layers[: self.mesh.place.pp_rank])
         return range(first, first + pp_layers[self.mesh.place.pp_rank])

@@ -42,7 +42,7 @@ def load_model(
     pp_layers: tuple[int, ...] = (),
     device: torch.device = CPU,
 ) -> DecoderModel:
-    """Build this rank's part of the model of `config`, of the weights in `path` or random ones (format "dummy").
+    """Build this rank's part of the model of `config`, with the weights in `path` or random ones (format "dummy").
 
     `dtype` "auto" means that of the files. `small_batches` False leaves out what only single-row steps need
     (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one

@@ -53,7 +53,7 @@ class Drain:
         self._silent_until_s[identity] = self._clock() + self._lease_s
 
     def told(self, identity: Identity) -> bool:
-        """Whether it knows that this node drains."""
+        """Whether `identity` knows that this node drains."""
         return self.active and self._pings.get(identity, 0) >= _PINGS_UNTIL_TOLD
 
     def untold(self, leases: Iterable[Identity]) -> int:

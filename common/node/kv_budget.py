@@ -2,7 +2,7 @@
 
 `kv_blocks_on_gpu` is pure arithmetic on measured sizes; `common.node.profile_run` measures them. The utilization is a
 fraction of the GPU's whole memory, whatever other processes use: two nodes fit on one GPU if their fractions sum to less
-than one. Memory of other processes matters only for refusing at once what cannot be allocated now.
+than one. Memory of other processes matters only for the check that the allocation is possible now.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _LOCK_FORMAT = "hhqqi4x"
 
 class Segment:
     """The mapped file. It has a name only while ranks attach: ranks that die later leave nothing behind, and the next
-    segment's creator removes what earlier deaths left.
+    segment's creator removes stale files.
 
     Every rank locks one byte of it, its own; the kernel releases the lock when the rank dies.
     """

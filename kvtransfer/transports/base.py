@@ -1,6 +1,6 @@
 """The interface of a transport, as `kvtransfer.sender` and `kvtransfer.receiver` use it.
 
-    Connector    at a sender: makes a `Peer` for each receiving rank that there is something to send to
+    Connector    at a sender: makes a `Peer` for each receiving rank to send to
     Peer         one connection of a sender: provides buffers to fill, sends messages, returns acks
     Listener     at a receiver: returns the messages that have arrived, as `Arrival`s, and acknowledges them
 
@@ -232,7 +232,7 @@ class Arrival:
     origin: Any
     """Where the listener sends the ack; opaque to others."""
     revoked: Callable[[], bool] = _never
-    """Whether the payload was lent and has been taken back: what was read of it may then be anything."""
+    """Whether the payload was lent and has been taken back: the data read may then be invalid."""
 
 
 class Listener(Protocol):

@@ -21,7 +21,7 @@ class SamplerOutput(Protocol):
 
     @property
     def token_ids(self) -> Tensor:
-        """[samples] int64 where the logits are, for the next step; in the vocabulary also where there is no token."""
+        """[samples] int64 where the logits are, for the next step; a valid id also where no token was drawn."""
         ...
 
     def wait(self) -> list[SampledToken]:
@@ -35,7 +35,7 @@ class Sampler(Protocol):
     def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> SamplerOutput:
         """logits: [n, vocab] float32, row i for `specs[i]`; not changed.
 
-        unseen: [n] int64, for each row a generated token that its `seen` does not know, -1 for none; None: there are none.
+        unseen: [n] int64, for each row a generated token that is not yet in its `seen`, -1 for none; None: all -1.
         """
         ...
 

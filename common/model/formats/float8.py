@@ -187,7 +187,7 @@ def _times_rows(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 def _times_blocks(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     """As `_times_rows`, with the scales of `_block_scales`."""
     num_rows = x.size(0)
-    # The scales of a piece of all rows lie together, in fours.
+    # The scales must be column-major, for a number of rows that is a multiple of 4.
     padded = F.pad(x, (0, 0, 0, -num_rows % 4))
     pieces = padded.view(padded.size(0), -1, _BLOCK)
     rows, row_scale = _to_e4m3(pieces, pieces.abs().amax(2, keepdim=True).float())
@@ -209,7 +209,7 @@ def _to_e4m3(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_scales(scale: Tensor) -> Tensor:
-    """[out / 128, in / 128] as cuBLAS wants it: padded to fours of blocks along `in`, which lie together; transposed."""
+    """[out / 128, in / 128] in cuBLAS's layout: padded to a multiple of 4 blocks along `in`, then transposed."""
     return F.pad(scale, (0, -scale.size(1) % 4)).t()
 
 

@@ -167,8 +167,8 @@ class RankLinks:
 
     @contextlib.contextmanager
     def prefer_rank_error(self) -> Generator[None]:
-        """Replace a RankLost raised inside by the error that a rank reported, if one did or still does. To be used on the
-        thread that reads reports. A killed rank reports nothing and is not waited for; after a crash, the errors of
+        """Replace a RankLost raised inside by a rank's own error, if one was reported or still arrives. Use it only on
+        the thread that reads reports. A killed rank reports nothing and is not waited for; after a crash, the errors of
         other ranks are only consequences and are ignored.
 
         Raises: a rank's own error in place of RankLost.
