@@ -277,9 +277,7 @@ class Scheduler:
             assert len(seq.blocks) * BLOCK_SIZE >= seq.num_scheduled >= seq.num_computed, (
                 f"{seq.key} ran past its blocks"
             )
-            assert seq.num_published * BLOCK_SIZE <= seq.num_computed, (
-                f"{seq.key} published blocks that are not computed"
-            )
+            assert seq.num_published * BLOCK_SIZE <= seq.num_computed, f"{seq.key} published uncomputed blocks"
         for seq in self.waiting:
             assert not seq.blocks, f"{seq.key} waits and holds blocks"
 
