@@ -1,4 +1,4 @@
-"""Admin routes of a router: its nodes, its requests, and what it would decide. Runs on the router's event loop."""
+"""Admin routes of a router: its nodes, its requests, and dry runs of routing. Runs on the router's event loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_LISTED = 1000
 
 
 class RouterAdmin:
-    """The routes of one router. Only reads."""
+    """The admin routes of one router. They change nothing."""
 
     def __init__(self, router: Router, config: RouterConfig, directory: Directory | None) -> None:
         self._router = router
@@ -35,7 +35,7 @@ class RouterAdmin:
         self._started_s = monotonic()
 
     def routes(self) -> list[AdminRoute]:
-        """For the admin port."""
+        """All routes, for the admin port."""
         return [
             AdminRoute("GET", "/status", self._status),
             AdminRoute("GET", "/nodes", self._nodes),
@@ -98,7 +98,7 @@ class RouterAdmin:
     def _request(self, call: Call) -> Mapping[str, Any]:
         story = self._router.dispatcher.stories.get(call.path["request_id"])
         if story is None:
-            raise NotFound("no such request here: another router served it, or it is too long ago")
+            raise NotFound("this router does not know the request: another router served it, or it is too long ago")
         return story
 
     async def _route(self, call: Call) -> Mapping[str, Any]:
@@ -112,7 +112,7 @@ class RouterAdmin:
             raise BadRequest("cache_salt and session must be strings")
         model = self._router.catalog.get(None)
         if isinstance(prompt, str) and prompt:
-            # Tokenizing may take a while: not on the loop.
+            # Tokenizing may take a while, so it runs on a thread.
             chat = call.body.get("chat") is True
             prompt_ids = await asyncio.to_thread(_encode, model, prompt, chat=chat)
         else:
@@ -146,7 +146,7 @@ def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
 
 
 def _routing(fleet: Fleet, incarnation: str) -> dict[str, float] | None:
-    """What the policies see of a node, learned factors included; None while it gets no work."""
+    """The figures of a node that policies see, including learned factors; None while it gets no work."""
     if incarnation not in fleet:
         return None
     return {name: round(value, 6) for name, value in fleet.values(incarnation).items()}
@@ -178,7 +178,7 @@ def node_state(node: Node) -> str:
 
 
 def describe_node(node: Node, now_s: float) -> dict[str, Any]:
-    """All that this router knows of a node, as plain data. `now_s` is of the clock of `common.base.clock`."""
+    """Everything that this router knows about a node, as plain data. `now_s`: now, by `common.base.clock.monotonic`."""
     record = node.record
     return {
         "node_id": node.node_id,

@@ -1,4 +1,4 @@
-"""`kvrelay router`. Imports the service itself, and the web framework with it, only when it starts."""
+"""The command `kvrelay router`. Imports the service and the web framework only when it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _run(resolved: Resolved[RouterConfig]) -> None:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it exists, which is everywhere but on Windows."""
+    """uvloop's event loop, which exists on every platform except Windows."""
     try:
         import uvloop
     except ImportError:

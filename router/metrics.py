@@ -1,6 +1,6 @@
-"""Prometheus metrics of the router, in a registry of its own. vLLM's names where they mean the same.
+"""Prometheus metrics of the router, in a separate registry. Metrics that mean the same as in vLLM have vLLM's names.
 
-Updated on the router's event loop; node figures are read from the last pongs when somebody scrapes.
+Updated on the router's event loop; node metrics are read from the last pongs at each scrape.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 
 _NODE_GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
     "vllm:num_requests_running": ("Sequences in the running batch.", lambda load: load.running),
-    "vllm:num_requests_waiting": ("Requests that wait for their first step.", lambda load: load.waiting),
+    "vllm:num_requests_waiting": ("Requests waiting for their first step.", lambda load: load.waiting),
     "vllm:kv_cache_usage_perc": (
         "Used share of the KV blocks, 0 to 1.",
         lambda load: load.kv_blocks_used / max(1, load.kv_blocks_total),
     ),
-    "kvrelay_node_queued_tokens": ("Prompt tokens accepted and not computed.", lambda load: load.queued_tokens),
-    "kvrelay_node_kv_blocks_cached": ("Blocks kept for prefix hits only.", lambda load: load.kv_blocks_cached),
-    "kvrelay_node_draining": ("1 if it finishes what it has and gets nothing new.", lambda load: load.draining),
+    "kvrelay_node_queued_tokens": ("Prompt tokens accepted but not computed yet.", lambda load: load.queued_tokens),
+    "kvrelay_node_kv_blocks_cached": ("KV blocks kept only for prefix hits.", lambda load: load.kv_blocks_cached),
+    "kvrelay_node_draining": (
+        "1 while the node drains: it finishes its requests and gets no new ones.",
+        lambda load: load.draining,
+    ),
     "kvrelay_node_step_age_seconds": (
-        "Since the engine loop last came round, or a step in flight beside it ended.",
+        "Seconds since the engine loop's last iteration or the end of the last asynchronous step.",
         lambda load: load.step_age_s,
     ),
 }
@@ -41,7 +44,7 @@ _NODE_COUNTERS: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
     "kvrelay_node_prompt_tokens": ("Prompt tokens computed.", lambda load: load.prompt_tokens),
     "kvrelay_node_generated_tokens": ("Tokens generated.", lambda load: load.generated_tokens),
     "kvrelay_node_relayed_bytes": ("KV bytes relayed.", lambda load: load.relayed_bytes),
-    "kvrelay_node_local_prefills": ("Prompts prefilled by a decode node itself.", lambda load: load.local_prefills),
+    "kvrelay_node_local_prefills": ("Prompts prefilled locally by a decode node.", lambda load: load.local_prefills),
     "kvrelay_node_transfers_failed": ("KV transfers that failed.", lambda load: load.transfers_failed),
 }
 
@@ -52,7 +55,8 @@ _BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 class _NodeCollector(Collector):
     """Turns the last pongs into metrics; a node that is gone leaves no stale series.
 
-    Counters of a node only once it has told them: one that was forgotten and is listed again has not begun anew.
+    A node's counters are exported only after its first load report: zeros before it would look like a counter reset if
+    the node was forgotten and is listed again.
     """
 
     def __init__(self, nodes: Callable[[], Iterable[Node]], breakers: Breakers) -> None:
@@ -66,7 +70,7 @@ class _NodeCollector(Collector):
         breaker = GaugeMetricFamily(
             "kvrelay_node_breaker", "The node's circuit breaker: 0 closed, 1 half-open, 2 open.", labels=labels
         )
-        opened = CounterMetricFamily("kvrelay_breakers_opened", "Circuit breakers of nodes that opened.")
+        opened = CounterMetricFamily("kvrelay_breakers_opened", "Times that a node's circuit breaker opened.")
         opened.add_metric([], self._breakers.times_opened)
         families: list[Metric] = [usable, breaker, opened]
         names = [[node.record.model.name, node.node_id, node.record.role] for node in nodes]
@@ -109,32 +113,30 @@ class Metrics:
         self._generated_all = Counter("vllm:generation_tokens", "Tokens sent to clients.", named, registry=registry)
         self._ttft_all = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
         self._itl_all = histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _INTER_TOKEN_S)
-        self._e2e_all = histogram("vllm:e2e_request_latency_seconds", "Time per request.")
+        self._e2e_all = histogram("vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end.")
         self._queue_all = histogram("vllm:request_queue_time_seconds", "Time in a node's queue.")
-        self._prefill_all = histogram("vllm:request_prefill_time_seconds", "Time of prefill.")
+        self._prefill_all = histogram("vllm:request_prefill_time_seconds", "Prefill time.")
         self._failed = Counter("kvrelay_request_failed", "Requests that failed.", ["code"], registry=registry)
         self._cancelled = Counter(
-            "kvrelay_request_cancelled", "Requests whose client left.", registry=registry
+            "kvrelay_request_cancelled", "Requests whose client disconnected.", registry=registry
         ).labels()
         self._relayed = Counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.", registry=registry).labels()
         self._attempts = Counter("kvrelay_attempts", "Attempts placed, by prefill mode.", ["mode"], registry=registry)
         self._retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry).labels()
         self._http_errors = Counter("kvrelay_http_errors", "Error responses, by status.", ["status"], registry=registry)
         self._pending = Gauge(
-            "kvrelay_requests_pending", "Generations in this router that are not over.", registry=registry
+            "kvrelay_requests_pending", "Generations of this router that have not ended.", registry=registry
         )
         self._pending_first = Gauge(
-            "kvrelay_requests_waiting", "Of these, the ones without a token.", registry=registry
+            "kvrelay_requests_waiting", "Generations that have no token yet.", registry=registry
         )
-        self._held = Gauge(
-            "kvrelay_requests_held", "Of these, the ones that no node has use for yet.", registry=registry
-        )
+        self._held = Gauge("kvrelay_requests_held", "Generations in the admission queue.", registry=registry)
         self._attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local")}
         self._model_name = ""
         self._use_model("unknown")
 
     def set_model(self, name: str) -> None:
-        """Count requests under this model from now on. Looking labels up per token would cost too much."""
+        """Label metrics with this model from now on. A label look-up per token would cost too much."""
         if name != self._model_name:
             self._use_model(name)
 
@@ -148,7 +150,7 @@ class Metrics:
         self._queue, self._prefill = self._queue_all.labels(name), self._prefill_all.labels(name)
 
     def watch_nodes(self, nodes: Callable[[], Iterable[Node]], breakers: Breakers) -> None:
-        """Export what `nodes` gives at each scrape."""
+        """Export the nodes that `nodes` returns at each scrape."""
         self.registry.register(_NodeCollector(nodes, breakers))
 
     def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int], held: Callable[[], int]) -> None:
@@ -164,22 +166,22 @@ class Metrics:
             self._retries.value += 1
 
     def first_tokens(self, count: int, ttft_s: float) -> None:
-        """The first `count` tokens of a request went to the client, `ttft_s` after its arrival."""
+        """The first `count` tokens of a request were sent to the client, `ttft_s` after its arrival."""
         self._generated.value += count
         self._ttft.observe(ttft_s)
 
     def more_tokens(self, count: int, gap_s: float) -> None:
-        """`count` more tokens went to the client, `gap_s` after the last ones."""
+        """`count` more tokens were sent to the client, `gap_s` after the previous ones."""
         self._generated.value += count
         if count:
             self._itl.observe(gap_s / count)
 
     def leg(self, role_is_prefill: bool, stats: AttemptStats) -> None:
-        """A leg reported."""
+        """A leg reported how it served its attempt."""
         if stats.prefill_s > 0:
             self._queue.observe(stats.queue_s)
             self._prefill.observe(stats.prefill_s)
-        if not role_is_prefill:  # both legs may count the bytes of one relay; the receiver knows what arrived
+        if not role_is_prefill:  # both legs may count the bytes of one relay; the receiver's count is used
             self._relayed.value += max(stats.relayed_bytes, 0)
 
     def failed(self, code: str) -> None:
@@ -187,7 +189,7 @@ class Metrics:
         self._failed.labels(code).value += 1
 
     def cancelled(self) -> None:
-        """The client of a generation left."""
+        """The client of a generation disconnected."""
         self._cancelled.value += 1
 
     def finished(self, reason: FinishReason, prompt_tokens: int, duration_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The model that this router serves: name, limits and tokenizer, from its configuration and from the nodes.
+"""The model that this router serves: name, limits and tokenizer, from the router's configuration and from the nodes.
 
 Runs on the router's event loop; tokenizers are loaded on a thread.
 """
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that is ready to be asked. `max_model_len`: prompt and answer together, in tokens."""
+    """A loaded model. `max_model_len`: maximum length of prompt and answer together, in tokens."""
 
     name: str
     folder: Path
@@ -40,9 +40,9 @@ class ServedModel:
 def load(
     name_or_path: str, name: str | None, chat_template: str | None, generation_config: GenerationConfig
 ) -> ServedModel:
-    """Read what the router needs of a model folder. Takes a second for a large vocabulary.
+    """Read config, tokenizer and sampling defaults from a model folder. Takes a second for a large vocabulary.
 
-    Raises: ConfigError, one sentence.
+    Raises: ConfigError with one sentence.
     """
     folder = resolve_model(name_or_path)
     config = load_model_config(folder)
@@ -58,7 +58,7 @@ def load(
 
 
 class ModelCatalog:
-    """What `/v1/models` lists: one model, or none as long as neither the configuration nor a node names one."""
+    """The content of `/v1/models`: one model, or none until the configuration or a node names one."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ModelCatalog:
         self._generation_config: GenerationConfig = generation_config
         self._model: ServedModel | None = None
         self._nodes_name: str | None = None
-        """The model name of the nodes that we use."""
+        """Model name of the nodes in use."""
         self._loading: asyncio.Task[None] | None = None
         self._loaded_path: str | None = None
         self._problem = "no node has registered a model yet"
@@ -90,14 +90,16 @@ class ModelCatalog:
             )
 
     def accept(self, records: list[NodeRecord]) -> list[NodeRecord]:
-        """The nodes whose model is the one served here; learn from them what the configuration left open."""
+        """Return the nodes that serve this router's model. Settings that the configuration leaves open come from them."""
         names = [record.model.name for record in sorted(records, key=lambda record: record.started_at)]
         if names and self._nodes_name not in names:
             self._nodes_name = names[0]
         mine = [record for record in records if record.model.name == self._nodes_name]
         for record in records:
             if record.model.name != self._nodes_name:
-                log.warning("%s serves %s, not %s: ignored", record.peer.node_id, record.model.name, self._nodes_name)
+                log.warning(
+                    "%s is ignored: it serves %s, not %s", record.peer.node_id, record.model.name, self._nodes_name
+                )
         mine = self._with_our_tokenizer(mine)
         infos = [record.model for record in mine if record.role == "decode"] or [record.model for record in mine]
         if infos:
@@ -105,9 +107,9 @@ class ModelCatalog:
         return mine
 
     def _with_our_tokenizer(self, records: list[NodeRecord]) -> list[NodeRecord]:
-        """The nodes to which token ids mean what they mean here.
+        """The nodes with the same tokenizer as this router.
 
-        Where no node does and the nodes named the model, all of them: the router then loads their tokenizer.
+        If there is none and the model was not configured here, all nodes: the router then loads their tokenizer.
         """
         if self._model is None:
             return records
@@ -121,7 +123,7 @@ class ModelCatalog:
         return same
 
     def get(self, name: str | None) -> ServedModel:
-        """The model that a client named (None: whichever is served).
+        """The model that a client named (None: the served one).
 
         Raises: NotFound for another name, Unavailable when nothing is known yet.
         """
@@ -169,7 +171,7 @@ class ModelCatalog:
             self._problem = f"{error}; give the router a folder with --model"
             log.error("cannot use the model that the nodes registered: %s", self._problem)
             return
-        except Exception as error:  # whatever a model folder can hold, clients must be told that it does not load
+        except Exception as error:  # a model folder can hold anything; clients must be told that it cannot be loaded
             self._problem = f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log"
             log.exception("cannot load the model that the nodes registered")
             return

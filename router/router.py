@@ -1,4 +1,4 @@
-"""The parts of a router, put together: model, metrics, prefix index, dispatcher. Runs on the router's event loop."""
+"""Creates and connects the parts of a router: model, metrics, prefix index, dispatcher. Runs on its event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.requests.dispatch import Dispatcher
 
 
 class Router:
-    """All parts of a router but the HTTP server and the directory of nodes. Must be created on the event loop.
+    """All parts of a router except the HTTP server and the directory of nodes. Must be created on the event loop.
 
     Raises: ConfigError for an unknown policy.
     """
@@ -45,7 +45,7 @@ class Router:
             self.subscriber.set_nodes(accepted)
 
     def subscribe(self, redis_url: str, cluster: str) -> KvEventSubscriber:
-        """Feed the prefix index with the KV events that nodes publish in Redis, once the returned subscriber runs."""
+        """Return a subscriber that, while it runs, feeds the prefix index with the KV events in Redis."""
         nodes = self.dispatcher.nodes
         loads = lambda: {node.incarnation: node.load for node in nodes.known()}  # noqa: E731
         self.subscriber = KvEventSubscriber(redis_url, cluster, self.index, loads=loads)
@@ -53,7 +53,7 @@ class Router:
         return self.subscriber
 
     def degraded(self, directory: Directory | None) -> str:
-        """What is wrong with Redis, in a few words; empty if nothing is."""
+        """What is wrong with Redis, in a few words; empty if everything works."""
         subscriber = self.subscriber
         if (directory is not None and directory.degraded) or (subscriber is not None and subscriber.away):
             return "away: serving with the nodes known"

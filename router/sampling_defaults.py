@@ -1,4 +1,4 @@
-"""Sampling defaults from a model's `generation_config.json`, for fields that a request leaves out. Read with the model."""
+"""Sampling defaults from a model's `generation_config.json`, for fields that a request leaves out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values for fields that a request leaves out; without a file, OpenAI's neutral ones."""
+    """Values for fields that a request leaves out. Without the file these are OpenAI's defaults."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -23,13 +23,13 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
-    """None: up to the end of the context. A request may ask for more: this is not a limit."""
+    """None: up to the end of the context. This is not a limit: a request may ask for more."""
 
 
 NEUTRAL = SamplingDefaults()
 
 _BOUNDS: dict[str, tuple[float, float]] = {
-    # key of the file -> allowed range, the same as for clients
+    # key of the file -> allowed range, as for clients
     "temperature": (0, 2),
     "top_p": (1e-6, 1),
     "top_k": (-1, 2**31 - 1),
@@ -41,7 +41,7 @@ _WHOLE = ("top_k", "max_new_tokens")
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Read the defaults of a model folder; neutral if it has no such file. As in vLLM, `do_sample` is ignored.
+    """Read the defaults of a model folder; `NEUTRAL` if it has no such file. As in vLLM, `do_sample` is ignored.
 
     Raises: ConfigError naming file, key and value.
     """

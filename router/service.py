@@ -1,4 +1,4 @@
-"""The router process: starts everything and runs it until it is told to stop.
+"""The router process: starts all parts and runs them until it is told to stop.
 
 One process, one event loop. `serve` is what `kvrelay router` runs.
 """
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 async def serve(config: RouterConfig) -> None:
-    """Serve until cancelled; then fail every open request with an error that says why, and shut down.
+    """Serve until cancelled; then end every open request with an error that says why, and shut down.
 
-    Raises: ConfigError, one sentence, when the configuration cannot work.
+    Raises: ConfigError with one sentence when the configuration cannot work.
     """
     sock = bind(config.host, config.port)
     try:
@@ -52,7 +52,7 @@ async def serve(config: RouterConfig) -> None:
     background = [asyncio.create_task(part.run()) for part in (directory, subscriber, router.dispatcher)]
     background.append(asyncio.create_task(gc_policy.run(lambda: router.dispatcher.running)))
     try:
-        # Background tasks never end: the first one that does is the server, or a bug that must be reported.
+        # Background tasks never end: the first task that ends is the server's, or one with a bug, which must be reported.
         await asyncio.wait([http, *background], return_when=asyncio.FIRST_COMPLETED)
     finally:
         router.dispatcher.fail_all(Unavailable("the router is shutting down; try again"))

@@ -25,7 +25,7 @@ OnError = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class DirectEndpoints:
-    """ASGI application with the same answers as `app`. `guard` wraps the direct path, which skips `app`'s middleware."""
+    """ASGI application that answers exactly as `app`. `guard` wraps the direct path, which skips `app`'s middleware."""
 
     def __init__(self, app: FastAPI, guard: Callable[[ASGIApp], ASGIApp]) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: uvicorn's protocol with more time and size limits. Router process, event loop."""
+"""HTTP/1.1 connections: uvicorn's protocol with additional time and size limits. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DISCONNECT = "kvrelay.client"
 """Key of a request's `DisconnectListener` in its ASGI scope."""
 
 _MOST_HEAD_BYTES = 65_536
-"""Approximate limit for a request's line and headers, or for trailers: the parser keeps them until they end."""
+"""Approximate limit for a request's line and headers, or for trailers: the parser buffers them until they are complete."""
 
 
 class DisconnectListener:
@@ -24,7 +24,7 @@ class DisconnectListener:
         self._on_gone: Callable[[], None] | None = None
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call `on_gone` when the client disconnects, at once if it has; None: call nothing. One request at a time."""
+        """Call `on_gone` when the client disconnects, at once if it already has; None stops this. One request at a time."""
         self._on_gone = on_gone
         if self._gone and on_gone is not None:
             on_gone()
@@ -37,14 +37,14 @@ class DisconnectListener:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client connection. Invariant: while no request is being answered, a timer runs that closes it; first bytes, half a
-    request and the rest of a refused body do not stop the timer.
+    """One client connection. Invariant: while no request is being answered, a timer runs that closes the connection; a
+    partial request or the rest of a refused body does not stop the timer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._client = DisconnectListener()
         self._endless_bytes = 0
         """Bytes received since headers or a part of a body were last complete."""

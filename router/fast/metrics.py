@@ -1,7 +1,7 @@
 """Counters and histograms for one thread. Router process, event loop.
 
-prometheus_client's own take a lock and several calls per update. These are plain numbers until a scrape, which shows the
-same text, byte for byte.
+Those of prometheus_client take a lock and several calls per update. These are plain numbers until a scrape, whose text is
+the same byte for byte.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CounterSeries:
 
 
 class Counter(Collector):
-    """A counter family; without label names its only series exists from the start."""
+    """A counter family. Without label names, its only series exists from the start."""
 
     def __init__(self, name: str, text: str, label_names: Iterable[str] = (), *, registry: CollectorRegistry) -> None:
         self._name, self._text, self._label_names = name, text, tuple(label_names)

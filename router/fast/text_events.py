@@ -1,6 +1,6 @@
-"""Events of a stream that bring nothing but text: JSON by concatenation. Router process, event loop.
+"""Stream events that contain only text, serialized by concatenation. Router process, event loop.
 
-All events of a choice are equal but for their text, so they are serialized once, around a marker.
+The events of a choice differ only in their text, so one event is serialized with a marker in place of the text.
 """
 
 from __future__ import annotations

@@ -10,5 +10,5 @@ from types import coroutine
 
 @coroutine
 def yield_turn() -> Generator[None]:
-    """Let other requests reach this stage, so that the next stage runs for all of them in a row. As `asyncio.sleep(0)`."""
+    """Let other requests reach this stage, so that the next stage runs for all in a row. Does what `asyncio.sleep(0)` does."""
     yield

@@ -17,9 +17,7 @@ from router.requests.generation import Generation
 from router.requests.request import Delta
 
 _PORTION = 32
-"""How many deltas are formatted before the event loop gets a turn: formatting takes milliseconds, and there can be
-thousands of deltas.
-"""
+"""Deltas formatted in a row before other tasks of the event loop run: there can be thousands of deltas."""
 
 
 class Answer:
@@ -50,7 +48,7 @@ class Answer:
             generation.cancel()
 
     def close(self) -> None:
-        """Stop what still runs and drop the references: they are cycles, and the garbage collector seldom looks at objects
+        """Stop what still runs and drop the references. They form cycles, and the garbage collector rarely examines objects
         older than some seconds.
         """
         if self._client is not None:
@@ -122,8 +120,8 @@ class Answer:
         return next(failed, self.generations[0] if self.generations else None)
 
     async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[tuple[bytes, bool]]:
-        """The parts of the stream's body, and whether more follows. Text that arrived together is one write, however many
-        events it has.
+        """The parts of the stream's body, each with whether more follows. Text that arrived together is one write, even if
+        it has many events.
         """
         opened: set[int] = set()
         text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
@@ -167,7 +165,7 @@ class Answer:
                     yield b"", False
                     return
                 del open_choices[index]
-                # The headers were sent with the first token; now the details are complete.
+                # The headers were sent with the first token; only now are the details complete.
                 parts.append(event({**form.closing(outcome, index), "kvrelay": serving_details(generation)}))
             if not open_choices:
                 if options.usage_in_stream:

@@ -56,7 +56,7 @@ def build(services: Services) -> FastAPI:
 
     @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Answer a conversation, as OpenAI's endpoint of the same name."""
+        """Answer a conversation, like OpenAI's endpoint of the same name."""
         _assign_ids(request, "chatcmpl")
         body, size = await _parse(request, services, ChatRequest)
         model = services.catalog.get(body.model)
@@ -68,7 +68,7 @@ def build(services: Services) -> FastAPI:
 
     @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Continue each prompt, as OpenAI's endpoint of the same name."""
+        """Continue each prompt, like OpenAI's endpoint of the same name."""
         _assign_ids(request, "cmpl")
         body, size = await _parse(request, services, CompletionRequest)
         model = services.catalog.get(body.model)
@@ -147,7 +147,7 @@ async def _serve(
         await yield_turn()
         return JsonResponse(await answer.whole(form, deltas), headers=headers(ids, answer.generations[0]))
     except KvRelayError as error:
-        # Not in the application's handler: the headers of a failure, too, name the nodes that were tried.
+        # Handled here, not in the application's handler, because the headers of a failure also name the nodes tried.
         services.metrics.http_error(error.http_status)
         return error_response(error, headers(ids, answer.failed_generation(error)))
     finally:

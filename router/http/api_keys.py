@@ -13,7 +13,7 @@ from router.http.responses import error_response
 
 
 class KeyGuard:
-    """ASGI middleware: with keys configured, all paths but `/health` need one. `count` gets the status of each refusal."""
+    """ASGI middleware: if keys are configured, all paths except `/health` need one. `count` gets each refusal's status."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], count: Callable[[int], None]) -> None:
         self._app = app

@@ -12,7 +12,7 @@ from router.http.request_headers import header
 from router.requests.deadlines import Deadlines
 
 _DRAIN_BYTES = 64 * 2**20
-"""How much of a refused body is read and discarded, so that the client reads the refusal; then the router stops reading."""
+"""How much of a refused body is read and discarded before the router stops reading."""
 
 
 def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
@@ -25,8 +25,8 @@ def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
 
 
 async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]]) -> bytes:
-    """The body of a request whose content type is JSON. Most of a refused body is read and discarded: a client that is still
-    sending would not see the response.
+    """The body of a request whose content type is JSON. A refused body is read and discarded up to `_DRAIN_BYTES`, because a
+    client that is still sending would not see the response.
 
     Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
     """

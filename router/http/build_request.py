@@ -22,14 +22,14 @@ _MAX_KEY_CHARS = 256
 
 
 class Caller(NamedTuple):
-    """`tenant`: whose fair share a request counts against. `session`: requests of one session go to the same nodes."""
+    """`tenant`: the fair share that a request counts against. `session`: requests of one session go to the same nodes."""
 
     tenant: str
     session: str
 
 
 def caller_of(scope: Scope, body: CompletionRequestBase, *, with_keys: bool) -> Caller:
-    """The tenant is (a hash of) the API key `with_keys`, else the `user` field."""
+    """The tenant is a hash of the API key if keys are configured (`with_keys`), else the `user` field."""
     tenant = user = (body.user or "")[:_MAX_KEY_CHARS]
     if with_keys:
         tenant = hashlib.sha256(api_key(scope).encode()).hexdigest()[:12]

@@ -23,14 +23,14 @@ from router.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 _LOWEST = -9999.0
-"""Shown instead of minus infinity, which JSON lacks."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 def to_json(value: object) -> bytes:
     """Compact JSON in UTF-8."""
     try:
         return pydantic_core.to_json(value)
-    except pydantic_core.PydanticSerializationError:  # half a surrogate pair, which only a client can have sent
+    except pydantic_core.PydanticSerializationError:  # an unpaired surrogate, which can only come from a client
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
@@ -61,7 +61,7 @@ def error_body(error: KvRelayError) -> Json:
 
 
 def usage(generations: Sequence[Generation], completion: int | None = None) -> Json:
-    """Token counts, all choices together; `completion`: of the tokens that were told so far, where that is not all."""
+    """Token counts over all choices. `completion`: number of tokens sent so far; None: all."""
     prompt = sum(len(generation.request.engine.prompt_ids) for generation in generations)
     if completion is None:
         completion = sum(generation.completion_tokens for generation in generations)
@@ -92,9 +92,9 @@ def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
 
 
 class TextLogprobs:
-    """The log-probabilities of `/v1/completions`, whose offsets run on from chunk to chunk.
+    """The log-probabilities of `/v1/completions`, whose text offsets continue from chunk to chunk.
 
-    A token's offset is that of the first character of the choice's text that it brings, or is a part of.
+    A token's offset is that of the first character in the choice's text that the token contains, wholly or in part.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -122,7 +122,7 @@ class TextLogprobs:
 
 @dataclass(frozen=True)
 class FormatOptions:
-    """What the client wants to see."""
+    """The response options that the client chose."""
 
     request_id: str
     model: str
@@ -149,7 +149,7 @@ class Format(Protocol):
         ...
 
     def text_event(self, text: str, index: int) -> bytes:
-        """The event of `delta` for a client that sees nothing but text; without building the chunk."""
+        """The event of `delta` for a client that gets only text; built without the chunk's dict."""
         ...
 
     def closing(self, outcome: Outcome, index: int) -> Json:
@@ -161,16 +161,16 @@ class Format(Protocol):
         ...
 
     def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
-        """The log-probabilities of these tokens, which follow on those asked for before."""
+        """The log-probabilities of these tokens, which must follow those of the last call."""
         ...
 
     def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
-        """The response that is not streamed, without log-probabilities: these can be millions (`router.http.answer`)."""
+        """The non-streamed response without log-probabilities, of which there can be millions (`router.http.answer`)."""
         ...
 
 
 class _BaseFormat:
-    """What all chunks of a stream share."""
+    """The parts that all chunks of a stream share."""
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, chunk_kind: str) -> None:
         self.options = options

@@ -1,8 +1,8 @@
 """Request bodies of the two completion calls: their fields, their limits, and their `SamplingParams`.
 
-Pure. Bodies are bounded and checked here, before any tokenization. A field that OpenAI or vLLM define, that
-would change the answer and that this server cannot honour is refused by name; entirely unknown fields are
-ignored, as clients send all kinds of them. No field of a body reaches the wire without passing here.
+Pure. Bodies are bounded and checked here, before any tokenization. Fields of OpenAI or vLLM that would change the
+answer but are not supported are refused by name. Unknown fields are ignored, because clients send many of them.
+Every field of a body that reaches the wire protocol is validated here.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MAX_PRIORITY = 1000
 MAX_CONTENT_PARTS = 4096
 """Maximum for one message."""
 _ECHO_CHARS = 200
-"""Error messages repeat at most this much of what the client sent."""
+"""Error messages quote at most this much of the client's input."""
 
 _MAX_INT = 2**31 - 1
-"""Upper limit for all integers but the seed: JSON's are unbounded, those of the wire protocol are not."""
+"""Upper limit for all integers except the seed: those of JSON are unbounded, those of the wire protocol are not."""
 
 _excerpt = reprlib.Repr()
 _excerpt.maxlevel = 3
@@ -59,7 +59,7 @@ def _object(value: Any) -> dict[str, Any] | None:
 
 
 def _bounded(value: Any, limit: int, what: str) -> Any:
-    """`value`, unless it is too long a list. Checked before its items, because each wrong item costs an error object."""
+    """`value`, unless it is too long a list. Checked before the items, because each wrong item creates an error object."""
     if len(_items(value) or ()) > limit:
         raise ValueError(f"at most {limit} {what} are allowed")
     return value
@@ -119,7 +119,7 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 
 class StreamOptions(BaseModel):
-    """What a stream has in addition to the answer."""
+    """What a stream contains in addition to the answer."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     include_usage: bool | None = False
@@ -155,7 +155,7 @@ class CompletionRequestBase(BaseModel):
     """Lower is served earlier."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
-    """The client's own name for the request; it is repeated, never used as a key."""
+    """The client's own id of the request. It is echoed, never used as a key."""
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The routes beside the two completion calls: models, health, version, metrics. Runs on the router's event loop."""
+"""All routes except the two completion calls: models, health, version, metrics. Runs on the router's event loop."""
 
 from __future__ import annotations
 

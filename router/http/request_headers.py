@@ -1,4 +1,4 @@
-"""What the routes read from a request's ASGI scope. Pure."""
+"""Reads headers from a request's ASGI scope. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def api_key(scope: Scope) -> str:
-    """The API key that a request brings; empty if none. The scheme's case and spaces around the key do not matter."""
+    """The API key of a request; empty if none. The scheme's case and spaces around the key do not matter."""
     scheme, _, key = header(scope, b"authorization").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from router.requests.generation import Generation
 
 RawHeaders = list[tuple[bytes, bytes]]
-"""As ASGI has them."""
+"""Headers in ASGI's form."""
 
 _MAX_HEADER_CHARS = 256
 _MAX_DECISION_CHARS = 2048

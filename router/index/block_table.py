@@ -1,13 +1,13 @@
-"""A hash table from 64-bit keys to small numbers, in NumPy arrays: 16 bytes a slot, many keys looked up at once.
+"""A hash table from 64-bit keys to small numbers, in NumPy arrays: 16 bytes per slot, many keys looked up at once.
 
-Pure; owned by `router.index.prefix_index`. Look-ups of a long prompt hit memory that no cache holds: done in one sweep their waits
-overlap, which a dict's cannot. Few keys are handled one by one, which is quicker then.
+Pure; owned by `router.index.prefix_index`. The slots of a long prompt are in no CPU cache: one sweep over all keys overlaps
+the memory latencies, which a dict cannot do. Small batches are handled key by key, which is faster for them.
 
-Extendible hashing: the upper bits of a key pick an entry of the directory, which names a segment; inside it, open
-addressing with linear probing. A full segment is split by itself, so that growth never holds anybody up, and segments
-are full at different times. The arrays have their greatest size from the start: the system gives memory to what was
-written only, and segments are taken in order. Key 0 means an empty slot; a key whose value is 0 was removed and keeps
-its slot until its segment is written anew. Every entry carries the stamp of its last use.
+Extendible hashing: the upper bits of a key select an entry of the directory, which names a segment; inside a segment,
+open addressing with linear probing. Segments are split one at a time and fill up at different times, so growth never
+causes a long pause. The arrays are allocated at their maximum size: the operating system backs only written pages with
+memory, and segments are used in order. Key 0 marks an empty slot. A key with value 0 was removed; it keeps its slot
+until its segment is rewritten. Every entry has the stamp of its last use.
 
     Source: R. Fagin, J. Nievergelt, N. Pippenger, H. R. Strong, Extendible Hashing, 1979.
 """
@@ -24,28 +24,28 @@ KeyArray = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.intp]
 Becomes = Callable[[int], int]
-"""From an entry's value to its next one; 0 is that of a key which is not here."""
+"""Maps an entry's value to its new value; 0 is the value of a missing key."""
 
 _BITS = 12
 SEGMENT = 1 << _BITS
-"""Slots."""
+"""Slots per segment."""
 _INSIDE = SEGMENT - 1
 _LEAST_FULL, _FULL_SPREAD = 0.35, 0.3
-"""A segment is full when this share of its slots has a key, and up to so much more."""
+"""A segment is full when this share of its slots has a key; the second number is the most that `_full` adds to it."""
 _SPLIT = 0.8
-"""A full segment of which so much is live is split; else only what was removed is swept out."""
+"""A full segment is split if at least this share of it is live; otherwise only removed entries are cleared."""
 _EMPTIEST = 0.2
-"""There is memory for segments that are on average as full as this; after that entries go."""
+"""The maximum number of segments assumes this average fill; when it is reached, entries are evicted."""
 _EVICTED_AT_ONCE = 8
-"""Of a segment, the oldest of so many entries goes."""
+"""One in this many of a segment's entries is evicted at a time, the oldest ones."""
 _AT_ONCE = 1024
-"""Keys of one sweep that stores."""
+"""Maximum keys stored in one sweep."""
 
 
 class BlockTable:
-    """At most `limit` entries; the ones that were not used for longest go first, by segments.
+    """At most `limit` entries, evicted least recently used first within one segment after the other.
 
-    `on_evict` gets the values of entries that had to go. `few`: so many keys are handled one by one.
+    `on_evict` gets the values of evicted entries. `few`: up to this many keys are handled one by one.
     """
 
     def __init__(self, limit: int, on_evict: Callable[[Values], None], few: int) -> None:
@@ -58,15 +58,15 @@ class BlockTable:
         self.values: Values = np.zeros(slots, np.uint32)
         self.stamps: Values = np.zeros(slots, np.uint32)
         self._room = np.zeros(self._most_segments, np.int64)
-        """For each segment: so many keys may still be claimed there."""
-        # The same memory for access one by one, where NumPy is slow.
+        """For each segment: how many more keys it takes."""
+        # The same memory for access to single entries, where NumPy is slow.
         self.key_at, self.value_at, self.stamp_at, self._room_at = (
             array.data for array in (self.keys, self.values, self.stamps, self._room)
         )
         self._begin()
 
     def clear(self) -> None:
-        """Forget everything. What was never used costs nothing: new arrays would be written as a whole."""
+        """Remove everything. Only used segments are written; new arrays would have to be written as a whole."""
         used = slice(0, self.segments << _BITS)
         self.keys[used] = 0
         self.values[used] = 0
@@ -77,21 +77,21 @@ class BlockTable:
         self.live = 0
         """Entries with a value."""
         self.segments = 1
-        """In use: those before it."""
+        """Number of segments in use, which are the first ones."""
         self._shift = 63
         self._directory: Places = np.zeros(2, np.intp)
-        """By the upper bits of a key: where its segment begins."""
+        """First slot of each key's segment, by the key's upper bits."""
         self._begin_at = self._directory.data
         self._prefixes = [(0, 0)]
-        """For each segment: how many upper bits its keys share, and these."""
+        """For each segment: how many upper bits its keys share, and the value of these bits."""
         self._hand = 0
-        """The segment from which entries go next."""
+        """The segment from which entries are evicted next."""
         self._room_at[0] = _full(0)
 
     # -- looking up
 
     def look(self, key: int, stamp: int | None) -> int:
-        """The value of `key`, 0 if it is not here; marks it as used, unless `stamp` is None."""
+        """The value of `key`, 0 if it is missing; sets its stamp unless `stamp` is None."""
         at, key_at = self._begin_at[key >> self._shift] | key & _INSIDE, self.key_at
         while (found := key_at[at]) != key:
             if not found:
@@ -102,14 +102,14 @@ class BlockTable:
         return self.value_at[at]
 
     def place(self, key: int) -> int:
-        """Where `key` is, or would be."""
+        """The slot where `key` is, or would be."""
         at, key_at = self._begin_at[key >> self._shift] | key & _INSIDE, self.key_at
         while (found := key_at[at]) and found != key:
             at = at & ~_INSIDE | at + 1 & _INSIDE
         return at
 
     def places(self, keys: KeyArray) -> Places:
-        """Where each of `keys` is, or would be alone."""
+        """The slot where each of `keys` is, or would be if it were stored alone."""
         table = self.keys
         at: Places = self._directory[keys >> np.uint64(self._shift)]
         at |= (keys & np.uint64(_INSIDE)).astype(np.intp)
@@ -122,7 +122,7 @@ class BlockTable:
         return at
 
     def find(self, keys: KeyArray, stamp: int | None) -> Values:
-        """The value of each of `keys`, 0 for one that is not here; marks them as used, unless `stamp` is None."""
+        """The value of each of `keys`, 0 if missing; sets their stamps unless `stamp` is None."""
         at = self.places(keys)
         if stamp is not None:
             self.stamps[at] = stamp
@@ -131,7 +131,7 @@ class BlockTable:
     # -- changing
 
     def put(self, keys: KeyArray, becomes: Becomes, stamp: int) -> int:
-        """Give each of `keys` the value that follows on its present one, never 0. Returns for how many that was news."""
+        """Replace the value of each key by `becomes(value)`, which must not be 0. Returns how many values changed."""
         if len(keys) <= self._few:
             return self._put_few(keys.tolist(), becomes, stamp)
         distinct, news = _distinct(keys), 0
@@ -142,14 +142,14 @@ class BlockTable:
         return news
 
     def cut(self, keys: KeyArray, becomes: Becomes) -> int:
-        """As `put`, for those that are here; one whose next value is 0 is removed."""
+        """As `put`, but only for keys that are present; a key whose new value is 0 is removed."""
         if len(keys) <= self._few:
             return self._cut_few(keys.tolist(), becomes)
         at = self.places(keys)
         return self._replace(_distinct(at[self.values[at] != 0]), becomes)
 
     def _put_few(self, keys: list[int], becomes: Becomes, stamp: int) -> int:
-        """`place` and all in one loop: most batches are small, and this is where they spend their time."""
+        """`put` for small batches, with `place` inlined: most batches are small, and this loop takes most of their time."""
         next_of: dict[int, int] = {}
         news = 0
         key_at, value_at, stamp_at, room_at = self.key_at, self.value_at, self.stamp_at, self._room_at
@@ -200,7 +200,7 @@ class BlockTable:
     def _replace(self, at: Places, becomes: Becomes) -> int:
         before = self.values[at]
         first = int(before[0]) if before.size else 0
-        if (before == first).all():  # as of a prompt that is new, or that one node has
+        if (before == first).all():  # usual: a new prompt, or one that a single node has
             after = becomes(first) if before.size else 0
             self.values[at] = after
             self.live += at.size * ((after > 0) - (first > 0))
@@ -212,7 +212,7 @@ class BlockTable:
         return int(np.count_nonzero((old != new)[inverse]))
 
     def _claim(self, keys: KeyArray) -> Places:
-        """Where each of the distinct `keys` is now; those that were not here have the value 0."""
+        """The slot of each of the distinct `keys`, after adding missing ones with value 0."""
         if self.live + len(keys) > self.limit:
             self._evict(len(keys))
         while True:
@@ -227,7 +227,7 @@ class BlockTable:
                 self._renew(int(segment), int(needed))
 
     def _occupy(self, keys: KeyArray, at: Places) -> Places:
-        """Write distinct keys where they are or would be alone; of those that meet, all but one go on."""
+        """Write distinct keys into the slots `at` or, after a collision, into the next free ones. Returns their slots."""
         table = self.keys
         left = np.flatnonzero(table[at] == 0)
         while left.size:
@@ -241,7 +241,7 @@ class BlockTable:
     # -- room
 
     def _renew(self, segment: int, count: int) -> None:
-        """Have room for `count` more keys, at most `_AT_ONCE`, in a segment: less of what was removed, or in two."""
+        """Make room for `count` more keys, at most `_AT_ONCE`, in a segment: clear removed entries, split it, or evict."""
         begin = segment << _BITS
         here = slice(begin, begin + SEGMENT)
         held = begin + np.flatnonzero(self.values[here])
@@ -262,7 +262,7 @@ class BlockTable:
             self._room_at[one] = _full(one) - taken
 
     def _split(self, segment: int) -> None:
-        """A new segment for half of this one's keys, which stay where they are for now."""
+        """Add a segment for half of this one's keys. The keys themselves are not moved yet."""
         new, (bits, prefix) = self.segments, self._prefixes[segment]
         self.segments += 1
         self._room_at[new] = _full(new)
@@ -276,7 +276,7 @@ class BlockTable:
         self._directory[(2 * prefix + 1) << spare : (2 * prefix + 2) << spare] = new << _BITS
 
     def _evict(self, count: int) -> None:
-        """Have at least `count` entries less than `limit`."""
+        """Evict until at least `count` more entries fit below `limit`."""
         while (excess := self.live + count - self.limit) > 0:
             begin = self._hand << _BITS
             self._hand = (self._hand + 1) % self.segments
@@ -292,7 +292,7 @@ class BlockTable:
         self._on_evict(gone)
 
     def halve_stamps(self) -> None:
-        """Make room for later ones; what was used before stays before."""
+        """Halve all stamps before they overflow; their order is kept."""
         self.stamps[: self.segments << _BITS] >>= 1
 
     def renumber(self, numbers: Values, here: slice) -> None:
@@ -304,17 +304,17 @@ class BlockTable:
 
 
 def _full(segment: int) -> int:
-    """How many keys fill a segment: differently many, so that not all are split at once."""
+    """How many keys fill a segment. The number differs between segments, so that they are not all split at once."""
     return int(SEGMENT * (_LEAST_FULL + _FULL_SPREAD * (segment * 0.6180339887 % 1)))
 
 
 def _distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """In order. `np.unique` imports much when it is first called, in the middle of serving."""
+    """The distinct values, sorted. `np.unique` would import much at its first call, in the middle of serving."""
     ordered = np.sort(values)
     doubled = ordered[1:] == ordered[:-1]
     return ordered[np.append(True, ~doubled)] if doubled.any() else ordered
 
 
 def _next(at: Places) -> Places:
-    """The places after these, each in its segment."""
+    """The next slot after each of these, within its segment."""
     return at & ~_INSIDE | at + 1 & _INSIDE

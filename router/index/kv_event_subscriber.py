@@ -1,7 +1,7 @@
-"""Keeps the prefix index equal to what the nodes publish in Redis: a snapshot of each, then its stream.
+"""Keeps the prefix index equal to what the nodes publish in Redis: a snapshot of each node, then its stream.
 
-Runs on the router's event loop. A node's stream is numbered without a gap: what is missing means another snapshot. While
-Redis is away the index stays as it is. See `common.cluster.kv_event_publisher` for the other end and docs/redis.md for the keys.
+Runs on the router's event loop. The entries of a node's stream are numbered without gaps; after a gap a new snapshot is
+read. While Redis is unavailable the index stays as it is. See `common.cluster.kv_event_publisher` for the other end and docs/redis.md for the keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.index.prefix_index import PrefixIndex
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
-"""Pause between two reads, so that one answer has the entries of many nodes."""
+"""Pause between two reads, so that one answer contains the entries of many nodes."""
 _BLOCK_MS = 200
 """A read waits at most this long for entries; newly listed nodes wait for its end."""
 _READ_ENTRIES = 64
@@ -42,7 +42,7 @@ class NodeStream:
     last: int | None = None
     """Number of the newest entry applied; None: a snapshot is needed."""
     unseen_since_s: float | None = None
-    """Since then the node reports cached blocks while the index has none of them."""
+    """Since when the node has reported cached blocks while the index has none of them."""
     silent: bool = False
 
 
@@ -134,7 +134,7 @@ class KvEventSubscriber:
     # -- a snapshot
 
     async def _snapshot(self, stream: NodeStream) -> None:
-        """The stream's last number first, then the set: entries that come meanwhile are applied once more."""
+        """Read the stream's last number, then the set: entries that arrive in between are applied again, which is harmless."""
         incarnation = stream.incarnation
         newest: Any = await self._client.xrevrange(self._keys.events(incarnation), count=1)
         pieces: list[list[bytes]] = []
@@ -172,7 +172,7 @@ class KvEventSubscriber:
             stream.last = number
             self.entries += 1
             at: bytes = fields.get(b"at", b"")
-            if at.isdigit():  # malformed bytes of one writer must not end the reading of all streams
+            if at.isdigit():  # one writer's malformed entry must not stop the reading of all streams
                 self.lag_s = max(0.0, time.time() - int(at) / 1000)
             tier = _TIERS.get(fields.get(b"tier", b"device"))
             if tier is None:
@@ -218,7 +218,7 @@ class KvEventSubscriber:
 
 
 def _entries_by_stream(answer: Any) -> Iterable[tuple[bytes, list[Any]]]:
-    """An XREAD's answer, which is a map in one version of Redis' protocol and a list in the other."""
+    """The answer of XREAD: a map in RESP3, a list in RESP2."""
     return answer.items() if hasattr(answer, "items") else answer or ()
 
 

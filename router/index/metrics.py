@@ -22,20 +22,20 @@ class IndexCollector(Collector):
         index, subscriber = self._index, self._subscriber
         gauges: dict[str, tuple[str, float]] = {
             "kvrelay_redis_away": ("1 while Redis does not answer this router.", subscriber.away),
-            "kvrelay_index_blocks": ("Blocks that the prefix index knows.", len(index)),
-            "kvrelay_index_nodes_behind": ("Nodes whose blocks are being read anew.", len(subscriber.behind)),
+            "kvrelay_index_blocks": ("Blocks in the prefix index.", len(index)),
+            "kvrelay_index_nodes_behind": ("Nodes whose snapshot is being read.", len(subscriber.behind)),
             "kvrelay_index_nodes_silent": (
                 "Nodes that hold blocks of which none ever reached the index: prefix routing is off for them.",
                 len(subscriber.silent),
             ),
-            "kvrelay_index_lag_seconds": ("Age of the last event when it was applied.", subscriber.lag_s),
+            "kvrelay_index_lag_seconds": ("Age of the last stream entry when it was applied.", subscriber.lag_s),
         }
         counters: dict[str, tuple[str, float]] = {
             "kvrelay_index_events": ("Blocks reported as stored or removed.", subscriber.blocks),
             "kvrelay_index_batches": ("Stream entries applied.", subscriber.entries),
-            "kvrelay_index_gaps": ("Gaps found in nodes' streams.", subscriber.gaps),
-            "kvrelay_index_snapshots": ("Whole sets of blocks read.", subscriber.snapshots),
-            "kvrelay_index_evicted_blocks": ("Blocks forgotten because the index was full.", index.evicted),
+            "kvrelay_index_gaps": ("Gaps found in the nodes' streams.", subscriber.gaps),
+            "kvrelay_index_snapshots": ("Snapshots of nodes' blocks read.", subscriber.snapshots),
+            "kvrelay_index_evicted_blocks": ("Blocks evicted because the index was full.", index.evicted),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=float(value))

@@ -1,7 +1,7 @@
-"""What the prefix index answers: how many leading blocks of a prompt each incarnation holds. Pure.
+"""The prefix index's answer to a query: how many leading blocks of a prompt each incarnation holds. Pure.
 
-Kept as sets of slots of the index, one for each depth: a thousand nodes that hold a system prompt are one entry. Whoever
-asks for a few of them looks into these; for a whole fleet they become one number a slot, without a Python step per node.
+Stored as one set of index slots per depth: a thousand nodes that hold a system prompt are one entry. A query for a few
+nodes looks into these sets; for a whole fleet they are expanded to one number per slot, without a Python step per node.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ Depths = npt.NDArray[np.float64]
 
 
 class PrefixHits(Mapping[str, int]):
-    """By incarnation, of those that hold the first block. Invariant: never changes."""
+    """Number of leading blocks by incarnation, for those that hold the first block. Invariant: never changes."""
 
     def __init__(self, slots: Mapping[str, int], size: int, found: Sequence[tuple[int, int]]) -> None:
-        """`slots`: each incarnation's slot, below `size`; shared and never changed. `found`: (mask of slots, their depth),
-        each slot in one at most.
+        """`slots`: each incarnation's slot, below `size`; shared and never changed. `found`: (mask of slots, their depth);
+        each slot is in at most one mask.
         """
         self.slots = slots
         self._size = size
         self._found = found
         self._depths: Depths | None = None
-        """By slot, once somebody asked for all; it ends with a 0."""
+        """Depth by slot, computed by the first call of `column`; the last element is 0."""
 
     def column(self, places: npt.NDArray[np.intp]) -> Depths:
-        """The depths at these places; -1 is that of an incarnation that the index does not know."""
+        """The depths at these places; place -1 stands for an incarnation that the index does not know."""
         if self._depths is None:
             self._depths = self._spread()
         return self._depths[places]
@@ -46,11 +46,11 @@ class PrefixHits(Mapping[str, int]):
         return depths
 
     def places(self, incarnations: Iterable[str]) -> npt.NDArray[np.intp]:
-        """What `column` takes for these incarnations, as long as `slots` is the same object."""
+        """The argument of `column` for these incarnations, valid as long as `slots` is the same object."""
         return np.array([self.slots.get(incarnation, -1) for incarnation in incarnations], np.intp)
 
     def without(self, incarnations: Iterable[str]) -> PrefixHits:
-        """The same, with nothing held by these."""
+        """A copy in which these incarnations hold nothing."""
         kept = ~sum(1 << self.slots[incarnation] for incarnation in set(incarnations) & self.slots.keys())
         return PrefixHits(self.slots, self._size, [(mask & kept, depth) for mask, depth in self._found if mask & kept])
 
@@ -61,7 +61,7 @@ class PrefixHits(Mapping[str, int]):
         return depth
 
     def get(self, incarnation: str, default: Any = None) -> Any:
-        """As any mapping's, without the exception: most requests ask for what is not held."""
+        """As `Mapping.get`, without raising and catching KeyError: most nodes hold nothing of most prompts."""
         if not self._found or (slot := self.slots.get(incarnation)) is None:
             return default
         if self._depths is not None:

@@ -1,13 +1,14 @@
-"""Which node holds which block: what routing by prefix looks at. Pure: no I/O; the clock is an argument.
+"""Which node holds which block: the data of prefix-aware routing. Pure: no I/O; the clock is an argument.
 
-Runs on the router's event loop. Fed by `router.index.kv_event_subscriber` with what nodes publish, and by the router's own decisions.
+Runs on the router's event loop. Its inputs are the KV events that nodes publish (`router.index.kv_event_subscriber`) and the
+router's own decisions.
 
-A holder is an incarnation and the tier of its memory that the block is in. Every holder has a *slot*, a bit; a set of
-holders is a mask of slots, and every mask in use has a number. Tables from 64 bits of a block's hash to such numbers
-hold all that is known (two blocks that share those bits are taken for one: a wrong estimate once in many years, which
-the node itself corrects): one of what nodes published, two of what this router expects. A dropped incarnation loses its
-bits in the mask of the living at once; `tidy` cleans the tables piece by piece, and only then its slots are used again.
-The same round frees the numbers of masks that no block has any more.
+A holder is an incarnation and a tier of its memory. Every holder has a *slot*, one bit; a set of holders is a mask of
+slots, and every mask in use has a number. Tables map 64 bits of a block's hash to such a number: one table for published
+blocks, two for blocks that this router expects. (Two blocks that share these 64 bits are confused: one wrong estimate in
+many years, which the node itself corrects.) When an incarnation is dropped, its bits are removed from the mask of live
+slots at once; `tidy` cleans the tables in small steps, and only then are its slots reused. The same round frees the
+numbers of masks that no block has any more.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from router.index.block_table import SEGMENT, BlockTable, KeyArray, Values
 from router.index.prefix_hits import PrefixHits
 
 Hashes = Sequence[BlockHash] | bytes | KeyArray
-"""Block hashes, as a sequence, joined into one blob, or what `keys` made of them."""
+"""Block hashes as a sequence, as one joined blob, or as the result of `block_keys`."""
 
 EXPECTATION_S = 4.0
-"""A block that this router only expects a node to hold is believed for so long, at most twice."""
+"""How long a block that a node is only expected to hold counts as held: at least this long, at most twice as long."""
 _EXPECTED_BLOCKS = 1_000_000
-"""So many are expected at most in that time."""
+"""Maximum number of blocks expected in that time."""
 _SPREAD = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio, odd: the segment is picked by the upper bits of a product with it."""
+"""2^64 / golden ratio, odd (Fibonacci hashing): the upper bits of the product select the segment."""
 _FEW_MASKS = 16_384
-"""Up to so many masks no round is made for their numbers alone, nor before there are twice as many as the last one left."""
+"""A round only to free mask numbers starts above this many masks, and above twice the number that the last round left."""
 _CLEANED_AT_ONCE = 32 * SEGMENT
 _RELEASED_AT_ONCE = 8192
 _LAST_USE = 2**32 - 1
-"""Stamps have 32 bits; a router that runs for months gets there."""
+"""Largest 32-bit stamp; a router reaches it after some months."""
 
 
 def block_keys(hashes: Hashes) -> KeyArray:
-    """64 bits of each hash, well spread, never 0. Raises: ValueError for hashes of another length."""
+    """64 well-distributed bits of each hash, never 0. Raises: ValueError for hashes of another length."""
     if isinstance(hashes, np.ndarray):
         return hashes
     blob = hashes if isinstance(hashes, bytes) else b"".join(hashes)
@@ -51,33 +52,33 @@ def block_keys(hashes: Hashes) -> KeyArray:
 
 
 class PrefixIndex:
-    """Block hash -> the holders.
+    """Block hash -> holders.
 
-    Invariants: at most `max_blocks` blocks, those that were not stored or matched for longest are given up first; what
-    `match` says of an incarnation follows from what was said of that incarnation only.
+    Invariants: at most `max_blocks` published blocks, evicted least recently stored or matched first; the result of `match`
+    for an incarnation depends only on calls about that incarnation.
     """
 
     def __init__(self, max_blocks: int = 10_000_000, *, clock: Clock = monotonic, few: int = 64) -> None:
         self.max_blocks = max_blocks
         self._few = few
-        """So many blocks are handled one by one, which is quicker then."""
+        """Up to this many blocks are handled one by one, which is faster for few."""
         self.evicted = 0
-        """Blocks given up for lack of room, ever."""
+        """Blocks evicted for lack of room since the start."""
         self._table = BlockTable(max(1, max_blocks), self._on_evict, few)
-        """What nodes published."""
+        """Blocks that nodes published."""
         self._clock = clock
         self._use = 0
-        """Counts calls; the stamp of what they use."""
+        """Counts calls; it is the stamp of the blocks that a call uses."""
         self._masks = [0]
         self._numbers = {0: 0}
         self._free_numbers: list[int] = []
         self._fresh = self._expectations()
-        """What is expected since `_turned_s`."""
+        """Blocks expected since `_turned_s`."""
         self._fading = self._expectations()
-        """What was expected before that."""
+        """Blocks expected before that."""
         self._turned_s = clock()
         self._slots: dict[str, int] = {}
-        """Of the incarnations that something was said of, the slot of their first tier; replaced, never changed."""
+        """Slot of the device tier of each known incarnation. The dict is replaced, never changed in place."""
         self._lower: dict[tuple[str, Tier], int] = {}
         """The slots of other tiers."""
         self._names: list[str] = []
@@ -85,36 +86,36 @@ class PrefixIndex:
         """Blocks of each slot."""
         self._free_slots: list[int] = []
         self._living = 0
-        """The mask of the slots in use."""
+        """Mask of the slots in use."""
         self._dead = 0
-        """The mask of slots that blocks may still name, though they are nobody's any more."""
+        """Mask of dropped slots that masks of blocks may still contain."""
         self._sweeping = 0
-        """Of these, the ones that the present round of cleaning removes."""
+        """The dropped slots that the current cleaning round removes."""
         self._unswept: list[tuple[BlockTable, int]] = []
-        """In such a round: tables, and up to which of their slots each is clean."""
+        """In a round: the tables still to be cleaned, each with its first slot that is not clean."""
         self._seen: set[int] | None = None
-        """In such a round: numbers that blocks have, as far as it has come, or that were given out since it began."""
+        """In a round: mask numbers found in the tables so far, or assigned since it began; None between rounds."""
         self._released = 0
-        """In such a round, after the tables: up to which number those that nothing has are free."""
+        """In a round, once the tables are clean: mask numbers below this one have been checked and freed if unused."""
         self._many_masks = _FEW_MASKS
 
     def _expectations(self) -> BlockTable:
         return BlockTable(max(1, min(self.max_blocks, _EXPECTED_BLOCKS)), lambda _: None, self._few)
 
-    # -- what nodes say
+    # -- published by nodes
 
     def stored(self, incarnation: str, hashes: Hashes, tier: Tier = "device") -> None:
-        """`incarnation` holds these blocks now."""
+        """`incarnation` now holds these blocks."""
         slot = self._slot(incarnation, tier)
         if not len(hashes):
             return
         keys = block_keys(hashes)
         self._count_use()
-        news = self._table.put(keys, self._with(1 << slot), self._use)  # it may evict, and count that
+        news = self._table.put(keys, self._with(1 << slot), self._use)  # may evict, which changes `_held`
         self._held[slot] += news
 
     def removed(self, incarnation: str, hashes: Hashes, tier: Tier = "device") -> None:
-        """`incarnation` holds these blocks no more. Unknown ones are ignored."""
+        """`incarnation` no longer holds these blocks. Unknown blocks are ignored."""
         slot = self._slots.get(incarnation) if tier == "device" else self._lower.get((incarnation, tier))
         if slot is None or not len(hashes):
             return
@@ -125,12 +126,12 @@ class PrefixIndex:
                 expected.cut(keys, less)
 
     def replace(self, incarnation: str, hashes: Hashes) -> None:
-        """`incarnation` holds these blocks and no others; `stored` may go on with the rest of a long list."""
+        """`incarnation` holds these blocks and no others; calls of `stored` may follow with the rest of a long list."""
         self.drop(incarnation)
         self.stored(incarnation, hashes)
 
     def drop(self, incarnation: str) -> None:
-        """`incarnation` holds nothing more. Without a step per block; `tidy` cleans up."""
+        """`incarnation` no longer holds anything. The cost does not depend on its number of blocks; `tidy` cleans up."""
         if incarnation not in self._slots:
             return
         lower = [holder for holder in self._lower if holder[0] == incarnation]
@@ -140,10 +141,10 @@ class PrefixIndex:
             self._held[slot] = 0
         self._slots = {name: slot for name, slot in self._slots.items() if name != incarnation}
 
-    # -- what this router does and asks
+    # -- used by this router
 
     def expect(self, incarnation: str, hashes: Hashes, *others: str) -> None:
-        """These incarnations were just given work that will leave them with these blocks: believe so for some seconds."""
+        """These incarnations just got work after which they will hold these blocks: count them as held for some seconds."""
         self._turn()
         mask = 1 << self._slot(incarnation, "device")
         for other in others:
@@ -151,8 +152,8 @@ class PrefixIndex:
         self._fresh.put(block_keys(hashes), self._with(mask), self._use)
 
     def match(self, hashes: Hashes, *, touch: bool = True) -> PrefixHits:
-        """How many leading blocks each incarnation holds, in whatever tier, of those that hold the first. Without `touch`
-        they do not count as used by that.
+        """How many leading blocks each incarnation holds, in any tier. Without `touch` the look-up does not count as a use
+        of the blocks.
         """
         self._turn()
         if touch:
@@ -177,7 +178,7 @@ class PrefixIndex:
         return PrefixHits(self._slots, len(self._names), found)
 
     def _few_runs(self, keys: KeyArray, tables: list[BlockTable], use: int | None) -> list[tuple[int, int]]:
-        """(first block, mask of its holders) wherever the holders change; ends where nobody's prefix goes on."""
+        """(first block, mask of its holders) wherever the holders change; ends at the first block without a holder."""
         masks, last = self._masks, -1
         runs: list[tuple[int, int]] = []
         for start, key in enumerate(keys.tolist()):
@@ -202,15 +203,15 @@ class PrefixIndex:
             yield start, self._any_tier(mask)
 
     def _any_tier(self, mask: int) -> int:
-        """`mask` with the first slot of each incarnation of which it has another."""
+        """`mask`, plus the device slot of each incarnation whose slot of another tier it contains."""
         for (incarnation, _), slot in self._lower.items():
             if mask >> slot & 1:
                 mask |= 1 << self._slots[incarnation]
         return mask
 
     def tidy(self) -> bool:
-        """Clean up after drops, and when masks have become many, for some milliseconds at most. Returns whether more is
-        to be done.
+        """Clean up after drops and when there are many masks, for a few milliseconds at most. Returns whether more work is
+        left.
         """
         if self._seen is None and (self._dead or len(self._numbers) > self._many_masks):
             tables = (self._table, self._fresh, self._fading)
@@ -218,7 +219,7 @@ class PrefixIndex:
         if self._seen is not None and self._unswept:
             table, start = self._unswept.pop()
             self._clean(table, slice(start, start + _CLEANED_AT_ONCE))
-            if start + _CLEANED_AT_ONCE < table.segments * SEGMENT:  # what is split meanwhile goes to the end
+            if start + _CLEANED_AT_ONCE < table.segments * SEGMENT:  # a split appends its new segment at the end
                 self._unswept.append((table, start + _CLEANED_AT_ONCE))
         elif self._seen is not None:
             self._release(self._seen)
@@ -227,7 +228,7 @@ class PrefixIndex:
     # -- figures
 
     def __len__(self) -> int:
-        """Blocks known, those of dropped incarnations included until `tidy` has come by."""
+        """Number of known blocks. Blocks of dropped incarnations are included until `tidy` has removed them."""
         return self._table.live
 
     def held(self, incarnation: str, tier: Tier = "device") -> int:
@@ -243,7 +244,7 @@ class PrefixIndex:
 
     @property
     def incarnations(self) -> list[str]:
-        """All that something was said of and that were not dropped."""
+        """All known incarnations that were not dropped."""
         return list(self._slots)
 
     # -- the numbers of masks
@@ -256,7 +257,7 @@ class PrefixIndex:
         self._use += 1
 
     def _with(self, bits: int) -> Callable[[int], int]:
-        """From the number of a mask to that of the mask with `bits`."""
+        """A function from a mask's number to the number of that mask with `bits` set."""
         return lambda number: self._number(self._masks[number] | bits)
 
     def _without(self, bits: int) -> Callable[[int], int]:
@@ -330,7 +331,7 @@ class PrefixIndex:
         table.renumber(numbers, here)
 
     def _release(self, seen: set[int]) -> None:
-        """Free numbers that no block has, some at a time; at the end the round is over."""
+        """Free the mask numbers that no block has, some at a time; ends the round after the last one."""
         end = min(self._released + _RELEASED_AT_ONCE, len(self._masks))
         for number in range(self._released, end):
             mask = self._masks[number]

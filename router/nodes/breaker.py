@@ -8,9 +8,9 @@
        |                       `successes` in a row                    |
        +---------------------------------------------------------------+
 
-A leg counts once: as a success with its first tokens, as a failure when the node caused the attempt to end. Failures at
-the same moment count as one: a failed step or a broken link ends many attempts at once. A half-open node gets one
-attempt per `probe_every_s`. A node that is not admitted is avoided, not excluded: it is used if there is no other.
+Each leg counts once: as a success when its first tokens arrive, as a failure when its node caused the attempt to end.
+Failures at about the same time count as one, because a failed step or a broken link ends many attempts at once. A
+half-open node gets one attempt per `probe_every_s`. A node that is not admitted is still used if there is no other.
 
 Runs on the router's event loop; a new incarnation of a node starts closed.
 """
@@ -65,7 +65,7 @@ class BreakerView:
 
     state: str
     failures: int
-    """Consecutive ones."""
+    """Consecutive failures."""
     opened: int
     """Times it opened since it was last closed."""
     reason: str
@@ -80,10 +80,10 @@ class Breakers:
         self._clock = clock
         self._breakers: dict[str, _Breaker] = {}
         self.times_opened = 0
-        """Over all nodes, since the router started."""
+        """Number of times that any node's breaker opened since the router started."""
 
     def failed(self, incarnation: str, error: KvRelayError) -> None:
-        """This node caused an attempt to end. Refusals of requests that fail everywhere, and overload, do not count."""
+        """This node caused an attempt to end. Errors of the request itself, refused handshakes and overload do not count."""
         if isinstance(error, ClientError | Overloaded | HandshakeRefused):
             return
         breaker = self._breakers.setdefault(incarnation, _Breaker())
@@ -112,7 +112,7 @@ class Breakers:
                 del self._breakers[incarnation]
 
     def chosen(self, incarnation: str) -> None:
-        """An attempt goes to this node; a half-open node then gets no other one for `probe_every_s`."""
+        """An attempt goes to this node; a half-open node then gets no other attempt for `probe_every_s`."""
         breaker = self._breakers.get(incarnation)
         if breaker is not None:
             breaker.probed_s = self._clock()
@@ -148,7 +148,7 @@ class Breakers:
                 return now - breaker.probed_s >= self._settings.probe_every_s
 
     def _state(self, breaker: _Breaker, now: float) -> BreakerState:
-        """The present state: an open breaker becomes half-open by time alone."""
+        """The current state: an open breaker becomes half-open once its time has passed."""
         if breaker.state is BreakerState.OPEN:
             settings = self._settings
             open_s = min(settings.max_open_s, settings.open_s * 2 ** min(breaker.opened - 1, 16))

@@ -15,7 +15,7 @@ from common.control.messages import AttemptKey, Message, NodeLoad, NodeRecord
 
 
 class NodeLink(Protocol):
-    """What the router needs of `common.control.links.Link`."""
+    """The part of `common.control.links.Link` that the router uses."""
 
     def send(self, message: Message) -> None:
         """Raises: Unavailable if the link is closed."""
@@ -51,18 +51,18 @@ class Node:
     last_pong_s: float | None = None
     linked_s: float = 0.0
     stuck: bool = False
-    """It answers, but its engine loop makes no progress."""
+    """The node answers, but its engine loop makes no progress."""
     unreachable: bool = False
     """The last link could not be opened: a malformed address, or no free socket in this process."""
     legs: dict[AttemptKey, OpenLeg] = field(default_factory=dict[AttemptKey, OpenLeg])
     """Open legs, in the order in which they were sent."""
     sent: int = 0
     reported: int = 0
-    """How many of the requests sent the last pong includes: the first ones."""
+    """The last pong includes the first `reported` of the requests sent."""
     pings: deque[int] = field(default_factory=deque[int])
     """For each unanswered ping, how many requests had been sent before it."""
     owed_aborts: list[AttemptKey] = field(default_factory=list[AttemptKey])
-    """Attempts aborted while there was no link; they might still run there."""
+    """Attempts aborted while there was no link; the node might still run them."""
 
     @property
     def node_id(self) -> str:

@@ -1,9 +1,9 @@
 """The router's live view of the nodes: which ones are listed, connected and answering, and how loaded each is.
 
 Runs on the router's event loop. A node is usable when membership lists it, its link stands, it has answered a ping
-within the lease, its engine loop runs, and it is not draining. A broken link, silence past the lease, a stuck engine
-loop and a new incarnation under the same name are losses: each is reported at once, and once per link or standstill.
-A node that Redis no longer lists but that still answers finishes its work and gets no new requests.
+within the lease, its engine loop runs, and it is not draining. A broken link, silence longer than the lease, a stuck
+engine loop and a new incarnation under the same name are losses: each is reported at once and only once. A node that
+Redis no longer lists but that still answers finishes its work and gets no new requests.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class NodeTable:
         self._last_tick_s = clock()
         self._was_late = False
         self._stalled_s: float | None = None
-        """When it was last found that this event loop had stalled for longer than the lease."""
+        """When a stall of this event loop for longer than the lease was last detected."""
         self._nodes: dict[str, Node] = {}
         self.fleets: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
         """The usable nodes as the policies see them."""
         self.finishing = Fleet("decode")
-        """Decode nodes that drain and work: a stream whose node is lost continues here if no other node is left."""
+        """Decode nodes that drain and still work: a stream whose node is lost continues here if no other is left."""
 
     # -- membership
 
     def update(self, records: list[NodeRecord]) -> None:
-        """Apply what membership lists now."""
+        """Use the nodes that membership lists now."""
         listed = {record.peer.incarnation: record for record in records}
         names = {record.peer.node_id: record.peer.incarnation for record in records}
         replaced: list[Node] = []
@@ -96,21 +96,21 @@ class NodeTable:
                 del self._nodes[node.incarnation]
             elif not node.listed and node.link is None:
                 del self._nodes[node.incarnation]
-        for node in replaced:  # after all are closed, so that no attempt moves to a node that is lost next
+        for node in replaced:  # after all links are closed, so that no attempt moves to a node that is lost next
             self._report_loss(node, f"{node.node_id} restarted")
         for incarnation, record in listed.items():
             if incarnation not in self._nodes:
                 node = self._nodes[incarnation] = Node(record)
                 log.info("%s node %s is listed at %s", record.role, node.node_id, record.peer.control_address)
                 self._connect(node)
-        if relisted:  # its next pong will find it usable already and report nothing
+        if relisted:  # such a node's next pong finds it usable already and does not report it
             self._on_usable()
 
     def tick(self) -> None:
         """Ping every node, drop silent ones, reopen broken links."""
         now = self._clock()
-        # If this loop itself stalled, every node seems silent: read what arrived before judging. Only once: what had
-        # arrived is read by the next tick, and a loop that is late every time must not keep dead nodes alive.
+        # If this loop stalled, every node seems silent: skip the check once, so that the messages that have arrived are
+        # read before the next tick. Only once, because a loop that is always late must not keep dead nodes alive.
         last, self._last_tick_s = self._last_tick_s, now
         late = self._was_late = not self._was_late and now - last > self._lease_s / 2
         self._drop_expired(now, last)
@@ -127,7 +127,7 @@ class NodeTable:
                 del self._nodes[node.incarnation]
 
     def _drop_silent(self, now: float) -> set[str]:
-        """Close the links on which nothing came for a lease. Returns the silent nodes, including those that have never
+        """Close the links on which nothing arrived for a lease. Returns the silent nodes, including those that have never
         answered, whose links stay open.
 
         All links are closed before any loss is reported, so that no attempt moves to a node that is lost next.
@@ -145,7 +145,7 @@ class NodeTable:
         return {node.incarnation for node in silent}
 
     def _drop_expired(self, now: float, last_tick_s: float) -> None:
-        """Close the links on which this router itself was silent past the lease: their nodes have given it up.
+        """Close the links on which this router was silent for longer than the lease: their nodes count it as failed.
 
         All links are closed before any loss is reported, so that no attempt moves to a node that is lost next. New
         links are opened at once.
@@ -183,7 +183,7 @@ class NodeTable:
     # -- use
 
     def usable(self, role: str) -> list[Node]:
-        """Nodes of this role that may get new requests. Only `tick` judges silence."""
+        """Nodes of this role that may get new requests. Only `tick` checks for silence."""
         return [node for node in self._nodes.values() if node.record.role == role and node.usable]
 
     def known(self) -> Iterable[Node]:
@@ -195,7 +195,7 @@ class NodeTable:
         return self._nodes.get(incarnation)
 
     def answers(self, incarnation: str) -> bool:
-        """Whether it has answered a ping within the last half of a lease."""
+        """Whether the node has answered a ping within the last half lease."""
         node = self._nodes.get(incarnation)
         return (
             node is not None and node.last_pong_s is not None and self._clock() - node.last_pong_s < self._lease_s / 2
@@ -249,7 +249,7 @@ class NodeTable:
             node.link.send(self._ping)
         except Unavailable as error:
             node.pings.pop()
-            log.warning("cannot ping %s: %s", node.node_id, error)  # if it stays so, silence decides
+            log.warning("cannot ping %s: %s", node.node_id, error)  # if this persists, the node counts as silent
 
     # -- fleets
 
@@ -257,9 +257,7 @@ class NodeTable:
         return self.finishing if node.incarnation in self.finishing else self.fleets[node.record.role]
 
     def _sync(self, node: Node) -> None:
-        """Bring the node's row in the fleets up to date: it has one exactly while it is usable, or draining and still
-        working.
-        """
+        """Update the node's row in the fleets. It has one exactly while it is usable, or a draining decode node that works."""
         finishes = node.works and node.load.draining and node.record.role == "decode"
         fleet, other = self.fleets[node.record.role], self.finishing
         if finishes:
@@ -290,7 +288,7 @@ class NodeTable:
     # -- links
 
     def _connect(self, node: Node) -> None:
-        """Open a link. If that fails the next tick tries again: one node's bad address must not affect the others."""
+        """Open a link. If that fails, the next tick tries again: one node's bad address must not affect the others."""
         incarnation = node.incarnation
         try:
             node.link = self._open_link(
@@ -339,7 +337,7 @@ class NodeTable:
         was_usable, did_work = node.usable, node.works
         node.last_pong_s = self._clock()
         node.load = pong.load
-        # The link keeps order: the pong's figures include what was sent before its ping, and nothing later.
+        # The link keeps order: the pong includes exactly the requests that were sent before its ping.
         if node.pings:
             node.reported = node.pings.popleft()
         was_stuck, node.stuck = node.stuck, not pong.load.step_age_s <= self._stuck_s

@@ -22,13 +22,13 @@ _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
 class Query(NamedTuple):
-    """What a policy is to place."""
+    """The attempt to place."""
 
     num_tokens: int
     avoid: frozenset[str] = frozenset()
     """Incarnations to use only if there is no other."""
     last: bool = False
-    """No other attempt will follow: no relay is better than one from a node to avoid."""
+    """No other attempt will follow: a local prefill is better than a relay from a node to avoid."""
     hits: Mapping[str, int] = _NO_HITS
     """Leading blocks of the request that each incarnation has cached."""
     block_size: int = BLOCK_SIZE
@@ -37,8 +37,8 @@ class Query(NamedTuple):
     session: str = ""
     """Requests with the same key go to the same nodes under `session`."""
     kv_kind: str = ""
-    """KV kind of the nodes that generated the answer so far, if there is one: nodes of another kind would continue
-    differently.
+    """KV kind of the nodes that generated the answer so far, empty if none did: nodes of another kind would continue the
+    answer differently.
     """
 
 
@@ -51,7 +51,7 @@ class Memory:
 
 
 Score = Callable[[Fleet, Query, Memory], Scores]
-"""(fleet with at least one node, query, memory) -> a score for each node; the lowest is picked. Infinite: never."""
+"""(fleet with at least one node, query, memory) -> a score per node; the lowest wins, an infinite one never does."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ Runs in the router process, on its event loop. All nodes of one role share three
     step     = base + seq * running           (one decode step)
 
 fitted by least squares with forgetting and a prior. Each node has a factor on each line, a running mean of observed over
-expected. So an unmeasured node costs what the fleet costs, and one outlier moves nothing far: once a line has settled,
-an observation is clamped to a quarter and to four times of what was expected. Non-finite observations are ignored; one
-would corrupt every estimate.
+expected. So an unmeasured node costs as much as the fleet on average, and one outlier has little effect: once a line has
+settled, observations are clamped to between a quarter and four times the expected value. Non-finite observations are
+ignored; one would corrupt every estimate.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from operator import mul
 
 _FORGETTING = 0.995
-"""Weight of an observation once the next one is entered: about the last 200 entered ones count."""
+"""Factor on the weight of older observations per new one: about the last 200 count."""
 _PRIOR_WEIGHT = 0.1
 """Weight of the prior, in observations."""
 _BAND = 4.0
 _SETTLED = 20
-"""Observations after which `_BAND` applies; before, the prior may be wrong by orders of magnitude."""
+"""Observations after which `_BAND` applies; before that, the prior may be wrong by orders of magnitude."""
 _FIT_EVERY = 16
 """Once settled, observations per fit."""
 _WELL_KNOWN, _ENTER_EVERY = 100, 4
-"""After the first number of observations only one in the second is entered: a router makes thousands a second."""
+"""After `_WELL_KNOWN` observations only one in `_ENTER_EVERY` is used: a router makes thousands per second."""
 _TINY = 1e-300
 """Replaces a pivot that rounding made zero."""
 _NODE_GAIN = 0.1
@@ -41,7 +41,7 @@ _OUTPUT_GAIN = 0.02
 class Costs:
     """Coefficients that all nodes of one role share. The defaults are the priors.
 
-    Only its `CostModel` changes them, in place: a copy per answer would cost more than learning from it.
+    Only `CostModel` changes them, in place: a copy per answer would cost more than the learning itself.
     """
 
     prefill_base_s: float = 0.004
@@ -117,7 +117,7 @@ class Line:
             self.values[place] = max(value, 0.0)
 
     def _solve(self, used: list[int]) -> list[float]:
-        """The best coefficients of these inputs, by elimination: takes a twentieth of NumPy's time for two or three."""
+        """The best coefficients of these inputs, by Gaussian elimination: 20 times as fast as NumPy for two or three inputs."""
         rows = [
             [*(self._gram[i][j] for j in used), self._pull[i] + self._prior[i] * self._prior_values[i]] for i in used
         ]
@@ -175,7 +175,7 @@ class CostModel:
         self._busy_s = self._busy_tokens = 0.0
         self._nodes: dict[str, _NodeFactors] = {}
 
-    # -- what was observed
+    # -- observations
 
     def prefilled(self, incarnation: str, tokens: int, context: int, seconds: float) -> bool:
         """A node computed `tokens` of a prompt after `context` cached tokens in `seconds`. Returns whether something was
@@ -225,7 +225,7 @@ class CostModel:
         """This incarnation is gone."""
         self._nodes.pop(incarnation, None)
 
-    # -- what is expected
+    # -- estimates
 
     def factors(self, incarnation: str) -> tuple[float, float, float]:
         """(`slowness`, `link_slowness`, `step_slowness`) of a node."""

@@ -27,7 +27,7 @@ class Picked(NamedTuple):
 
 
 class LegDecision(NamedTuple):
-    """The node picked for one leg, and the candidates' scores (lower is better) by node id, best first."""
+    """The node picked for one leg, and the scores of the candidates by node id, best (lowest) first."""
 
     picked: Picked
     scores: dict[str, float]
@@ -68,8 +68,8 @@ class Decision(NamedTuple):
         return "{}"
 
     def _weighed(self, candidates: int | None) -> str:
-        """With `candidates` per leg; None: all. Figures have six digits. Built by hand, because it goes into every answer's
-        headers.
+        """`weighed` with `candidates` per leg; None: all. Figures have six digits. The JSON is built by hand, because it is
+        in the headers of every answer.
         """
         prefill = "" if self.prefill is None else f'"prefill":{self.prefill.to_json(candidates)},'
         return (

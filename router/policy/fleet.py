@@ -1,7 +1,7 @@
 """A fleet: the usable nodes of one role and their load, as the policies see them. Pure.
 
-Runs in the router process, on its event loop. Each node has its figures as plain numbers, which is fastest for one node
-and for few. For many nodes the same figures are columns, one array each, which are brought up to date on access.
+Runs in the router process, on its event loop. Each node's figures are kept as plain numbers, which is fastest for a few
+nodes. For many nodes the same figures are also kept as columns, one array each, which are updated on access.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Figures(Generic[Number]):
     capacity: Number
     """Sequences that the node runs at once (its max_num_seqs)."""
     waiting: Number
-    """Waiting requests, as last reported; so are the figures up to `total_blocks`."""
+    """Waiting requests. This and the figures up to `total_blocks` are those of the last load report."""
     running: Number
     queued_tokens: Number
     """Prompt tokens accepted and not computed."""
     free_blocks: Number
-    """KV blocks that no sequence uses, cached ones included, as they can be evicted."""
+    """KV blocks that no sequence uses, including cached ones, which can be evicted."""
     total_blocks: Number
     in_flight: Number
     """This router's requests that the report cannot include yet."""
     in_flight_tokens: Number
-    """Prompt tokens that these have to compute."""
+    """Prompt tokens to compute for these requests."""
     in_flight_blocks: Number
-    """KV blocks that these need."""
+    """KV blocks that these requests need."""
     ended: Number
     """This router's requests that the report includes and that have ended since."""
     ended_tokens: Number
@@ -75,7 +75,7 @@ class Figures(Generic[Number]):
     token_bytes: Number
     """KV bytes of one token."""
     recent_work: Number
-    """Prefill work that this router sent, newer work weighing more; only comparable with that of other nodes."""
+    """Prefill work that this router sent; newer work has a higher weight. Only comparable between nodes."""
     load: Number
     """The classic score: 4 x waiting + running requests."""
     requests: Number
@@ -139,7 +139,7 @@ class Fleet:
         self.nodes: list[Figures[float]] = []
         """Only this class changes them."""
         self._weight = 1.0
-        """Weight of the next second of work in `recent_work`. It grows, instead of all older work being scaled down."""
+        """Weight of the next second of work in `recent_work`. It grows, which replaces scaling down all older work."""
         self.node_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self.kind_hash: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         """Nodes can relay to each other only if their KV kinds are equal."""
@@ -275,7 +275,7 @@ class Fleet:
         in_flight_tokens: float,
         in_flight_blocks: float,
     ) -> None:
-        """A node's load report, and what this router has in flight there that the report cannot include."""
+        """A node's load report, and this router's requests in flight there that the report cannot include."""
         row = self._rows[incarnation]
         node = self.nodes[row]
         node.waiting, node.running, node.queued_tokens = (
@@ -322,7 +322,7 @@ class Fleet:
         self._changed(row, node)
 
     def _count(self, row: int, requests: float, tokens: float, blocks: float) -> None:
-        """Add to what is in flight at one node."""
+        """Add to the in-flight figures of one node."""
         node = self.nodes[row]
         node.in_flight += requests
         node.in_flight_tokens += tokens
@@ -340,7 +340,9 @@ class Fleet:
 
     def hit_blocks(self, hits: Mapping[str, int]) -> FloatArray:
         """Leading blocks of the request that each node has cached."""
-        if isinstance(hits, PrefixHits):  # all nodes may have a system prompt's first block: no Python step per node
+        if isinstance(
+            hits, PrefixHits
+        ):  # avoids a Python step per node: all nodes may have the first block of a system prompt
             if hits.slots is not self._hit_slots:
                 self._hit_slots, self._hit_places = hits.slots, hits.places(self.incarnations)
             return hits.column(self._hit_places)

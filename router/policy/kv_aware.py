@@ -4,20 +4,20 @@
               queue   = slowness * (queued_token_s * backlog + base * requests)
               prefill = slowness * (base + token * uncached + context * uncached * mean tokens before them)
               (the transfer to the decode node is the same for all)
-    decode:   transfer(bytes that it lacks) + answer * step(its requests and this one)
-              + the missing share of the sequence's blocks and of a sequence slot, each in units of such an answer
-    relay:    queue + prefill + transfer; local: the decode node's queue + prefill. Each plus the delay of others: of
-              later requests, as above, and of the decode node's streams and one more. The cheaper one is taken
+    decode:   transfer(bytes that the node lacks) + answer * step(its requests and this one)
+              + answer time * (missing share of the sequence's blocks + missing share of a sequence slot)
+    relay:    queue + prefill + transfer; local: the decode node's queue + prefill. Each plus the delay of others: later
+              requests, as above, and for local also the decode node's streams and one more. The cheaper one is taken
 
-The first prefill term is this request's time to first token. The second is the delay of later requests: they wait for
-this one, and its blocks evict theirs. On the Mooncake conversation trace it raises the hit rate from 86 % to 96 % of
-what one pooled cache would give, and the mean time to first token does not change. Ties go to the node that was given
+Queue and first prefill term are this request's time to first token. The last term is the delay of later requests: they
+wait for this one, and its blocks evict theirs. On the Mooncake conversation trace this term raises the hit rate from
+86 % to 96 % of that of one pooled cache, and the mean time to first token does not change. Ties go to the node that got
 the least work lately, so that cached blocks live equally long on all nodes.
 
-The delay is counted at the fleet's usual speed: a slow node that is idle must not look expensive beside a queue.
+The delay is computed with the fleet's usual speed: an idle slow node must not look more expensive than a queue.
 
-A hot prefix spills to a second node as soon as queueing at the first costs more than computing it again; from then on
-both have it cached. Few nodes are scored one by one, many at once; the scores are the same to the last bit.
+A hot prefix spills to a second node as soon as queueing at the first costs more than computing the prefix again; from
+then on both have it cached. A few nodes are scored one by one, many in arrays; the scores are bit-identical.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def score(fleet: Fleet, query: Query, memory: Memory) -> Scores:
 
 
 def prefill_s(fleet: Fleet, query: Query, hit_blocks: FloatArray) -> FloatArray:
-    """Queue, prefill and the delay of later requests at each node. `hit_blocks`: leading blocks that it has cached."""
+    """Queue, prefill and the delay of later requests at each node. `hit_blocks`: leading blocks that the node has cached."""
     at, costs = fleet.columns, fleet.costs
     tokens = np.maximum(query.num_tokens - hit_blocks * query.block_size, 1.0)
     scores = compute_s(costs, tokens, query) * (at.slowness + _DELAY_WEIGHT)
@@ -70,7 +70,7 @@ def _prefill_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[fl
 
 
 def decode_s(fleet: Fleet, query: Query, hit_blocks: FloatArray) -> FloatArray:
-    """Relay and whole answer at each node. `hit_blocks`: leading blocks of the request that it has cached."""
+    """Relay and whole answer at each node. `hit_blocks`: leading blocks of the request that the node has cached."""
     at, costs, block = fleet.columns, fleet.costs, query.block_size
     answer = _answer_s(at, costs, _answer_tokens(costs, query))
     scores = transfer_s(at, np.maximum(query.num_tokens - hit_blocks * block, 0.0), costs)
@@ -107,7 +107,7 @@ def _decode_few_s(fleet: Fleet, query: Query, hit_blocks: list[int]) -> list[flo
 
 
 def _pass_over_crowds(scores: FloatArray, load: FloatArray) -> FloatArray:
-    """Penalise overloaded nodes, so that requests with one prefix do not all go to one node however good it looks."""
+    """Penalise overloaded nodes, so that not all requests with the same prefix go to one node."""
     limit = _crowd_limit(float(np.add.reduce(load)), len(load))
     if load[load.argmax()] >= limit:
         scores += _OVERLOADED_S * (load >= limit)
@@ -119,8 +119,8 @@ def _crowd_limit(load: float, nodes: int) -> float:
 
 
 def local_s(at: Figures[float], tokens: float, query: Query, costs: Costs) -> tuple[float, float]:
-    """A decode node computes `tokens` itself: (seconds to the first token, delay of others). The others are later
-    requests, the node's streams, each of which waits for it, and one stream that joins meanwhile.
+    """Costs of a local prefill of `tokens`: (seconds to the first token, delay of others). The others are later requests,
+    the node's streams, all of which wait for the prefill, and one stream that joins meanwhile.
     """
     alone_s = compute_s(costs, tokens, query)
     own_s = at.slowness * alone_s
@@ -155,7 +155,7 @@ def step_s(at: Figures[Number], costs: Costs) -> Number:
 
 
 def _answer_s(at: Figures[Number], costs: Costs, length: float) -> Number:
-    """Duration of `length` such steps."""
+    """Duration of `length` steps with one more request."""
     return at.step_slowness * (length * costs.step_base_s) + at.step_seats * (length * costs.step_seq_s)
 
 

@@ -14,7 +14,7 @@ from router.policy.fleet import Fleet, FloatArray
 
 
 def pick(policy: Policy, scores: Scores, fleet: Fleet, memory: Memory) -> int:
-    """The row of the best score; among equal ones the one with the least `tie`, then round robin."""
+    """The row of the best score. Among equal scores the lowest `tie` wins, then round robin."""
     if isinstance(scores, list):
         return _pick_of_few(policy, scores, fleet, memory)
     best = float(scores[scores.argmin()])

@@ -1,4 +1,4 @@
-"""The entry to routing: which prefill node and which decode node serve an attempt, and why. Pure.
+"""The entry point of routing: which prefill node and which decode node serve an attempt, and why. Pure.
 
 Runs in the router process, on its event loop, once per attempt.
 """
@@ -81,8 +81,8 @@ def place(
     `local_prefill_tokens`: the decode node computes up to this many uncached tokens itself; None: the policy decides.
     `shown_count`: candidates that the decision names per leg; None: all.
 
-    Invariants: a relay is only planned between nodes whose KV means the same, and from a node whose context is longer
-    than what it is to compute; a decode node whose context is too short for the whole answer is the last resort.
+    Invariants: a relay is only planned between nodes with compatible KV, and from a node whose context is longer than the
+    prompt; a decode node whose context is too short for the whole answer is the last resort.
     Raises: Unavailable when there is no decode node.
     """
     if not decode.nodes:
@@ -94,7 +94,7 @@ def place(
     at, picked = targets.nodes[row], Picked(targets.node_ids[row], targets.incarnations[row], hit_tokens)
     target = LegDecision(picked, shown(targets, scores, shown_count))
     uncached = max(query.num_tokens - hit_tokens, 1)
-    costs = targets.costs if targets.costs.prefills else prefill.costs  # decode nodes have not measured theirs yet
+    costs = targets.costs if targets.costs.prefills else prefill.costs  # decode nodes have not measured a prefill yet
     local_s, local_delay_s = kv_aware.local_s(at, uncached, query, costs)
     step_s = kv_aware.step_s(at, targets.costs)
     by_estimate = how.estimates and local_prefill_tokens is None
@@ -118,14 +118,14 @@ def place(
         if here_s < there_s:
             return Decision(policy, "local", reason, target, None, local_s, step_s)
     if not preferred.nodes:
-        reason += "; the prefill nodes failed this request before, there is no other"
+        reason += "; the prefill nodes failed this request before, but there is no other"
     picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_hit, work_s)
     chosen = LegDecision(picked, shown(pool, source_scores, shown_count))
     return Decision(policy, "relayed", reason, target, chosen, relay_s, step_s)
 
 
 def _targets(query: Query, decode: Fleet) -> Fleet:
-    """The decode nodes to choose from: each restriction holds as long as it leaves one."""
+    """The decode nodes to choose from. A restriction that would leave no node is ignored."""
     able = with_context(decode, query.num_tokens + query.max_new_tokens) or decode
     if query.kv_kind:
         able = with_kind(able, query.kv_kind) or able
@@ -133,8 +133,8 @@ def _targets(query: Query, decode: Fleet) -> Fleet:
 
 
 def _sources(query: Query, prefill: Fleet, target: Picked, kv_kind: str) -> tuple[Fleet, str]:
-    """The prefill nodes that can compute the prompt for this decode node, those to avoid included; and why none is used,
-    empty if one is.
+    """The prefill nodes that can compute the prompt for this decode node, including those to avoid; and why none is used
+    (empty if one can be).
     """
     if not prefill.nodes:
         return prefill, "no prefill node is available"
@@ -143,7 +143,7 @@ def _sources(query: Query, prefill: Fleet, target: Picked, kv_kind: str) -> tupl
     fitting = with_kind(prefill, kv_kind)
     if not fitting.nodes:
         return fitting, f"no prefill node has the KV of {target.node_id}"
-    # The answer may end with its first token; otherwise that token must not be the last one that fits there.
+    # Unless the answer ends with its first token, the prefill node's context must have room for one more token.
     whole = query.num_tokens + query.max_new_tokens
     fitting = with_context(fitting, max(query.num_tokens + 1, min(query.num_tokens + 2, whole)))
     if not fitting.nodes:

@@ -1,4 +1,4 @@
-"""`power_of_two`: two nodes drawn at random, score = their classic load (4 x waiting + running); all others never."""
+"""`power_of_two`: two random nodes have their load (4 x waiting + running) as score, all others infinity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.policy.fleet import Fleet, FloatArray
 
 
 def score(fleet: Fleet, query: Query, memory: Memory) -> FloatArray:
-    """The less loaded of two: close to the best of all, without all routers choosing the same node."""
+    """Picks the less loaded of two nodes: nearly as good as the best of all, and routers do not all pick the same node."""
     drawn = memory.rng.sample(range(len(fleet)), min(2, len(fleet)))
     scores = np.full(len(fleet), np.inf)
     scores[drawn] = fleet.columns.load[drawn]

@@ -2,8 +2,8 @@
 
     score = rank of hash(session, node), + 1 where the node has more than 1.25 x the mean load
 
-Each node has a weight for each session, and the best one serves it: when a node comes or goes, only its own sessions
-move. A session whose node is overloaded spills to its second, and returns. The key is the client's
+Each node has a weight for each session, and the node with the best weight serves it: when a node comes or goes, only its
+own sessions move. While that node is overloaded, the session goes to its second-best node. The key is the client's
 (`x-session-id`, or `user`), else the prompt's first block. Without any key a random node serves.
 """
 

@@ -1,7 +1,8 @@
-"""Whether the nodes have use for another request now, and whether it would meet the objectives. Pure.
+"""Whether another request should go to the nodes now, and whether it would meet the latency objectives. Pure.
 
-A node that has more waiting than it can use soon serves no request faster, and requests that wait there can no longer be
-reordered. So while every node of a role is in that state, requests wait in the router (`router.requests.admission_queue`).
+Once a node has enough queued work, sending more does not make any request faster, and requests that wait at a node can
+no longer be reordered. So while every node of a role has enough, requests wait in the router
+(`router.requests.admission_queue`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from router.policy.costs import Costs
 from router.policy.fleet import FEW, Figures
 
 USEFUL_QUEUE_S = 1.0
-"""A prefill node with this much queued work needs no more yet; longer than the time between its load reports."""
+"""A prefill node with this much queued work has enough. It must be longer than the interval of its load reports."""
 _SPARE = 1.25
-"""A node needs no more requests than this multiple of those it can run at once."""
+"""A node has enough requests when it has this multiple of those it can run at once."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Objectives:
     def check(self, decision: Decision, prefill: Fleet, decode: Fleet, ahead_s: float) -> None:
         """Refuse early a request that would probably miss an objective. `ahead_s`: its wait in this router.
 
-        A node without any work is always used, whatever the estimate: waiting would improve nothing, and trying
-        corrects a wrong estimate. Nothing is refused before anything was measured.
+        A node without any work is always used, whatever the estimate: waiting would not help, and using it corrects a
+        wrong estimate. No request is refused before costs were measured.
         Raises: Overloaded with the reason.
         """
         if not (self.ttft_s or self.tpot_s):
@@ -56,7 +57,7 @@ class Objectives:
 
 
 def crowded(prefill: Fleet, decode: Fleet) -> str:
-    """Why no node has use for another request now; empty if one has."""
+    """Why another request must wait: every node of a role has enough. Empty if it need not wait."""
     if decode.nodes and _all(_running, decode):
         return "every decode node has more requests than it can run"
     if prefill.nodes and _all(_computing, prefill):
@@ -66,18 +67,18 @@ def crowded(prefill: Fleet, decode: Fleet) -> str:
 
 
 def _running(at: Figures[Any], costs: Costs) -> Any:
-    """Whether a decode node (or each of a fleet) has all the requests it has use for."""
+    """Whether a decode node (or each node of a fleet) has enough requests."""
     return at.requests >= at.capacity * _SPARE
 
 
 def _computing(at: Figures[Any], costs: Costs) -> Any:
-    """Whether a prefill node (or each of a fleet) has all the requests it has use for."""
+    """Whether a prefill node (or each node of a fleet) has enough work."""
     queued = (at.slow_backlog * costs.queued_token_s >= USEFUL_QUEUE_S) & (at.requests >= 2)
     return queued | (at.requests >= at.capacity * _SPARE)
 
 
 def _all(full: Callable[[Figures[Any], Costs], Any], fleet: Fleet) -> bool:
-    """Whether `full` holds for every node. Nearly always one of the first nodes is not full, which is found quickly."""
+    """Whether `full` holds for every node. The first nodes are tested one by one: nearly always one of them is not full."""
     for at in fleet.nodes[:FEW]:
         if not full(at, fleet.costs):
             return False
@@ -85,8 +86,8 @@ def _all(full: Callable[[Figures[Any], Costs], Any], fleet: Fleet) -> bool:
 
 
 def wait_s(tokens: float, prefill: Fleet, decode: Fleet) -> float:
-    """How long queued requests of `tokens` will keep the nodes busy that compute prompts. Without prefill nodes these are
-    the decode nodes, at their own pace once it was measured.
+    """How long queued requests of `tokens` keep the prefill nodes busy. Without prefill nodes: the decode nodes, at their
+    own speed once it was measured.
     """
     if not tokens:
         return 0.0

@@ -1,4 +1,4 @@
-"""The admission queue: new requests that no node has use for yet wait here, and leave in fair order.
+"""The admission queue: new requests wait here while all nodes have enough work, and leave in fair order.
 
 Runs on the router's event loop. No node has seen a request that waits here, so it can still be refused.
 """
@@ -17,7 +17,7 @@ from router.requests.admission import Objectives, crowded, wait_s
 from router.requests.fair_queue import FairQueue, QueuedRequest
 
 CallSoon = Callable[[Callable[[], None]], object]
-"""Runs what it is given once the present event is dealt with."""
+"""Runs the callback after the current event has been handled."""
 
 
 def _on_loop(call: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class QueueEntry(NamedTuple):
     ahead: int
     """Requests in the queue before it arrived."""
     ahead_s: float
-    """Estimated time that those of them take that leave before it."""
+    """Estimated time for the requests that leave the queue before it."""
 
 
 class _Waiter(NamedTuple):
@@ -40,8 +40,8 @@ class _Waiter(NamedTuple):
 
 
 class AdmissionQueue:
-    """The queue before the nodes. A request whose turn has come is told by its `admit()`, one that is given up by its
-    `refuse(error)`; either has left the queue by then.
+    """The queue before the nodes. A request leaves it and then gets `admit()`, when its turn has come, or
+    `refuse(error)`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AdmissionQueue:
         priority: int = 0,
         tenant: str = "",
     ) -> QueueEntry | None:
-        """Queue a new request, or return None if it may go to the nodes of `decision` at once: then nothing is called.
+        """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
 
         Raises: Overloaded if it would miss an objective.
         """
@@ -102,7 +102,7 @@ class AdmissionQueue:
         return self._queue.victim(tenant) is not None
 
     def make_room(self, tenant: str) -> None:
-        """Give up a request of the tenant that has the most in the queue, if that is more than `tenant` has."""
+        """Refuse a request of the tenant with the most queued requests, if that tenant has more than `tenant`."""
         victim = self._queue.victim(tenant)
         if victim is not None:
             self._give_up(victim, "the queue is full, and others have fewer requests in it", 1.0)
@@ -113,7 +113,7 @@ class AdmissionQueue:
         self._waiters.pop(request_id, None)
 
     def release_soon(self) -> None:
-        """Release requests once the present event is dealt with: its request may be in the middle of its instructions."""
+        """Release requests after the current event: its request may not have carried out all its instructions yet."""
         if len(self._queue) and not self._release_due:
             self._release_due = True
             self._call_soon(self._release)
@@ -125,7 +125,7 @@ class AdmissionQueue:
         self.release_soon()
 
     def _release(self) -> None:
-        """Let requests go to the nodes, in fair order, while the nodes have use for more."""
+        """Admit requests in fair order until the nodes have enough."""
         self._release_due = False
         while len(self._queue) and not crowded(self._prefill, self._decode):
             request_id = self._queue.pop()

@@ -1,6 +1,6 @@
 """Placing the attempts of one request: choose nodes, or wait in the admission queue, for a node, or for a backoff.
 
-Runs on the router's event loop. Only reads and counts: what an attempt's placement means for the request is `Flow`'s.
+Runs on the router's event loop. How a placement changes the state of the request is decided by `Flow`, not here.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from router.requests.story import Story
 log = logging.getLogger(__name__)
 
 REPLACEMENT_WAIT_S = 15.0
-"""How long a request whose node died waits for another one before its client gets an error."""
+"""How long a request waits for a node, if none is left to continue it, before its client gets an error."""
 
 Answer = Callable[[f.Event], None]
-"""Takes the answer to `Place`: `Placed`, `Unplaceable`, or `GiveUp` after a bug."""
+"""Receives the answer to `Place`: `Placed`, `Unplaceable`, or `GiveUp` after a bug."""
 
 
 class Attempts:
-    """One request's attempts. Invariant: it waits for one thing at most, and for nothing once it is removed from the
-    registries of `RouterState`.
+    """One request's attempts. Invariant: the request waits for at most one thing at a time, and for nothing once it is
+    removed from the registries of `RouterState`.
     """
 
     __slots__ = (
@@ -70,23 +70,23 @@ class Attempts:
         self._node_deadline_s: float | None = None
         """When to give up waiting for a node; None unless none was found since the wait began."""
         self._kv_kind = ""
-        """KV kind of the node that brought the first token, or may still bring it."""
+        """KV kind of the node that generates, or generated, the first token."""
         self._unproven: set[str] = set()
-        """Incarnations that were given the prompt and have not reported: the blocks expected there may be missing."""
+        """Incarnations that got the prompt but have not reported yet: the blocks expected there may be missing."""
 
     @property
     def decision(self) -> Decision | None:
-        """Of the latest attempt that was placed."""
+        """The decision of the latest placed attempt."""
         return None if self._placement is None else self._placement.decision
 
     def place(self, wanted: f.Place, answer: Answer) -> None:
         """Choose nodes and answer, now or later.
 
-        A new request is refused at once if there is no node, unless the nodes are about to return to a router that
-        stalled. A request that was admitted waits for a node.
+        If there is no node, a new request is refused at once, unless this router stalled and its nodes are about to
+        reconnect. An admitted request waits for a node.
         """
         if wanted.backoff_s and not wanted.at_once:
-            self._back_off(wanted, answer, "not the first failure in a row")
+            self._back_off(wanted, answer, "not the first consecutive failure")
             return
         try:
             placement = self._router.placer.decide(self._placement_request(wanted))
@@ -176,7 +176,7 @@ class Attempts:
             self._wait_for_node(wanted, answer, error)
 
     def _wait_for_node(self, wanted: f.Place, answer: Answer, error: Unavailable) -> None:
-        """Wait until a node returns. Waking up in vain, for nodes that come and go, does not prolong the wait."""
+        """Wait until a node returns. A wake-up after which there is no node again does not prolong the wait."""
         now_s = self._router.clock()
         if self._node_deadline_s is None:
             self._node_deadline_s = now_s + REPLACEMENT_WAIT_S
@@ -197,14 +197,14 @@ class Attempts:
         self._router.retry_wait.pause(self.request_id, wanted.backoff_s, lambda: self._place_again(rested, answer))
 
     def _place_again(self, wanted: f.Place, answer: Answer) -> None:
-        """`place` after a wait: a bug ends this request, and does not reach the code that ended the wait."""
+        """`place` after a wait. A bug ends only this request; the exception does not reach the code that ended the wait."""
         try:
             self.place(wanted, answer)
         except Exception:
             log.exception("%s could not be placed", self.request_id)
             answer(f.GiveUp(KvRelayError("internal error in the router")))
 
-    # -- the present attempt
+    # -- the current attempt
 
     def send(self, incarnation: str, message: PrefillRequest | DecodeRequest | Abort) -> None:
         """Send to a node of an attempt, as `NodeTable.send`. Raises: Unavailable."""

@@ -16,9 +16,9 @@ class Deadlines(Generic[_Key]):
         self.timeout_s = timeout_s
         self._late = late
         self._due_s: dict[_Key, float] = {}
-        """In the order in which they are due."""
+        """Due time by key, in order of due time."""
         self._timer: asyncio.TimerHandle | None = None
-        """Fires when the deadline is due that was the first when it was set; that one may be removed by then."""
+        """Fires when the deadline is due that was first when the timer was set; that deadline may be removed by then."""
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._due_s

@@ -1,6 +1,6 @@
-"""The dispatcher: the table of a router's requests, and the way of messages from the nodes to them.
+"""The dispatcher: the table of a router's requests, to which it passes the messages from nodes.
 
-Runs on the router's event loop; everything here is synchronous except the ticking of `run`.
+Runs on the router's event loop; everything here is synchronous except `run`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from router.text.detokenizer import TokenPieces
 log = logging.getLogger(__name__)
 
 _STARTS_PER_TURN = 32
-"""Requests that are placed before everything else on the loop has its turn."""
+"""Requests placed in a row before other tasks of the event loop run."""
 
 
 class Dispatcher:
@@ -58,9 +58,9 @@ class Dispatcher:
         self._retry_wait = RetryWait()
         self._deadlines = Deadlines(config.request_timeout_s, self._on_deadline)
         self._fresh: list[Generation] = []
-        """Submitted and not started."""
+        """Submitted but not started."""
         self._stopping: Unavailable | None = None
-        """The error of every request since `fail_all`."""
+        """Set by `fail_all`: the error of every later request."""
         self.breakers = Breakers(clock=clock)
         self.stories = Stories()
         self.nodes = NodeTable(
@@ -101,12 +101,12 @@ class Dispatcher:
 
     @property
     def running(self) -> int:
-        """Generations that are not over."""
+        """Number of generations that have not ended."""
         return len(self._table)
 
     @property
     def waiting(self) -> int:
-        """Those of them that have no token yet."""
+        """Number of generations without a token."""
         return self._table.waiting
 
     def submit(
@@ -117,9 +117,9 @@ class Dispatcher:
         on_news: Callable[[], None],
         client_id: str = "",
     ) -> list[Generation]:
-        """Start the generations of one client request: all of them or none. `client_id` is its own name for it.
+        """Start the generations of one client request: all of them or none. `client_id`: the client's id of the request.
 
-        They are placed a moment later, in a row with others that are submitted now (as `router.fast.yield_turn`).
+        They are placed a moment later, in a row with others submitted now, for the reason given in `router.fast.yield_turn`.
 
         Raises: as `check_room`.
         """
@@ -159,7 +159,7 @@ class Dispatcher:
         return generation
 
     def _start_fresh(self) -> None:
-        """Start what was submitted; a burst in portions, so that streams continue in between."""
+        """Start what was submitted. A burst is started in portions, so that streams continue in between."""
         self._start(_STARTS_PER_TURN)
         if self._fresh:
             asyncio.get_running_loop().call_soon(self._start_fresh)
@@ -170,8 +170,8 @@ class Dispatcher:
             generation.start()
 
     def _is_full(self, count: int) -> bool:
-        """Whether there is no room for `count` more requests, after starting those that were just submitted: which
-        request a newcomer may replace depends on how many each tenant has in the admission queue.
+        """Whether there is no room for `count` more requests. Submitted requests are started first, because which request a
+        new one may replace depends on how many each tenant has in the admission queue.
         """
         most = self._config.max_waiting
         if self._table.waiting + count > most:
@@ -204,7 +204,7 @@ class Dispatcher:
                 log.exception("a tick failed")
 
     def set_nodes(self, records: list[NodeRecord]) -> None:
-        """Apply what membership lists now."""
+        """Use the nodes that membership lists now."""
         self.nodes.update(records)
         self.breakers.keep(node.incarnation for node in self.nodes.known())
         self.placer.keep({node.incarnation for node in self.nodes.known()})

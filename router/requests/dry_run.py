@@ -1,6 +1,6 @@
 """What the router would decide for a request now, with every candidate and its score. Pure; changes nothing.
 
-Runs on the router's event loop when an operator asks.
+Runs on the router's event loop, for its admin port.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def dry_run(
 ) -> dict[str, Any]:
     """The decision and the candidates of both roles, best first (lower scores are better).
 
-    `queued`: requests in the admission queue. A node that `query` avoids is used only if there is no other; it is listed
-    with its score all the same.
+    `queued`: requests in the admission queue. Nodes that `query` avoids are listed with their scores too, although they are
+    used only if there is no other.
     """
     memory = copy.deepcopy(memory)
     decision: Decision | None = None
@@ -61,7 +61,7 @@ def dry_run(
 
 
 def _admission(decision: Decision, prefill: Fleet, decode: Fleet, objectives: Objectives | None, queued: int) -> str:
-    """What a new request would meet; the wait for requests ahead of it is not counted."""
+    """Whether a new request would be admitted, queued or refused; its wait for requests ahead of it is not counted."""
     try:
         if objectives is not None:
             objectives.check(decision, prefill, decode, ahead_s=0.0)

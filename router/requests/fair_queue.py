@@ -1,8 +1,8 @@
 """A queue of requests in fair order, by priority and by each tenant's share. Pure.
 
-A request with a lower priority number leaves first. Of one priority, the tenant leaves first that was given the fewest
-prompt and answer tokens (start-time fair queueing: each tenant has a clock that its requests' tokens advance, and the
-clock of a tenant that comes back starts at the present).
+Requests with a lower priority number leave first. Within one priority, the next request is one of the tenant that has
+got the fewest prompt and answer tokens (start-time fair queueing: each tenant has a clock that its requests' tokens
+advance; the clock of a tenant that returns starts at the current virtual time).
 
     Source: P. Goyal, H. Vin, H. Cheng, Start-Time Fair Queueing, 1996.
 """
@@ -31,7 +31,7 @@ class FairQueue:
         """priority -> tenant -> request id -> request, in order of arrival; without empty entries."""
         self._by_id: dict[str, QueuedRequest] = {}
         self._clocks: dict[str, float] = {}
-        """Only of tenants whose clock is ahead of `_now`."""
+        """The clocks of those tenants whose clock is ahead of `_now`."""
         self._now = 0.0
 
     def __len__(self) -> int:
@@ -80,8 +80,8 @@ class FairQueue:
         return sum(queued.tokens for queued in self._by_id.values() if queued.priority <= priority)
 
     def victim(self, tenant: str) -> str | None:
-        """The request to give up so that `tenant` gets a place in a full queue: the latest, least urgent request of the
-        tenant that has the most, if that is at least two more than `tenant` has.
+        """The request to refuse so that `tenant` gets a place in a full queue: the latest, least urgent request of the tenant
+        with the most requests, if it has at least two more than `tenant`.
         """
         counts: dict[str, int] = {}
         for queued in self._by_id.values():

@@ -6,16 +6,15 @@
        +------------------+------------------------------------------------+
               a leg failed or its node is lost: the next attempt, with the tokens so far
 
-Two rules suffice. An attempt is only ever left for a higher one, and messages of older attempts are ignored. Every
-token has an index (`TokenChunk.start`): known tokens are dropped, tokens that come too early wait for the other leg, and
-a gap that can no longer be filled means a new attempt.
+Two rules suffice. Attempt numbers only grow, and messages of older attempts are ignored. Every token has an index
+(`TokenChunk.start`): known tokens are dropped, tokens that come too early wait for the other leg, and a gap that can no
+longer be filled leads to a new attempt.
 
-Invariants: the tokens of all `Emit`s, joined, are what one undisturbed attempt would generate; exactly one of
-`Finish`, `Fail`, `Cancelled` is returned, after it nothing; each `Send` that opens a leg is matched by exactly
-one `Release` of it.
+Invariants: the tokens of all `Emit`s, joined, are those of one undisturbed attempt; exactly one of `Finish`, `Fail`,
+`Cancelled` is returned, and nothing after it; each `Send` that opens a leg is matched by exactly one `Release` of it.
 
-Retries: an attempt in which the decode node brought tokens does not count as a failure, so that a long stream survives
-any number of faults. `max_attempts` failures in a row end the request, as does its deadline. The first retry starts at
+Retries: an attempt whose decode node generated tokens does not count as a failure, so that a long stream survives any
+number of faults. `max_attempts` consecutive failures end the request, as does its deadline. The first retry starts at
 once if there is another node; each further one waits twice as long as the one before.
 """
 
@@ -66,9 +65,9 @@ class State(Enum):
     PREFILL = "prefill"
     """Both legs have their request; the attempt's first token is awaited."""
     HANDOVER = "handover"
-    """The prefill node's token has arrived; none of the decode node has."""
+    """The prefill node's token has arrived, but no token of the decode node."""
     DECODE = "decode"
-    """Only the decode node matters."""
+    """Tokens come from the decode node; the prefill leg is over."""
     DONE = "done"
 
 
@@ -76,7 +75,7 @@ _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 
 
 def backoff_s(failures: int, jitter: float) -> float:
-    """How long to wait after `failures` in a row; `jitter` in [0, 1) shortens it by up to a half."""
+    """How long to wait after this many consecutive failures; `jitter` in [0, 1) shortens it by up to a half."""
     return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** min(failures - 1, 10)) * (1 - jitter / 2)
 
 
@@ -97,22 +96,22 @@ class Flow:
     request_id: str
     request: EngineRequest
     max_attempts: int = 3
-    """Failures in a row that end the request."""
+    """Consecutive failures that end the request."""
     jitter: Callable[[], float] = random.random
     state: State = State.PLACING
     attempt: int = 0
     token_ids: list[int] = field(default_factory=lambda: [])
-    """Generated so far by all attempts; all were emitted."""
+    """Tokens generated so far by all attempts; all were emitted."""
     _prefill: _Leg | None = None
     _decode: _Leg | None = None
     _early: list[TokenChunk] = field(default_factory=lambda: [])
-    """The decode node's chunks that wait for the prefill node's token, without gaps."""
+    """Chunks of the decode node that wait for the prefill node's token; without gaps."""
     _avoid: set[str] = field(default_factory=lambda: set())
     """Incarnations that failed since tokens last came."""
     _failures: int = 0
-    """Attempts in a row that failed."""
+    """Consecutive failed attempts."""
     _enough: int = 0
-    """The present attempt does not count as a failure once there are more tokens than this."""
+    """The current attempt does not count as a failure once there are more tokens than this."""
 
     def start(self) -> Instructions:
         """The first instructions."""
@@ -125,16 +124,16 @@ class Flow:
 
     def __post_init__(self) -> None:
         self.key = AttemptKey(self.request_id, self.attempt)
-        """Key of the present attempt."""
+        """Key of the current attempt."""
 
     @property
     def prefill_peer(self) -> PeerRef | None:
-        """The present attempt's prefill node; None before placement and with local prefill."""
+        """The current attempt's prefill node; None before placement and with local prefill."""
         return None if self._prefill is None else self._prefill.peer
 
     @property
     def decode_peer(self) -> PeerRef | None:
-        """The present attempt's decode node; None before placement."""
+        """The current attempt's decode node; None before placement."""
         return None if self._decode is None else self._decode.peer
 
     # -- placing
@@ -155,7 +154,7 @@ class Flow:
         self._enough = len(self.token_ids) + (event.prefill is not None)
         self._decode = _Leg(event.decode)
         generated, timeout_s = self.token_ids.copy(), event.timeout_s
-        # The decode node first: the prefill node's offer then finds it prepared.
+        # The decode node first, so that it knows the attempt when the prefill node's offer arrives.
         ask = DecodeRequest(self.key, self.request, generated, event.prefill, timeout_s)
         instructions: Instructions = [Send(event.decode, ask)]
         if event.prefill is not None:
@@ -256,9 +255,9 @@ class Flow:
         return failed + self._retry(error, blamed)
 
     def _blamed(self, reporter: _Leg, error: KvRelayError) -> _Leg:
-        """The leg to blame. A lost peer is the reporter's other end. Any other failed transfer does not tell which end is at
-        fault; the prefill node is blamed, because it can be replaced without giving up the decode node. Every other
-        error is the reporter's own.
+        """The leg to blame. If the reporter lost its peer, that is the other leg. Any other failed transfer does not tell
+        which end is at fault; the prefill node is blamed, because it can be replaced while the decode node is kept. Every
+        other error is the reporter's own.
         """
         if self._prefill is None or self._decode is None or not isinstance(error, TransferError):
             return reporter
@@ -272,7 +271,7 @@ class Flow:
             return []
         leg.open = False
         error = Unavailable(f"node {leg.peer.node_id} was lost: {event.reason}")
-        # It may be alive behind a broken link: the abort waits for a new link.
+        # The node may be alive behind a broken link: the abort waits for a new link.
         gone: Instructions = [Release(leg.peer.incarnation, self.key), Send(leg.peer, Abort(self.key))]
         return [*gone, self._note("node_lost", leg, event.reason), *self._retry(error, leg)]
 
@@ -301,7 +300,7 @@ class Flow:
 
     @property
     def _first_event(self) -> str:
-        """Name of the story event for the present attempt's first token."""
+        """Name of the story event for the current attempt's first token."""
         return "resumed" if self.token_ids else "first_token"
 
     def _role(self, leg: _Leg) -> str:

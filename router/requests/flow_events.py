@@ -1,6 +1,6 @@
 """Events and instructions of a request's state machine (`router.requests.flow`). Pure data.
 
-Named tuples, not frozen dataclasses: a request has dozens of them, and they are created in a third of the time.
+They are named tuples: a request creates dozens of them, and a frozen dataclass takes three times as long to create.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.control.messages import (
 
 
 class Placed(NamedTuple):
-    """The answer to `Place`. `prefill` is None where the decode node computes the prompt itself."""
+    """The answer to `Place`. `prefill` is None if the decode node computes the prompt itself."""
 
     prefill: PeerRef | None
     decode: PeerRef
@@ -34,7 +34,7 @@ class Placed(NamedTuple):
 
 
 class Unplaceable(NamedTuple):
-    """The other answer to `Place`: no node can serve this."""
+    """The negative answer to `Place`: no node can serve the attempt."""
 
     error: KvRelayError
 
@@ -61,7 +61,7 @@ class NodeLost(NamedTuple):
 
 
 class ClientGone(NamedTuple):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class GiveUp(NamedTuple):
@@ -83,8 +83,8 @@ Event = Placed | Unplaceable | Chunk | LegFailed | NodeLost | ClientGone | GiveU
 class Place(NamedTuple):
     """Pick nodes for `attempt`, if possible none whose incarnation is in `avoid`; answer with an event.
 
-    `last`: no other attempt will follow unless this one brings tokens. `backoff_s` must pass before it is placed; with
-    `at_once` only if all available nodes are in `avoid`.
+    `last`: no other attempt will follow unless this one generates tokens. The attempt is placed after `backoff_s`; with
+    `at_once` it is placed immediately unless all available nodes are in `avoid`.
     """
 
     attempt: int
@@ -156,7 +156,7 @@ class Fail(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """Terminal: the client has left."""
+    """Terminal: the client has disconnected."""
 
 
 Instruction = Place | Send | Release | Emit | Report | Blame | Note | Finish | Fail | Cancelled

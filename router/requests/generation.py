@@ -1,4 +1,4 @@
-"""One generation: the owner of a request's life, from its acceptance to its end.
+"""One generation: owns everything about a request from its acceptance to its end.
 
 Its parts are the state machine (`Flow`), the placing of its attempts (`Attempts`), its deadline, its text and its story.
 Runs on the router's event loop. The HTTP side reads deltas and the outcome; the dispatcher feeds events.
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class Generation:
     """The answer to one prompt. Call `enter`, then `start`.
 
-    `on_news()` is called whenever `take` or `outcome` has something new. Invariants: `outcome` is set exactly once, and
-    no delta comes after it; from then on no registry of the router knows the request.
+    `on_news()` is called whenever there are new deltas or the outcome. Invariants: `outcome` is set exactly once, and no
+    delta follows; from then on the request is in no registry of the router.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Generation:
 
     @property
     def decision(self) -> Decision | None:
-        """Of the latest attempt."""
+        """The decision of the latest attempt."""
         return self.attempts.decision
 
     def take(self) -> list[Delta]:
@@ -89,7 +89,7 @@ class Generation:
         return deltas
 
     def cancel(self) -> None:
-        """The client left: abort both legs. Nothing happens if the generation has ended."""
+        """The client disconnected: abort both legs. Nothing happens if the generation has ended."""
         if self.outcome is None:
             self.feed(f.ClientGone())
 
@@ -103,16 +103,16 @@ class Generation:
         router.table.add(self.request_id, self)
 
     def start(self) -> None:
-        """Place the first attempt; call once. Raises nothing, as `feed`."""
+        """Place the first attempt; call once. Like `feed`, it never raises."""
         if self.outcome is None:
             self._run(self.flow.start())
 
     def feed(self, event: f.Event) -> None:
         """Handle one event.
 
-        Events that arise while another one is handled wait until all of its instructions are done: otherwise an abort
-        could overtake the request it aborts. Raises nothing: a bug that one request hits ends that request and does not
-        reach the caller.
+        An event that arises during the handling of another one waits until all instructions of the first are carried out:
+        otherwise an abort could overtake the request it aborts. Never raises: a bug ends this request and does not reach
+        the caller.
         """
         self._events.append(event)
         if not self._busy:
@@ -131,11 +131,11 @@ class Generation:
                         self._placed(event)
                     pending += self.flow.handle(event)
         except Exception:
-            log.exception("%s failed", self.request_id)
+            log.exception("%s failed because of a bug", self.request_id)
             try:
                 self._break_off(pending)
             except Exception:
-                log.exception("%s could not be ended in order", self.request_id)
+                log.exception("%s could not be ended cleanly", self.request_id)
         finally:
             self._busy = False
 
@@ -205,15 +205,15 @@ class Generation:
 
     def _take_report(self, report: f.Report) -> None:
         stats = report.stats
-        # Later attempts hit what the first one left in the caches, so the client is told of the first one's hits. If the
-        # first one ended without a report, the hits are those that its placement expected.
+        # Later attempts hit blocks that the first one left in the caches, so the client is told the first one's hits. If
+        # the first attempt ended without a report, these are the hits that its placement expected.
         if not self._cached_known and (report.role_is_prefill or self.flow.prefill_peer is None):
             hits = stats.cached_tokens if self.flow.attempt == 1 else self._expected_hit or 0
             self.cached_tokens = min(hits, len(self.request.engine.prompt_ids))
             self._cached_known = True
         if report.role_is_prefill:
             self.served.prefill_hit_tokens = stats.cached_tokens
-        else:  # both legs may count the bytes of one relay; the receiver knows what arrived
+        else:  # both legs may count the bytes of one relay; the receiver's count is used
             self.served.decode_hit_tokens = stats.cached_tokens
             self.served.relayed_bytes += stats.relayed_bytes
         router = self._router
@@ -234,8 +234,8 @@ class Generation:
         return Outcome(reason)
 
     def _end(self, outcome: Outcome) -> None:
-        """The one way out: the request leaves everything that knows it. The second time nothing happens: a stop string
-        found in the very chunk that ends the attempt has already decided the outcome.
+        """End the request and remove it from all registries. A second call does nothing: a stop string in the chunk that
+        ends the attempt has already decided the outcome.
         """
         if self.outcome is not None:
             return
@@ -264,7 +264,7 @@ class Generation:
         if outcome.error is not None:
             self.story.add("failed", f"{outcome.error.code}: {outcome.error.message}", data)
         elif outcome.finish_reason is None:
-            self.story.add("cancelled", "the client left", data)
+            self.story.add("cancelled", "the client disconnected", data)
         else:
             self.story.add("finished", outcome.finish_reason, data)
 

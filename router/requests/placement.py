@@ -1,6 +1,6 @@
-"""Placing attempts: asks the policies with what the router knows of blocks, loads and costs, and learns from reports.
+"""Placing attempts: gives the policies what the router knows about blocks, loads and costs, and learns from reports.
 
-Router process, event loop. `decide` changes nothing but the policy's memory, so it can also be asked what it would do.
+Router process, event loop. `decide` changes only the policies' memory and the index's use stamps.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class PlacementRequest(NamedTuple):
     avoid: frozenset[str] = frozenset()
     last: bool = False
     unproven: frozenset[str] = frozenset()
-    """Incarnations whose prefix hits do not count: they are only expected, of an attempt of this request that may have
-    failed.
+    """Incarnations whose prefix hits do not count: their blocks are only expected, from an attempt of this request that may
+    have failed.
     """
     kv_kind: str = ""
-    """KV kind of the nodes that generated the tokens which the request has already."""
+    """KV kind of the nodes that generated the request's tokens so far."""
     begun: bool = False
-    """Nodes have worked on it before: a draining node takes it if no other is left."""
+    """Nodes have worked on the request before: a draining node accepts it if no other is left."""
 
 
 class Placement(NamedTuple):
-    """A decision, and what each leg asks of its node."""
+    """A decision, and the work of each leg."""
 
     decision: Decision
     keys: KeyArray
@@ -139,8 +139,8 @@ class Placer:
         return Placement(decision, keys, query.num_tokens, min(request.max_new_tokens, usual), self._block_size)
 
     def explain(self, request: PlacementRequest, objectives: Objectives, queued: int) -> dict[str, Any]:
-        """What `decide` would decide now, with every candidate, and what a new request would meet with `queued` requests
-        in the admission queue. The policy's memory and the index stay as they are.
+        """What `decide` would decide now, with every candidate, and whether a new request would be admitted with `queued`
+        requests in the admission queue. Changes neither the policies' memory nor the index.
         """
         fleets = self._nodes.fleets
         return dry_run(
@@ -174,8 +174,8 @@ class Placer:
         return query, keys
 
     def expect(self, placement: Placement, incarnations: list[str]) -> None:
-        """Enter into the index that these nodes will soon hold the request's blocks, so that similar requests that come
-        meanwhile go there, too.
+        """Tell the index that these nodes will soon hold the request's blocks, so that similar requests that arrive
+        meanwhile go there too.
         """
         first, *others = incarnations
         self.index.expect(first, placement.keys, *others)
@@ -221,5 +221,5 @@ class Placer:
                 model.drop(gone)
 
     def _update_fleet(self, role: Role, incarnation: str) -> None:
-        """Bring what was learned into the fleet's figures."""
+        """Copy a node's learned factors into the fleet."""
         self._nodes.fleets[role].set_slowness(incarnation, *self.models[role].factors(incarnation))

@@ -1,4 +1,4 @@
-"""What one generation is asked for and what it brings: its request, its deltas, its outcome. Pure data."""
+"""Input and output of one generation: its request, its deltas, its outcome. Pure data."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from common.control.messages import EngineRequest, FinishReason, TokenLogprobs
 
 
 class GenerationRequest(NamedTuple):
-    """All that one generation needs, validated and bounded."""
+    """The validated input of one generation."""
 
     engine: EngineRequest
-    """What goes to the nodes."""
+    """The part that is sent to the nodes."""
     stop: tuple[str, ...] = ()
     client_stop_ids: frozenset[int] = frozenset()
-    """Stop tokens that the client named itself, which `stop_reason` reports."""
+    """Stop tokens from the request's `stop_token_ids`; only these are reported as `stop_reason`."""
     skip_special_tokens: bool = True
     session: str = ""
     """Requests with the same key go to the same nodes under the policy `session`."""
     tenant: str = ""
-    """Owner of the share of the cluster that the request takes while requests wait."""
+    """The tenant whose fair share the request counts against in the admission queue."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """What some tokens brought. `text` can lag behind `token_ids`: incomplete characters and possible stop strings wait."""
+    """New tokens and text. `text` can lag behind `token_ids`: incomplete characters and possible stop strings wait."""
 
     text: str
     token_ids: list[int]
@@ -34,7 +34,7 @@ class Delta:
 
 
 class Outcome(NamedTuple):
-    """How a generation ended: with a finish reason, with an error, or (neither) because the client left."""
+    """How a generation ended: with a finish reason, with an error, or (neither) because the client disconnected."""
 
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class Served:
-    """How the present attempt was served, as far as its legs have reported; the bytes are those of all attempts."""
+    """How the current attempt was served, as far as its legs have reported; the bytes are those of all attempts."""
 
     prefill_hit_tokens: int | None = None
     decode_hit_tokens: int | None = None

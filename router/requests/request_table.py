@@ -1,4 +1,4 @@
-"""The requests of a router that are not over. Router process, event loop."""
+"""The requests of a router that have not ended. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RequestTable(Generic[_Request]):
         self._waiting.add(request_id)
 
     def first_token(self, request_id: str) -> None:
-        """The request waits no longer."""
+        """The request got its first token and no longer counts as waiting."""
         self._waiting.discard(request_id)
 
     def remove(self, request_id: str) -> None:
@@ -40,9 +40,9 @@ class RequestTable(Generic[_Request]):
         self._requests.pop(request_id, None)
 
     def get(self, request_id: str) -> _Request | None:
-        """The request with this id, if it is not over."""
+        """The request with this id, if it has not ended."""
         return self._requests.get(request_id)
 
     def all(self) -> list[_Request]:
-        """Every request, as of now: ending some while walking over the list is safe."""
+        """A copy of the list of all requests: requests may end while it is iterated."""
         return list(self._requests.values())

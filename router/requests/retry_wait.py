@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 WAKE_AFTER_S = 0.075
-"""Nodes that return together answer within this time; attempts that waited for them then have the choice of all."""
+"""Nodes that return together answer within this time, so that waiting attempts can choose among all of them."""
 
 
 class RetryWait:
@@ -37,7 +37,7 @@ class RetryWait:
         self._for_node[request_id] = wake
 
     def wake_soon(self) -> None:
-        """A node returned: in a moment all attempts that wait for a node try again. Those in a backoff wait on.
+        """A node returned: after `WAKE_AFTER_S` all attempts that wait for a node try again; those in a backoff do not.
 
         If they tried at once, all would go to the first of several nodes that return together.
         """
@@ -63,7 +63,7 @@ class RetryWait:
         self._waking = None
         woken, self._for_node = self._for_node, {}
         for request_id, wake in woken.items():
-            # Waking one may end another one's request; a removed request must not wake.
+            # Waking one request may end another one, which must then not be woken.
             timer = self._timers.pop(request_id, None)
             if timer is not None:
                 timer.cancel()
@@ -73,6 +73,6 @@ class RetryWait:
         self._timers.pop(request_id, None)
         wake = self._for_node.pop(request_id, None)
         if wake is not None and self._waking is not None:
-            wake()  # its time is up in the very moment in which nodes return
+            wake()  # its time ran out while nodes were returning
         else:
             then()

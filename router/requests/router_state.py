@@ -1,4 +1,4 @@
-"""What all requests of a router share. Router process, event loop."""
+"""The objects that all requests of a router share. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.requests.story import Stories
 
 
 class RequestRegistry(Protocol):
-    """Knows requests by their ids until they are over."""
+    """Knows requests by id until they end."""
 
     def remove(self, request_id: str, /) -> None:
         """The request is over; one that is not here is ignored."""
@@ -42,5 +42,5 @@ class RouterState:
 
     @property
     def registries(self) -> tuple[RequestRegistry, ...]:
-        """All that must forget a request when it ends. Stories stay: whoever asks later reads them."""
+        """The registries that a request leaves when it ends. Stories are kept for later questions."""
         return self.table, self.deadlines, self.admission_queue, self.retry_wait

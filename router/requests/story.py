@@ -3,11 +3,11 @@
 Writing an event is one append; everything that costs more is done on reading. The events:
 
     arrived      the request was accepted: its sizes and the client's own id
-    queued       it waits in the router until nodes have use for more
+    queued       it waits in the admission queue until the nodes have use for more requests
     refused      it would miss an objective: 429
     decision     an attempt was placed: the whole decision
-    parked       no node can serve it now; it waits for one to return
-    backoff      the next attempt waits first
+    parked       no node can serve it now; it waits for a node to return
+    backoff      the next attempt waits before it is placed
     sent         a leg's request went to its node
     first_token  the first token for the client
     resumed      the first token of a later attempt
@@ -29,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 
 TERMINAL = frozenset({"finished", "failed", "cancelled"})
 _MAX_EVENTS = 200
-"""Events kept per request; beyond, events in the middle are dropped and counted."""
+"""Maximum number of events kept per request; beyond it, events in the middle are dropped and counted."""
 _KEPT_HEAD = 100
 _MAX_REASON_CHARS = 500
 _STORY_BYTES, _EVENT_BYTES = 1000, 1000
@@ -38,7 +38,7 @@ _STORY_BYTES, _EVENT_BYTES = 1000, 1000
 
 @runtime_checkable
 class Explained(Protocol):
-    """Data that becomes plain data only on reading, such as a decision."""
+    """Data that is converted to plain data only when read, such as a decision."""
 
     def explain(self) -> dict[str, object]: ...
 

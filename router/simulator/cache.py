@@ -1,7 +1,7 @@
 """A node's KV blocks by name: used ones, and cached ones that are evicted least recently used first. Pure.
 
-The semantics of `common.kv.pool.BlockPool` without block numbers: a million requests pass through here. A name counts
-as cached from the moment its block is taken, a little before its KV is computed or has arrived.
+Same semantics as `common.kv.pool.BlockPool`, without block numbers, because a run may have a million requests. A name
+counts as cached as soon as its block is taken, a little before its KV is computed or has arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.base.hashing import BlockHash
 class BlockCache:
     """Invariant: used + private + cached <= capacity; a name is used or cached, never both.
 
-    *Private* blocks have no name: generated tokens, and copies of a name that is there already.
+    *Private* blocks have no name: those of generated tokens, and copies of a name that is already present.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -48,8 +48,8 @@ class BlockCache:
         return count
 
     def take(self, hashes: Sequence[BlockHash], private: int = 0) -> int | None:
-        """Use the blocks of a sequence and `private` more. Returns how many leading ones were here, or None, with
-        nothing changed, when there is no room.
+        """Use the blocks of a sequence and `private` more. Returns how many leading blocks were here, or None, with nothing
+        changed, if there is no room.
         """
         used, cached = self._used, self._cached
         new = private + len(hashes) - sum(map(used.__contains__, hashes))

@@ -1,6 +1,6 @@
 """One simulated run: requests go from the router to the nodes, come back, and are counted. Pure.
 
-The owner of every node: here the life of a request is one method after the other.
+`Cluster` owns every node; its methods are the stages of a request's life, in order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shape:
     decode_blocks: int = 5000
     block_tokens: int = 512
     index_delay_s: float = 0.1
-    """Time until the index knows of a block's change: the node's batching, the stream, the router's poll."""
+    """Time until a change of a block is in the index: the node's batching, the stream, the router's poll."""
     report_s: float = 0.5
     """Time between two load reports of a node."""
     hardware: Hardware = field(default_factory=Hardware)
@@ -56,7 +56,7 @@ class Cluster:
         ]
         nodes: list[Node] = [*self.prefill, *self.decode]
         self._phase_s = {node.node_id: i / len(nodes) * shape.report_s for i, node in enumerate(nodes)}
-        """Reports are spread in time."""
+        """Offset of each node's load reports, so that they are spread in time."""
         self._publishing: set[str] = set()
         self._reporting: set[str] = set()
         self._arrivals: Iterator[SimRequest] = iter(())
@@ -93,7 +93,7 @@ class Cluster:
         (request.prefill_node or request.decode_node).submit(request)
 
     def refused(self, request: SimRequest, reason: str) -> None:
-        """The router turned it away."""
+        """The router refused the request."""
         self.ledger.refuse(request, reason)
 
     def prefill_began(self, request: SimRequest) -> None:
@@ -101,7 +101,7 @@ class Cluster:
         request.decode_node.submit(request)
 
     def granted(self, request: SimRequest) -> None:
-        """The decode node has room: the relay is booked."""
+        """The decode node has room: reserve the link for the relay."""
         missing = request.input_tokens - request.hit_tokens(self.shape.block_tokens, request.decode_hit_blocks)
         request.sent_bytes = float(missing * self.shape.hardware.kv_token_bytes)
         arrives_s = request.prefill_node.send_s(request, request.sent_bytes)
@@ -127,11 +127,11 @@ class Cluster:
         request.decode_node.join(request)
 
     def finished(self, request: SimRequest) -> None:
-        """The last token is out."""
+        """The last token was generated."""
         self.ledger.finish(request)
         self._router.finished(request)
 
-    # -- what the router hears, late
+    # -- reports to the router, delayed
 
     def changed(self, node: Node) -> None:
         """Schedule the publishing of the node's blocks and its next load report."""

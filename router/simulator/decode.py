@@ -1,8 +1,8 @@
 """A simulated decode node: continuous batching, arriving KV, and local prefills. Pure.
 
-Steps are not simulated one by one. While the batch stays the same its context grows by one token per sequence and step,
-so that the time of k steps is a quadratic in k; only what changes the batch is an event. Steps are a continuous
-quantity here: a sequence that joins does not wait for the end of the running step.
+Steps are not simulated one by one. While the batch stays the same, its context grows by one token per sequence and step,
+so the time of k steps is quadratic in k; only changes of the batch are events. The step count is continuous: a sequence
+that joins does not wait for the end of the running step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from router.simulator.request import SimRequest
 
 
 class DecodeOwner(Protocol):
-    """Is told what happens at a decode node."""
+    """Gets the events of a decode node."""
 
     def granted(self, request: SimRequest) -> None:
-        """There is room for a sequence that a prefill node computes; `decode_hit_blocks` are here already."""
+        """There is room for a sequence that a prefill node computes; `decode_hit_blocks` is known."""
         ...
 
     def first_token(self, request: SimRequest) -> None:
@@ -31,7 +31,7 @@ class DecodeOwner(Protocol):
         ...
 
     def finished(self, request: SimRequest) -> None:
-        """The last token is out."""
+        """The last token was generated."""
         ...
 
     def changed(self, node: DecodeNode) -> None:
@@ -40,7 +40,7 @@ class DecodeOwner(Protocol):
 
 
 class DecodeNode:
-    """Invariant: the blocks of a sequence, its whole answer's included, are used from its grant to its end."""
+    """Invariant: the blocks of a sequence, including those of its whole answer, are in use from its grant to its end."""
 
     def __init__(
         self, node_id: str, events: Events, hardware: Hardware, cache: BlockCache, block_tokens: int, owner: DecodeOwner
@@ -68,16 +68,16 @@ class DecodeNode:
         """Context tokens of the batch."""
         self._step = 0.0
         self._generated = 0.0
-        """Tokens generated until `_as_of_s`, as are the steps and the context."""
+        """Tokens generated until `_as_of_s`; `_step` and `_context` are those of the same time."""
         self._as_of_s = 0.0
         self._prompt_ends = math.inf
-        """The step at which the first of `_prompts` is computed."""
+        """The step at which the first of `_prompts` is complete."""
         self._chunk_s = 0.0
-        """Time that this prompt adds to each step."""
+        """Time that the first of `_prompts` adds to each step."""
         self._version = 0
 
     def load(self) -> NodeLoad:
-        """What it reports now."""
+        """The current load report."""
         self._advance()
         cache = self.cache
         return NodeLoad(
@@ -94,7 +94,7 @@ class DecodeNode:
 
     @property
     def waiting(self) -> int:
-        """Requests without blocks, or whose KV is not complete."""
+        """Requests without blocks, or with incomplete KV."""
         return len(self._waiting) + self._slots - len(self._batch)
 
     @property
@@ -110,7 +110,7 @@ class DecodeNode:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step of the present batch."""
+        """Duration of a step of the current batch."""
         hardware = self._hardware
         return (
             hardware.step_fixed_s

@@ -1,4 +1,4 @@
-"""What a node's work costs: the fitted formulas of prefill, decode and transfer. Pure."""
+"""Cost formulas of a node's prefill, decode steps and transfers. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Hardware:
-    """Coefficients of one kind of node. The defaults are of an 8B model on a GPU of the 400 TFLOP/s class."""
+    """Coefficients of one kind of node. The defaults are those of an 8B model on a GPU of the 400 TFLOP/s class."""
 
     prefill_fixed_s: float = 0.01
     """Per prompt: scheduling, the first step."""

@@ -1,4 +1,4 @@
-"""A run as a picture: latencies, their distribution over time, and each node's work. Needs matplotlib."""
+"""Plots of runs: distributions of latencies, latency over time, and each node's work. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from router.simulator.run import Outcome
 
 
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw all outcomes into one file, whose ending names the format.
+    """Draw all outcomes into one file, whose extension selects the format.
 
-    Raises: ConfigError without matplotlib, or for an ending that it does not know.
+    Raises: ConfigError without matplotlib, or if the file cannot be written in that format.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""A simulated prefill node: prompts one after the other, first come first served, each relayed over one link. Pure."""
+"""A simulated prefill node: computes one prompt at a time, in order of arrival, and relays it over one link. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.simulator.request import SimRequest
 
 
 class PrefillOwner(Protocol):
-    """Is told what happens at a prefill node."""
+    """Gets the events of a prefill node."""
 
     def prefill_began(self, request: SimRequest) -> None:
         """Its blocks are taken: the decode node gets its offer."""
@@ -29,7 +29,7 @@ class PrefillOwner(Protocol):
 
 
 class PrefillNode:
-    """Invariant: at most one prompt is computed at a time; a prompt's blocks are used until its relay is over."""
+    """Invariant: at most one prompt is computed at a time; a prompt's blocks are in use until its relay is over."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PrefillNode:
         self._queued_tokens = 0
 
     def load(self) -> NodeLoad:
-        """What it reports now."""
+        """The current load report."""
         cache = self.cache
         return NodeLoad(
             self.running,
@@ -96,7 +96,7 @@ class PrefillNode:
         self._start()
 
     def send_s(self, request: SimRequest, size_bytes: float) -> float:
-        """Reserve the link for a relay whose destination is known now. Returns when its last byte arrives.
+        """Reserve the link for a relay. Returns when its last byte arrives.
 
         The relay overlaps the prefill except for one layer's share.
         """

@@ -33,13 +33,13 @@ class Ledger:
     blocks: int = 0
     """Prompt blocks of placed requests that reached their first token."""
     hit_blocks: int = 0
-    """Those of them that the node which computed the prompt had cached."""
+    """The part of `blocks` that the node which computed the prompt had cached."""
     sent_bytes: float = 0.0
     local: int = 0
     """Local prefills."""
     output_tokens: int = 0
     ttft_s: array[float] = field(default_factory=_doubles)
-    """In the order in which requests ended, as `tpot_s` and `arrival_s`."""
+    """One entry per request, in the order in which requests ended; so are `tpot_s` and `arrival_s`."""
     tpot_s: array[float] = field(default_factory=_doubles)
     arrival_s: array[float] = field(default_factory=_doubles)
     arrived_s: float = 0.0
@@ -57,17 +57,17 @@ class Ledger:
         self.arrived_s = request.arrival_s
 
     def refuse(self, request: SimRequest, reason: str) -> None:
-        """It was turned away."""
+        """A request was refused."""
         self.refusals[reason] += 1
 
     def first_token(self, request: SimRequest) -> None:
-        """Its prompt is computed."""
+        """A request's prompt is computed."""
         self.blocks += len(request.hashes)
         self.hit_blocks += request.hit_blocks
         self.local += request.prefill_node is None
 
     def finish(self, request: SimRequest) -> None:
-        """Its answer is complete."""
+        """A request's answer is complete."""
         self.ended_s = max(self.ended_s, request.finished_s)
         self.output_tokens += request.output_tokens
         self.sent_bytes += request.sent_bytes
@@ -110,7 +110,7 @@ def summary(ledger: Ledger, *, slo_ttft_s: float, slo_tpot_s: float) -> dict[str
 
 
 def spread(values: npt.NDArray[np.float64]) -> dict[str, float | None]:
-    """Mean and percentiles; None of nothing."""
+    """Mean and percentiles; None for each if there are no values."""
     names = ["mean", *(f"p{share * 100:.0f}" for share in _SHARES)]
     if not len(values):
         return dict.fromkeys(names)
@@ -118,6 +118,6 @@ def spread(values: npt.NDArray[np.float64]) -> dict[str, float | None]:
 
 
 def imbalance(work: Sequence[float]) -> float | None:
-    """The busiest node's work over the mean; None where nobody worked."""
+    """The busiest node's work over the mean; None if no node worked."""
     total = sum(work)
     return max(work) * len(work) / total if total else None

@@ -39,7 +39,7 @@ class SimRequest:
     sent_bytes: float = 0.0
     transfer_s: float = 0.0
     key: AttemptKey = NO_KEY
-    """Under which the router counts its legs."""
+    """The key under which the router counts the request's legs."""
 
     def hit_tokens(self, block_tokens: int, blocks: int) -> int:
         """Tokens of the first `blocks` blocks; after a full hit the last token is still computed."""

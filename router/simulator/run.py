@@ -1,4 +1,4 @@
-"""One run from its options: what the command, the benchmarks and the tests call. Pure but for reading the trace."""
+"""Runs a simulation from its options; called by the command, the benchmarks and the tests. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run's figures (`report.summary`), and everything that they are made of."""
+    """A run's figures (`report.summary`), and the data that they are computed from."""
 
     simulation: Simulation
     figures: dict[str, Any]
@@ -80,9 +80,9 @@ def simulate(simulation: Simulation) -> Outcome:
 
 
 def highest_rate(simulation: Simulation, share: float) -> tuple[float, dict[str, Any]] | None:
-    """The highest `rate_scale` at which at least `share` of the requests are inside the objectives, within 4 %.
+    """The highest `rate_scale` at which at least `share` of the requests meet the objectives, to within 4 %.
 
-    Returns it with the figures there, or None if not even a hundredth of the given rate is served so.
+    Returns it with the figures at that rate, or None if even about a hundredth of the given rate is too much.
     """
     low, high = 0.0, simulation.rate_scale
     best: dict[str, Any] | None = None

@@ -1,8 +1,8 @@
 """The router of a simulated cluster: the real placer, prefix index, admission queue and node table in virtual time. Pure.
 
-It learns what a router learns, when a router would: blocks and loads arrive late, and requests sent since a node's last
-report are counted by the real node table. Requests go to the simulated nodes directly, not over its links, which carry
-pings and load reports only.
+It gets the same information as a real router, with the same delays: blocks and loads arrive late, and requests sent since
+a node's last report are counted by the real node table. Requests go to the simulated nodes directly; the links carry
+only pings and load reports.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from router.simulator.prefill import PrefillNode
 from router.simulator.request import SimRequest
 
 _LEARNED = 20_000
-"""Requests after which costs count as known."""
+"""Number of requests after which costs count as known."""
 _LEASE_S = 3.0
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The router's settings of these names."""
+    """The router's settings with the same names."""
 
     max_waiting: int = 256
     max_queue_wait_s: float = 60.0
@@ -69,14 +69,14 @@ class RouterSettings:
 
 
 class RouterOwner(Protocol):
-    """Is told where each request goes."""
+    """Gets the decision about each request."""
 
     def placed(self, request: SimRequest) -> None:
-        """It goes to its nodes now."""
+        """The request goes to its nodes now."""
         ...
 
     def refused(self, request: SimRequest, reason: str) -> None:
-        """It was turned away."""
+        """The request was refused."""
         ...
 
 
@@ -170,10 +170,10 @@ class SimulatedRouter:
     # -- a new request
 
     def submit(self, request: SimRequest) -> None:
-        """Place it, queue it or turn it away."""
+        """Place, queue or refuse the request."""
         admission = self._settings.admission
         if admission is not None and self._waiting >= admission.max_waiting:
-            self._owner.refused(request, "429: too many wait")
+            self._owner.refused(request, "429: too many requests are waiting")
             return
         self._waiting += 1
         request.key = AttemptKey(str(request.number), 1)
@@ -200,7 +200,7 @@ class SimulatedRouter:
         self._owner.refused(request, reason)
 
     def _send(self, request: SimRequest, placement: Placement) -> None:
-        """Count what was sent where."""
+        """Count the request as in flight at its nodes."""
         decision, key = placement.decision, request.key
         incarnations = [leg.picked.incarnation for leg in (decision.prefill, decision.decode) if leg is not None]
         for incarnation in incarnations:
@@ -240,7 +240,7 @@ class SimulatedRouter:
         if self._expiring:
             self._events.after(self._table.tick_s, self._expire)
 
-    # -- what the router hears
+    # -- reports from the nodes
 
     def computed(self, request: SimRequest) -> None:
         """The first token arrived, with a report of how the prompt was computed; a prefill leg is over with it."""
@@ -282,7 +282,7 @@ class SimulatedRouter:
         self.index.tidy()
 
     def report(self, node: PrefillNode | DecodeNode) -> None:
-        """A node reports its load, which includes all that was sent before."""
+        """A node reports its load, which includes all requests sent before."""
         self._table.ping(self._known(node.node_id))
 
     def _on_load(self, node: Node) -> None:

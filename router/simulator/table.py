@@ -1,4 +1,4 @@
-"""A run's figures as a table for people: a column for each policy. Pure."""
+"""The figures of runs as a table with one column per policy. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The requests of a run: a trace, several of it laid over each other, or synthetic ones. Pure but for reading the file.
+"""The requests of a run: a trace, overlaid copies of a trace, or synthetic ones. Pure except for reading the file.
 
-A trace is JSON lines in Mooncake's form: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one
-for each block of the prompt, equal where the whole prefix is equal.
+A trace has JSON lines in Mooncake's format: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`,
+one per block of the prompt. Two blocks have equal ids exactly if their whole prefixes are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.simulator.request import SimRequest
 
 _NAMES = 1 << (8 * HASH_BYTES)
 _ODD = 0x9E3779B97F4A7C15F39CC0605CEDC835
-"""2^128 over the golden ratio, odd: no two numbers have the same product."""
+"""2^128 / golden ratio, odd, so that different numbers have different products modulo 2^128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TraceLine:
 
 
 def read_trace(path: Path, block_tokens: int) -> list[TraceLine]:
-    """All requests of a file, by arrival. Raises: ConfigError naming the line that is not one."""
+    """All requests of a file, by arrival. Raises: ConfigError naming the invalid line."""
     lines: list[TraceLine] = []
     try:
         text = path.read_text("utf-8")
@@ -70,17 +70,17 @@ def _trace_line(data: dict[str, Any], block_tokens: int) -> TraceLine:
 
 
 def block_name(copy: int, hash_id: int) -> BlockHash:
-    """The name of a trace's block in one copy of it, different in each copy; spread evenly, as the index needs it."""
+    """The name of a block in one copy of the trace, different in each copy. Names are evenly distributed, as the index needs."""
     return (((copy & 0xFFFFFFFF) << 64 | hash_id) * _ODD % _NAMES).to_bytes(HASH_BYTES, "little")
 
 
 def from_trace(
     lines: Sequence[TraceLine], *, requests: int | None = None, rate_scale: float = 1.0, seed: int = 0
 ) -> Iterator[SimRequest]:
-    """`requests` of them (default: the trace as it is), arriving `rate_scale` times as fast, the first at 0.
+    """The first `requests` (default: all of the trace), arriving `rate_scale` times as fast, the first at 0.
 
-    For more requests than the trace has, copies with their own block names are overlaid, each starting at another moment
-    of the trace: the rate grows with their number, and the reuse within each stays.
+    If that is more than the trace has, copies with their own block names are overlaid, each starting at another point of
+    the trace: the rate grows with the number of copies, and the reuse within each stays the same.
     """
     wanted = len(lines) if requests is None else requests
     copies = -(-wanted // len(lines))
@@ -98,7 +98,7 @@ def from_trace(
 def _one_copy(
     lines: Sequence[TraceLine], copy: int, start: int, span_s: float
 ) -> Iterator[tuple[float, int, TraceLine]]:
-    """(arrival, copy, line) of the whole trace, begun at its line `start` and wrapped around."""
+    """(arrival, copy, line) of the whole trace, starting at line `start` and wrapping around."""
     begin_s = lines[start].arrival_s
     for line in lines[start:]:
         yield line.arrival_s - begin_s, copy, line
@@ -108,7 +108,7 @@ def _one_copy(
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Conversations that share system prompts: each turn's prompt is all that was said before and something new."""
+    """Conversations that share system prompts: each turn's prompt is the whole conversation so far and new text."""
 
     requests: int = 10_000
     rate: float = 4.0
@@ -121,7 +121,7 @@ class Synthetic:
     output_tokens: int = 200
     """Mean, exponentially distributed."""
     more_turns: float = 0.7
-    """The share of requests that go on with a conversation, if there is one."""
+    """Share of requests that continue a conversation, if one is open."""
     block_tokens: int = 512
 
 

@@ -1,4 +1,4 @@
-"""Chat templates with Hugging Face's meaning, in jinja2's sandbox. Runs in the router process, on any thread.
+"""Renders chat templates as Hugging Face does, in jinja2's sandbox. Router process, any thread.
 
 A template comes with the model and is not trusted: it runs in the immutable sandbox and sees only plain
 strings, lists and dicts.
@@ -21,7 +21,7 @@ from common.base.errors import BadRequest, ConfigError
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what a model said, for training; here it is only its body."""
+    """`{% generation %}...{% endgeneration %}` marks a model's output for training; here only the body is rendered."""
 
     tags = {"generation"}
 
@@ -75,9 +75,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a conversation. `kwargs` are the client's extra template variables.
 
-        A `developer` is what OpenAI calls the `system` of its later models; most templates know only that name, and would
-        leave out, without a word, what the other one says.
-        Raises: BadRequest when the template refuses the messages.
+        Newer OpenAI models call the system role `developer`. Most templates know only `system` and silently drop
+        `developer` messages, so the role is renamed.
+        Raises: BadRequest when the template rejects the messages.
         """
         if not self._knows_developer:
             messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
@@ -91,7 +91,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        # A template is a program: besides jinja's own errors it can hit any of these on unexpected messages.
+        # A template is a program: besides jinja's own errors, unexpected messages can make it raise any of these.
         except (
             jinja2.TemplateError,
             ArithmeticError,

@@ -1,13 +1,13 @@
 """Token ids to text, one token at a time. Pure; runs in the router process, on its event loop.
 
-Three kinds of tokenizer need three rules, and the tokenizer's own decoder names its kind:
+There are three kinds of tokenizer, each with its own rule; the tokenizer's decoder tells which kind it is:
 
-    bytes     (byte-level BPE: GPT-2, Llama 3, Qwen)  a token is a few bytes, wherever it stands
+    bytes     (byte-level BPE: GPT-2, Llama 3, Qwen)  a token is a few bytes, at any position
     fallback  (sentencepiece with <0xE4> tokens)      a token is text, or one byte of a character
     text      (everything else)                       a token is text that may depend on the one before
 
-A character is emitted when its last byte arrives, never earlier, so no delta can hold half of one.
-Work per token is constant: nothing is decoded twice.
+A character is emitted when its last byte arrives, never earlier, so no delta contains half a character.
+The work per token is constant: nothing is decoded twice.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
 
 
 class TokenPieces:
-    """What each token id contributes to a text; one per tokenizer, shared by all its streams.
+    """The text or bytes of each token id; one object per tokenizer, shared by all its streams.
 
-    Ids that the tokenizer does not know contribute nothing (a model's vocabulary is often padded).
+    Ids that the tokenizer does not know have no text (a model's vocabulary is often padded).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -74,7 +74,7 @@ class TokenPieces:
         return {token_id: int(match[1], 16) for token_id, match in found if match}
 
     def _find_anchor(self) -> int | None:
-        """An ordinary token with text, to stand before another where a decoder treats the first one specially."""
+        """An ordinary token with text, to be decoded before another one if the decoder treats the first token specially."""
         if self.kind == "bytes":
             return None
         for token_id in range(self._tokenizer.get_vocab_size()):
@@ -87,7 +87,7 @@ class TokenPieces:
         return self._raw_bytes.get(token_id)
 
     def alone(self, token_id: int) -> str:
-        """The text of a sequence of just this token."""
+        """The text of a sequence of only this token."""
         text = self._alone_cache.get(token_id)
         if text is None:
             text = self._tokenizer.decode([token_id], skip_special_tokens=False)
@@ -95,14 +95,14 @@ class TokenPieces:
         return text
 
     def after(self, previous: int | None, token_id: int) -> str:
-        """What `token_id` adds to a text that has begun and whose last ordinary token is `previous`."""
+        """The text that `token_id` adds to a non-empty text whose last ordinary token is `previous`."""
         before = self._anchor if previous is None else previous
         if before is None:
             return self.alone(token_id)
         return self._tokenizer.decode([before, token_id], skip_special_tokens=False)[len(self.alone(before)) :]
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes that this token adds in the middle of a text; part of a character, at times."""
+        """The bytes that this token adds in the middle of a text; they may be part of a character."""
         known = self._bytes_cache.get(token_id)
         if known is None:
             known = self._bytes_cache[token_id] = self._make_piece(token_id)
@@ -124,9 +124,9 @@ class TokenPieces:
 
 
 class Detokenizer:
-    """One stream of text. Invariant: the deltas of `push` and the last one of `flush`, joined, are the
-    tokenizer's own decoding of all ids, with one exception: where a run of fallback bytes turns invalid, the
-    characters completed before stay (a whole decode would take them back; a stream cannot).
+    """One stream of text. Invariant: the deltas of `push` and the last one of `flush`, joined, equal the
+    tokenizer's own decoding of all ids, with one exception: if a run of fallback bytes becomes invalid, the
+    characters completed before it remain (a decode of the whole would replace them; a stream cannot).
     """
 
     def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
@@ -134,13 +134,13 @@ class Detokenizer:
         self._skip: frozenset[int] = pieces.special_ids if skip_special_tokens else frozenset()
         self._utf8 = _Utf8Decoder(errors="replace")
         self._run = bytearray()
-        """Bytes of the character that a run of fallback bytes has begun and not yet completed."""
+        """Bytes of an incomplete character at the end of a run of fallback bytes."""
         self._run_invalid = False
         self._previous: int | None = None
         self._begun = False
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; often empty."""
+        """The text that this token completes; often empty."""
         if token_id in self._skip:
             return ""
         pieces = self._pieces
@@ -155,7 +155,7 @@ class Detokenizer:
         return head + tail
 
     def flush(self) -> str:
-        """What remains when no token follows: a replacement character for what never became complete."""
+        """The rest after the last token: a replacement character for an incomplete character."""
         return self._utf8.decode(b"", final=True) + self._end_run()
 
     def _push_byte(self, token_id: int, byte: int) -> str:

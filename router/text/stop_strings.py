@@ -12,10 +12,10 @@ from router.text.detokenizer import Detokenizer, TokenPieces
 
 
 class StopMatcher:
-    """Finds the first stop string in a text that comes in pieces, and holds back what may become one.
+    """Finds the first stop string in a text that comes in pieces, and buffers text that may become one.
 
-    Of several matches the one that is complete first wins (of those, the one that starts first), so the
-    result does not depend on where the pieces were cut.
+    If several match, the one that ends first wins; among these, the one that starts first. So the result does not
+    depend on where the pieces are cut.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -37,7 +37,7 @@ class StopMatcher:
         return text[:keep], None
 
     def flush(self) -> str:
-        """What was held back, when no more text follows."""
+        """The buffered text, once no more text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -50,7 +50,7 @@ class StopMatcher:
         return None if best is None else (best[1], best[2])
 
     def _undecided_from(self, text: str) -> int:
-        """The first index from which `text` is the beginning of a stop string; its length if there is none."""
+        """The first index at which the rest of `text` is a prefix of a stop string; the text's length if there is none."""
         first = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1), first)
@@ -63,7 +63,7 @@ class StopMatcher:
 
 
 class TextDelta(NamedTuple):
-    """What some new tokens brought: `consumed` of them count, the rest came after a stop string."""
+    """The text of some new tokens. `consumed`: how many of them count; the others come after a stop string."""
 
     text: str
     consumed: int
@@ -73,7 +73,7 @@ class TextDelta(NamedTuple):
 class TextStream:
     """The visible text of one generation.
 
-    Stop strings are looked for in the text of the tokens after the first `min_tokens`.
+    Stop strings are searched only in the text of tokens after the first `min_tokens`.
     """
 
     def __init__(
@@ -100,6 +100,6 @@ class TextStream:
         return TextDelta("".join(parts), len(token_ids))
 
     def flush(self) -> str:
-        """The rest of the text, at the end of a generation that no stop string ended."""
+        """The rest of the text, if no stop string ended the generation."""
         text, stop = self._matcher.push(self._detokenizer.flush())
         return text if stop is not None else text + self._matcher.flush()

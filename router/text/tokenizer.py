@@ -1,7 +1,7 @@
 """Text to token ids: tokenizer.json through the `tokenizers` library, and the model's chat template.
 
-Runs in the router process. Loading reads files and may take seconds for a large vocabulary: do it off the loop.
-`encode` releases the interpreter lock, so long texts may be encoded on a thread.
+Router process. Loading reads files and can take seconds for a large vocabulary: call it on a thread, not on the event
+loop. `encode` releases the GIL, so long texts may be encoded on a thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty if there is no such file."""
+    """The JSON object in `path`; empty if there is no such file."""
     return read_json_object(path) if path.is_file() else {}
 
 
@@ -38,7 +38,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(folder: Path, config: Mapping[str, Any], override: str | None) -> str | None:
-    """The text of the template to use: the operator's file, the model's file, or the one in its configuration."""
+    """The template's source: the operator's file, else chat_template.jinja of the model, else tokenizer_config.json."""
     file = folder / "chat_template.jinja" if override is None else Path(override)
     if override is not None or file.is_file():
         try:
@@ -46,7 +46,7 @@ def _template_source(folder: Path, config: Mapping[str, Any], override: str | No
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the chat template {file}: {error}") from error
     found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name; the one for plain chat is called "default"
+    if isinstance(found, list):  # several templates by name; plain chat uses "default"
         named: dict[str, str] = {}
         for entry in cast("list[Any]", found):
             fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
@@ -63,7 +63,7 @@ def _template_source(folder: Path, config: Mapping[str, Any], override: str | No
 class Tokenizer:
     """The tokenizer and chat template of one model folder. Immutable after construction, safe on any thread.
 
-    Raises: ConfigError, one sentence, when files are missing or broken.
+    Raises: ConfigError with one sentence when files are missing or broken.
     """
 
     def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
@@ -87,14 +87,14 @@ class Tokenizer:
         self._longest_token = max((len(token) for token in vocab), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain text, with the bos token and the like where the model wants them."""
-        # "fast" leaves out where each token stood in the text.
+        """Token ids of a plain text, including special tokens such as bos where the model expects them."""
+        # The "fast" variant does not compute each token's offset in the text.
         return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound of the text's length in tokens, at no cost: spares encoding what cannot fit."""
+        """A lower bound of the text's length in tokens, without encoding it: rejects cheaply what cannot fit."""
         if self.pieces.kind == "text":
-            return 0  # such a tokenizer may fold any word that it does not know into one token
+            return 0  # such a tokenizer may map any unknown word to one token
         return len(text) // self._longest_token
 
     def render_chat(
@@ -104,9 +104,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation; encode it with `add_special_tokens=False`, it has its own.
+        """The prompt text of a conversation. It contains its special tokens: encode it with `add_special_tokens=False`.
 
-        Raises: BadRequest when there is no template or it refuses the messages.
+        Raises: BadRequest when there is no template or it rejects the messages.
         """
         if self._template is None:
             raise BadRequest(

@@ -1,4 +1,4 @@
-"""What benchmarks ask of `common.tools.load.stream`: exact completions, and what their streams say about decoding."""
+"""Client functions of the benchmarks over `common.tools.load.stream`: exact completions, and their decode rates."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class Incomplete(Exception):
 
 @dataclass
 class Run:
-    """One command's results. One that breaks does not take others' figures with it, nor its own that were there already;
-    a missed target breaks nothing."""
+    """One command's results. If a benchmark breaks, all figures measured so far are kept, its own included; a missed
+    target is not a failure."""
 
     about: dict[str, Any]
     """The machine and what was measured with."""
@@ -61,7 +61,7 @@ class Run:
     results: list[Result] = field(default_factory=list[Result])
     broken: list[str] = field(default_factory=list[str])
     left_out: list[str] = field(default_factory=list[str])
-    """What there was no time for."""
+    """Names of benchmarks for which no time was left."""
 
     def measure(self, name: str, bench: Callable[[], Result]) -> None:
         """Run one benchmark and write its JSON."""

@@ -1,4 +1,4 @@
-"""Talks to nodes as a router does, without being one: to time what lies behind the router, and what it adds.
+"""Talks to nodes directly, as a router does, to measure the nodes alone and the latency that a router adds.
 
 Runs on the benchmark's event loop.
 """
@@ -70,7 +70,7 @@ class DirectRouter:
             self._links[role] = Link(
                 peer.control_address, lambda message, role=role: self._on_message(role, message), self._on_lost
             )
-        # Nobody listens here for a prefill node's offers: such a prompt is computed and its KV stays where it is.
+        # Nothing here answers a prefill node's offers: such a prompt is computed and its KV is not relayed.
         self._nobody = Server("127.0.0.1", 0, lambda identity, message: None)
         self.unwilling = PeerRef("nobody", secrets.token_hex(8), self._nobody.address, ["tcp://127.0.0.1:1"])
         self._pinging = asyncio.create_task(self._ping())

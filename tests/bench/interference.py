@@ -1,4 +1,4 @@
-"""Eight running streams, and long prompts that arrive among them: what each does to the other."""
+"""Eight running streams, and long prompts that arrive meanwhile: how each slows down the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.shape import random_prompt
 
 _STREAMS, _STREAM_PROMPT = 8, 256
 _REFERENCE_UTILISATION = 0.44
-"""Prefill time over arrival interval where the targets were set; a slower machine is also measured at this one."""
+"""Prefill time / arrival interval on the machine for which the targets were set; slower machines are also measured at it."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Run:
 
 
 def run(session: Session) -> Result:
-    """For each way of sharing the processor that was asked for."""
+    """The measurement for each requested way of sharing the processor."""
     result = Result("interference")
     for favor in session.options.favors:
         session.stop_plain()
@@ -78,7 +78,7 @@ def _report(result: Result, label: str, run: _Run, quiet_ttft_s: float) -> None:
 
 
 async def _measure(session: Session, url: str, interval_s: float) -> _Run:
-    """Quiet, loaded, quiet again: contexts grow meanwhile, so that quiet on one side only would be unfair."""
+    """Quiet, loaded, quiet again: contexts grow meanwhile, so a quiet phase on one side only would be unfair."""
     prompts = session.repeats(5, 2)
     quiet_s = session.repeats(15, 3)
     streams = await _start_streams(session, url)

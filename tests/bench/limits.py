@@ -1,4 +1,4 @@
-"""What the machine and the bare libraries can do: printed for themselves, and the measure of everything else."""
+"""Limits of the machine and of the bare libraries: shown as results, and the reference of all other figures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What this machine can do at best: the limits that figures are held against. Runs in a worker process of its own.
+"""The limits of this machine, with which figures are compared. Runs in a separate worker process.
 
-Every limit is the best of several kernels and repetitions, so that a share of it is never flattered. Sizes are far
-above the caches where memory is meant.
+Every limit is the best of several kernels and repetitions, so that shares of it are not too high. Sizes of memory tests
+are much larger than the caches.
 """
 
 from __future__ import annotations

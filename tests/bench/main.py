@@ -1,9 +1,9 @@
-"""`make bench`: measures what the project promises, prints one table and writes JSON. Not a test: nothing fails here.
+"""`make bench`: measures the project's performance goals, prints one table and writes JSON. A missed goal is no failure.
 
     python tests/bench/main.py [--only decode_single,relay] [--quick] [--json FILE]
 
-Every figure stands beside a limit of the machine or a peer that was measured in the same run, because machines
-differ and drift; where a ratio is asked for, it is the median of interleaved pairs.
+Every figure is shown with a limit of the machine, or a peer, that was measured in the same run, because machines
+differ and drift. Ratios are medians of interleaved pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BENCHES = {
     "transports": "bench.transports:run",
     "overlap": "bench.overlap:run",
 }
-"""In order of running: neighbours share processes."""
+"""In the order of running, so that benchmarks that share processes are neighbours."""
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """A decode node's engine side in this process: the node's real core, scheduler, executor and send buffer, no sockets.
 
-What a round costs beside the model's forward is Python that holds the interpreter lock, so the encoding of what
-goes to the router is counted too, although a real node does it on another thread.
+The cost of a round besides the model's forward is Python code that holds the GIL, so the encoding of messages to the
+router is counted too, although a real node does it on another thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the relay adds to the second token on a slow link: layer by layer while prefill computes, against afterwards.
+"""Delay of the second token by the relay on a slow link: layer by layer during prefill, compared with after prefill.
 
-Two hosts are network namespaces (`network_hosts`), the link between them held to 1 Gbit/s by a token bucket; root only.
-"Afterwards" is the same sender, told of all layers when the first token is there.
+The two hosts are network namespaces (`network_hosts`); a token bucket limits the link between them to 1 Gbit/s; root only.
+"After" is the same sender, which is told about all layers once the first token is known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A prefill and a decode node's engines on hosts of their own, joined by the project's transport alone. Worker classes.
+"""The engines of a prefill and a decode node on separate hosts, connected only by the project's transport. Worker classes.
 
-The source computes a prompt chunk by chunk; its sender learns of every layer as it becomes final, or, for comparison,
-of everything at once when the first token is there. The destination draws the second token on the KV that came.
+The source computes a prompt in chunks and tells its sender about every layer as it becomes final or, for comparison,
+about all layers once the first token is known. The destination draws the second token from the KV that arrived.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class OverlapDestination(_Engine):
         return self._receiver.address
 
     def expect(self, number: int, tokens: int) -> None:
-        """Open the transfer of that prompt; what its blocks held is forgotten."""
+        """Open the transfer of that prompt; the former content of its blocks is cleared."""
         self.worker.storage.groups[0].stacked.zero_()
         prompt = self.prompt(number, tokens)
         src, blocks = PeerRef("src", "0" * 16, "none", []), list(range(blocks_for(tokens)))

@@ -1,4 +1,4 @@
-"""How much of the time the stages of a pipeline compute, and whether splitting a model costs arithmetic."""
+"""The share of time in which pipeline stages compute, and whether splitting a model makes it slower."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A decode node of several pipeline stages without a service around it, and one process that repeats its steps.
+"""A decode node with several pipeline stages but without a service, and a single process that repeats its steps.
 
-Worker classes. The node is the real one: leader, rank processes, scheduler, engine loop; what it would send to a router
-is only counted.
+Worker classes. The node is real: leader, rank processes, scheduler, engine loop; messages to routers are only counted.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _nearest(moments: list[_Moment], steps: int) -> _Moment:
 
 
 class _Recorder:
-    """An executor that keeps every step it is given, and what the first and the last stage took for it."""
+    """An executor that records every step, and the time of the first and the last stage for it."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
@@ -87,7 +86,7 @@ class PipelineNode:
             dtype="bfloat16",
             kv_blocks=_KV_BLOCKS,
             pp_layers=pp_layers,
-            local_prefill_chunk=256,  # prompts are not what is measured: in with them
+            local_prefill_chunk=256,  # prompts are not measured, so they are computed quickly
         )
         plan = ROLE.plan(config)
         config = share_cores(config, plan.world_size, os.cpu_count() or 1)
@@ -203,7 +202,7 @@ class PipelineNode:
             raise RuntimeError("the node crashed") from self._crash
 
     def _settled(self) -> list[tuple[float, float]]:
-        """What the ranks say of themselves while nothing runs: two beats on, the first may be older than the last step."""
+        """The ranks' reports while nothing runs. Waits for two heartbeats: the first may be older than the last step."""
         for _ in range(2):
             old = [up_s for up_s, _ in self._busy()]
             while any(new == up_s for (new, _), up_s in zip(self._busy(), old, strict=True)):
@@ -225,7 +224,7 @@ def _between(old: list[tuple[float, float]], new: list[tuple[float, float]]) -> 
 
 
 def _steady(seen: list[tuple[float, float]]) -> dict[str, float]:
-    """From the first to the last report that came meanwhile; the one from before is left out. NaN of less than two."""
+    """From the first to the last report of the period, without the one before it. NaN for fewer than two reports."""
     fresh = [report for report in seen if report != seen[0]]
     if len(set(fresh)) < 2:
         return {"up_s": nan, "busy_s": nan}

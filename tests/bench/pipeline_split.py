@@ -5,13 +5,13 @@ from __future__ import annotations
 from bench.shape import Shape
 
 _HEAD_SHARE = 0.85
-"""Time of the head per weight against that of a layer, which has attention and norms beside its products (measured)."""
+"""Time of the LM head per weight relative to that of a layer, which also has attention and norms (measured)."""
 
 
 def balanced_layers(shape: Shape, stages: int) -> list[int]:
-    """Layers per stage, the heaviest stage as light as can be; the last one also computes the head.
+    """Layers per stage, such that the heaviest stage is as light as possible; the last stage also computes the LM head.
 
-    Measured in weights: what a wide batch computes with, and what a narrow one reads.
+    The unit is weights: a large batch computes with them, a small one reads them.
     """
     layer = shape.layer_weights / shape.layers
     head_in_layers = _HEAD_SHARE * shape.vocab * shape.hidden / layer

@@ -1,7 +1,7 @@
-"""The engine without a service around it, for comparison and for what cannot be seen from outside. A worker process.
+"""The engine without a service, for comparison and for figures that are not visible from outside. A worker process.
 
-`decode` and `prefill` are the plain eager loop over the very model code that the nodes run. `overhead` drives a
-decode node's own logic, scheduler and executor, without sockets.
+`decode` and `prefill` are the plain eager loop over the same model code that the nodes run. `overhead` drives a
+decode node's real core, scheduler and executor, without sockets.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the router's index and its decisions cost, against their size. The router's own code, in a process per size.
+"""Cost of the router's index and decisions as a function of size. The router's own code, in one process per size.
 
-Times are of the processor, so that whatever else shares the machine is not measured.
+Times are processor times, so that other processes on the machine are not measured.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def index(quick: bool, picture: Path) -> Result:
 
 
 def _plot(sizes: Sequence[int], found: Sequence[dict[str, float]], picture: Path) -> None:
-    """Cost per block against size: flat is linear in all."""
+    """Cost per block over size; a flat line means a linear total cost."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(7, 4.2), layout="constrained")).add_subplot()

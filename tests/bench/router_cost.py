@@ -1,4 +1,4 @@
-"""What the router adds and what it carries: a real router process in front of stub nodes that compute nothing."""
+"""Latency that the router adds, and its throughput: a real router process before stub nodes that compute nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def _ttft(session: Session, url: str, prompt: list[int] | str) -> float:
 
 
 async def _relayed(session: Session, result: Result, stack: _Stack, bare_url: str) -> None:
-    """The stub has all tokens at once, so that router and client set the pace."""
+    """The stub sends all tokens at once, so that router and client determine the rate."""
     tokens = session.repeats(512, 64)
     router = psutil.Process(stack.router_pid)
     for streams in (16, 64):

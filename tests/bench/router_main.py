@@ -1,4 +1,4 @@
-"""`make bench-router`: what the router promises, measured; prints one table and writes JSON. Not a test: nothing fails here.
+"""`make bench-router`: measures the router's goals, prints one table and writes JSON. A missed goal is no failure.
 
     python tests/bench/router_main.py [--only index,trace] [--quick] [--trace FILE] [--json FILE]
 

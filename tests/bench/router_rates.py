@@ -1,17 +1,16 @@
-"""How much one router carries: requests/s and tokens/s for each second of its own processor time, and what it adds at
-half of that load. A real router process, Redis, and a stub engine that computes nothing, in the client's process.
+"""Capacity of one router: requests/s and tokens/s per second of its own processor time, and the latency that it adds at
+half of that load. A real router process, Redis, and a stub engine without computation in the client's process.
 
     scripts/bench-router --only rates [--quick] [--json FILE]
 
-Rates are per second of the router's processor time, so that the client is not measured; beside them stands what came
-by the clock. The router has a core of its own where there are two. Latencies are of the clock, of everything on the way,
-the client and the stub included. What a bare streaming endpoint takes under the same client stands beside them: the rest
-is what the router adds.
+Rates are per second of the router's processor time, so that the client is not measured; wall-clock rates are shown too.
+The router has its own core if there are two. Latencies are wall-clock times of the whole path, client and stub included.
+The latency of a bare streaming endpoint under the same client is shown with them; the difference is added by the router.
 
-The goals belong to a machine on which a bare FastAPI endpoint answers 9,700 requests/s on one core. Here the same endpoint
-is measured before and after the router: `speed` is how fast this machine is at this hour, beside that one. The router's
-rate is also shown as a share of that endpoint's, and latencies are taken at half of the promised rate times `speed`, and
-held against the promised ones divided by it.
+The goals are those of a machine on which a bare FastAPI endpoint answers 9,700 requests/s on one core. The same endpoint
+is measured here before and after the router: `speed` is the current speed of this machine relative to that one. The
+router's rate is also shown as a share of that endpoint's. Latencies are measured at half of the promised rate times
+`speed` and compared with the promised ones divided by `speed`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ REQUESTS_GOAL = 2000.0
 TOKENS_GOAL = 20_000.0
 LATENCY_GOAL_MS = 5.0
 BARE_THERE = 9700.0
-"""Requests/s and core of a bare FastAPI endpoint on the machine that the goals belong to."""
+"""Requests/s per core of a bare FastAPI endpoint on the machine for which the goals are set."""
 _START_TIMEOUT_S = 60.0
 
 
@@ -62,7 +61,7 @@ class Refused(Exception):
 
 @dataclass
 class Connection(asyncio.Protocol):
-    """One kept-alive connection that carries one request at a time."""
+    """One keep-alive connection with one request at a time."""
 
     _transport: asyncio.Transport | None = None
     _parser: Any = None
@@ -72,7 +71,7 @@ class Connection(asyncio.Protocol):
     first_s: float = 0.0
     """Arrival of the first bytes of the body."""
     arrivals_s: list[float] = field(default_factory=list)
-    """Of every read that brought events."""
+    """Arrival of every read that contained events."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -82,7 +81,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """The server hung up, as it does after some idle seconds."""
+        """The server closed the connection, as it does after some idle seconds."""
         return self._transport is None or self._transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -118,7 +117,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(port: int, count: int) -> list[Connection]:
-    """So many connections to the router."""
+    """Open this many connections to the router."""
     loop = asyncio.get_running_loop()
     return [(await loop.create_connection(Connection, "127.0.0.1", port))[1] for _ in range(count)]
 
@@ -156,14 +155,14 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def running(*, command: list[str] | None = None, options: tuple[str, ...] = ()) -> AsyncIterator[Stack]:
-    """Redis and a router, each a process, and stub nodes on this loop. `command`: what runs instead of the plain router.
+    """Redis and a router, each a process, and stub nodes on this loop. `command`: runs instead of the plain router.
 
-    The stub shares the client's loop: a core that two processes share keeps each waiting for milliseconds.
+    The stub shares the client's loop: two processes on one core would wait milliseconds for each other.
     """
     rng = random.Random(3)
     with RedisServer() as redis, tempfile.TemporaryDirectory(prefix="kvrelay-rates-") as temporary:
         folder = make_model_folder(Path(temporary) / "model", vocab_size=VOCAB)
-        # The tokens are letters with spaces between, so that every one of them is text at once.
+        # The tokens are letters separated by spaces, so that each of them is text at once.
         tokens = [rng.randrange(80, 140) for _ in range(997)]
         service: dict[str, Any] = {
             "redis_url": redis.url,
@@ -193,7 +192,7 @@ async def running(*, command: list[str] | None = None, options: tuple[str, ...] 
 
 @contextlib.contextmanager
 def _no_pauses() -> Iterator[None]:
-    """The client's collector looks at nothing: it would stop the client and the stub for a quarter of a second."""
+    """Disable the client's garbage collector, which would stop the client and the stub for a quarter of a second."""
     gc.collect()
     gc.disable()
     try:
@@ -204,7 +203,7 @@ def _no_pauses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart(server_pid: int) -> Iterator[None]:
-    """The server on one core, this process on the others; where the system can do that."""
+    """Pin the server to one core and this process to the others, if the system supports it."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if len(cores) < 2:
         yield
@@ -243,7 +242,7 @@ def prompts(count: int) -> list[str]:
 
 
 async def closed_loop(stack: Stack, *, connections: int, seconds: float, tokens: int, stream: bool) -> dict[str, float]:
-    """As many requests as fit, one at a time per connection; per second of the router's processor time."""
+    """As many requests as possible, one at a time per connection; rate per second of the router's processor time."""
     opened = await connect(stack.port, connections)
     texts = itertools.cycle([stack.request(text, tokens, stream=stream) for text in prompts(500)])
     for connection in opened:
@@ -372,14 +371,14 @@ async def _rate(result: Result, stack: Stack, name: str, seconds: float, repeats
 
 
 async def _latencies(stack: Stack, rate: float, seconds: float, repeats: int) -> list[list[float]]:
-    """So many runs: a neighbour that takes the core for a moment spoils one of them."""
+    """Several runs, because another process that takes the core for a moment spoils one of them."""
     return [await open_loop(stack, rate=rate, seconds=seconds, tokens=1) for _ in range(repeats)]
 
 
 def _add_latency(
     result: Result, rate: float, load: str, times: list[list[float]], without: list[list[float]], speed: float
 ) -> None:
-    """What the router adds to the time to the first token, at the median and at the 99th percentile."""
+    """The router's addition to the time to first token, at the median and at the 99th percentile."""
     name = f"added to the first token at {rate:,.0f} requests/s{load}"
     found = {q: [[1e3 * percentile(run, q / 100) for run in runs] for runs in (times, without)] for q in (50, 99)}
     shown = {f"p{q:g}": (median(with_ms), median(without_ms)) for q, (with_ms, without_ms) in found.items()}

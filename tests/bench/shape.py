@@ -25,20 +25,20 @@ class Shape:
     vocab: int
     head_dim: int = 64
     is_llama: bool = False
-    """Else Qwen2, whose head is the embedding."""
+    """Else Qwen2, whose LM head is the embedding."""
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the matrices of all layers, the head not counted."""
+        """Elements of the matrices of all layers, without the LM head."""
         attention = self.hidden * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     def weight_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """Bytes of weights that one decode step of one sequence must read: all layers and the head."""
+        """Bytes of weights that one decode step of one sequence must read: all layers and the LM head."""
         return element_bytes * (self.layer_weights + self.vocab * self.hidden)
 
     def prefill_flop(self, tokens: int) -> float:
-        """Floating-point operations of a prompt: linear layers, causal attention (no masked pair), one row of the head."""
+        """Floating-point operations of a prompt: linear layers, causal attention (no masked pair), one row of the LM head."""
         linear = 2.0 * self.layer_weights * tokens + 2.0 * self.vocab * self.hidden
         pairs = tokens * (tokens + 1) / 2
         return linear + 4.0 * self.layers * self.q_heads * self.head_dim * pairs
@@ -51,7 +51,7 @@ class Shape:
 SHAPES = {
     "0.5b": Shape("0.5b", hidden=896, layers=24, q_heads=14, kv_heads=2, intermediate=4864, vocab=151_936),
     "8b": Shape("8b", 4096, 32, 32, 8, intermediate=14_336, vocab=128_256, head_dim=128, is_llama=True),
-    # To see that the benchmarks themselves run; its figures mean nothing.
+    # Only shows that the benchmarks run; its figures mean nothing.
     "tiny": Shape("tiny", hidden=256, layers=2, q_heads=4, kv_heads=2, intermediate=512, vocab=20_000),
 }
 

@@ -1,7 +1,7 @@
-"""A measuring process beside the benchmark's own: one object whose methods are called over a pipe, as JSON lines.
+"""A separate measuring process: one object whose methods the benchmark calls over a pipe, as JSON lines.
 
-Separate processes keep what is measured apart: its OpenMP team, its interpreter lock, its memory.
-Run by itself (`python worker.py PARENT_PID load.module:Class JSON`), this file is the child.
+A separate process has its own OpenMP team, GIL and memory, so that measurements do not affect each other.
+This file is also the child's program (`python worker.py PARENT_PID load.module:Class JSON`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 SEARCH_PATH = [str(ROOT), str(ROOT / "tests")]
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-"""As the nodes run: an OpenMP team that waits passively leaves the cores to others at once."""
+"""The nodes' setting: an OpenMP team that waits passively leaves the cores to other processes at once."""
 RESULT_TIMEOUT_S = 1200.0
 """Longer than any call takes: a worker that hangs must not hang its benchmark."""
 
 
 def child_env() -> dict[str, str]:
-    """What a child must be told to find what we find: this repository, and what PYTHONPATH named before."""
+    """PYTHONPATH for a child: this repository, and the current PYTHONPATH."""
     inherited = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": os.pathsep.join([*SEARCH_PATH, *([inherited] if inherited else [])])}
 
 
 class WorkerFailed(Exception):
-    """A call raised in the worker, or the worker ended or was too slow; the message is its traceback, if it has one."""
+    """A call raised in the worker, or the worker ended or was too slow. The message is the worker's traceback, if any."""
 
 
 class Worker:
@@ -53,12 +53,12 @@ class Worker:
         left_s: Callable[[], float] = lambda: RESULT_TIMEOUT_S,
         **arguments: Any,
     ) -> None:
-        """`host`: the network namespace to run in, instead of our own. `left_s`: how long whoever waits for a result will
-        wait from now on; a worker that is slower is killed."""
+        """`host`: the network namespace to run in, instead of our own. `left_s`: how much longer the
+        caller will wait for results; a worker that is slower is killed."""
         command = [sys.executable, __file__, str(os.getpid()), target, json.dumps(arguments)]
         if host is not None:
             command = host.inside(command)
-        # Not what the caller's shell happens to set: a worker's wait policy is part of what it measures.
+        # The wait policy affects the measurement, so the environment of the caller's shell does not apply.
         inherited = {k: v for k, v in os.environ.items() if k not in PASSIVE}
         self._process = subprocess.Popen(
             command,
@@ -81,7 +81,7 @@ class Worker:
         return self._process.pid
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Run a method there and wait for what it returns.
+        """Run a method there and wait for its result.
 
         Raises: WorkerFailed.
         """
@@ -140,14 +140,14 @@ def _child(parent_pid: int, target: str, arguments: dict[str, Any]) -> None:
     from common.base.process import die_with_parent
 
     die_with_parent(parent_pid)
-    # Answers have the pipe for themselves; whatever is printed goes to the terminal.
+    # The pipe is only for answers; printed text goes to the terminal.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     def attempt(action: Any) -> Any:
         try:
             result = action()
-        except Exception:  # told to the parent, which raises it there
+        except Exception:  # sent to the parent, which raises it there
             answer: dict[str, Any] = {"error": traceback.format_exc()}
             result = None
         else:

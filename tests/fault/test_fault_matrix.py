@@ -1,7 +1,7 @@
 """Every process of a cluster killed, stopped, restarted and cut off in every phase of sixteen streams.
 
 Whatever happens, each stream's text, tokens, log-probabilities, usage and finish reason are those of a run without a
-fault. A client of a router that dies asks again; no other client notices more than a pause. `make test` runs cells with
+fault. Clients of a router that dies retry; no other client notices more than a pause. `make test` runs cells with
 every target, every fault and every moment; `make test-faults` runs every cell, with TEST_FAULTS=rest only those that the
 file of results does not list as passed.
 """
@@ -42,7 +42,7 @@ PAIRS = [
 
 
 def cells() -> list[Any]:
-    """Every cell, those that cover most first; with TEST_FAULTS=rest without those that have passed."""
+    """All cells, those that cover most first; with TEST_FAULTS=rest without those that have passed."""
     passed: set[tuple[str, str, str]] = set()
     if os.environ.get("TEST_FAULTS") == "rest":
         passed = {where for where, result in read_results().items() if not result["problem"]}
@@ -120,7 +120,7 @@ def test_streams_are_the_same_whatever_is_hurt(served: Served, cell: Cell) -> No
     ids=str,
 )
 def test_a_node_that_stood_still_corrupts_nothing_and_is_used_again(served: Served, cell: Cell) -> None:
-    """What it still sends about attempts that went on elsewhere is dropped; its own blocks come back to it."""
+    """Its late messages about attempts that continued elsewhere are dropped; its blocks become free again."""
     system = served.system
     result = run_cell(system, cell, served.made, served.expected)
     assert not result.problem, f"{result.problem}\n{system.log_tail()}"

@@ -1,4 +1,4 @@
-"""kill -9 of nodes and of Redis while streams run: the router answers on, nodes come back, nothing leaks."""
+"""kill -9 of nodes and of Redis while streams run: the router keeps answering, nodes come back, nothing leaks."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_router_killed_frees_the_nodes_within_its_lease(served: tuple[Path, Syst
 
 
 def test_stopped_decode_node_is_noticed_within_its_lease(served: tuple[Path, System]) -> None:
-    """SIGSTOP: the connection stands, nobody answers. Leases decide, not TCP."""
+    """SIGSTOP: the connection stays open, but the process does not answer. Leases decide, not TCP."""
     _, system = served
     system.wait_usable()
     pid = system.kill("decode", number=signal.SIGSTOP)

@@ -85,7 +85,7 @@ def test_any_ranks_end_is_the_nodes_and_the_node_comes_back(
         return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
     if (rank, number) == (0, signal.SIGSTOP):
-        # Nobody may end a leader that is only held up: its ranks go, and it itself when it finds them gone.
+        # Nothing may kill a leader that is only stopped: its ranks end, and it ends when it finds them gone.
         wait_until(lambda: gone(before[1:]), LEASE_S + NOTICED_S, "the ranks of a silent leader are gone")
         os.kill(before[0], signal.SIGCONT)
     wait_until(lambda: gone(before), 30, "all ranks of the old incarnation are gone")

@@ -45,7 +45,7 @@ class World:
         return all(r.holds(first, self.held) and r.index.held(second) == 10 for r in self.routers)
 
     def in_redis(self, port: int) -> bool:
-        """Whether Redis has it all."""
+        """Whether Redis has all records and blocks."""
         with contextlib.suppress(redis.RedisError):
             nodes = all(ask(port, "EXISTS", KEYS.node(node.record.peer.node_id)) for node in self.nodes)
             return nodes and ask(port, "SCARD", KEYS.blocks(self.nodes[0].incarnation)) == len(self.held)
@@ -134,7 +134,7 @@ def test_server_that_becomes_a_replica_takes_no_writes_until_it_leads_again(tmp_
 
 
 def test_replica_that_lags_takes_over_the_address(tmp_path: Path) -> None:
-    """Its memory is older than what was published: numbers and sizes tell the nodes."""
+    """The restored data is older than what was published: nodes detect it by the streams' numbers and the sets' sizes."""
 
     async def scene() -> None:
         with contextlib.ExitStack() as stack:

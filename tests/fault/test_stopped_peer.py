@@ -1,7 +1,7 @@
 """A decode node that hangs while prompts are on their way to it: the prefill node's engine goes on serving the other one.
 
-That a group's rendezvous, or a payload, hangs no other transfer is tested at the transports' ends (`test_transport_collective`,
-`test_transport_processes`); this is the whole system.
+Tests of the transports check that a hanging rendezvous or payload blocks no other transfer (`transports/test_collective.py`,
+`transports/test_processes.py`); this test uses the whole system.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODEL = "llama"
 NEW_TOKENS = 16
 REQUESTS = 8
 ENGINE_AGE_S = 5.0
-"""An engine that waited for the node would stand still until it is let go."""
+"""An engine that waited for the stopped node would make no progress until the node continues."""
 
 
 def prompts(seed: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Prefill and decode node on hosts of their own: exact tokens, and what becomes of streams when the link between fails.
+"""Prefill and decode node on separate hosts: exact tokens, and what happens to streams when the link between them fails.
 
 Hosts are network namespaces that the test makes itself, as root. Both nodes listen on every interface, as in a
 container, and must register the address that the other can reach. Router and Redis, on a third host, reach
@@ -35,7 +35,7 @@ NEW_TOKENS = 24
 PROMPT_TOKENS = 1600
 STREAMS = 4
 TRANSFER_TIMEOUT_S = 25.0
-"""Longer than it may take to notice a dead link, so that a test tells the one from the other."""
+"""Longer than it may take to detect a dead link, so that a test can distinguish the two."""
 RELAY_MBIT_S = 20.0
 """Slow enough that a relay of `STREAMS` prompts takes seconds."""
 
@@ -118,7 +118,7 @@ def link_as_new(hosts: TwoHosts) -> Iterator[None]:
 
 
 def wait_for_relays(hosts: TwoHosts) -> None:
-    """Until one works again: connections find out by and by, and whoever failed is not asked at once."""
+    """Wait until a relay works again: connections recover after a while, and nodes that failed are avoided at first."""
     until_s = time.monotonic() + 60
     while (answer := complete_all(hosts, make_prompts(time.monotonic_ns(), count=1))[0][0]).prefill != "relayed":
         assert time.monotonic() < until_s, f"no relay any more: {answer}; log:\n{hosts.system.log_tail(80)}"

@@ -134,7 +134,7 @@ def test_drained_node_finishes_its_streams_gets_no_new_ones_and_can_be_undrained
     assert (status["idle"], status["attempts"]) == (True, [])
     ids = streams.join()
     assert [len(each) for each in ids] == [120] * 4
-    # Drained, not moved: every stream ended where it began.
+    # Drained, not moved: every stream ended on the node where it began.
     assert [system.admin("request", request_id)["attempts"] for request_id in streams.request_ids] == [1] * 4
     assert complete(system, LONG, 2).headers["x-kvrelay-decode-node"] == "decode-1"
 

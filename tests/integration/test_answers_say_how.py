@@ -15,7 +15,7 @@ from support.stub_node import StubNode, running_stack
 from common.config.service_configs import RouterConfig
 
 RELAY_LONG: dict[str, Any] = {"local_prefill_tokens": 32}
-"""The lengths decide what is relayed, not what the policy learned of scripted nodes."""
+"""With these options the prompt's length decides what is relayed, not the costs learned from scripted nodes."""
 
 
 async def post(bench: Bench, body: dict[str, Any], **headers: str) -> httpx.Response:

@@ -66,7 +66,7 @@ def one_host(compose_folder: Path, **settings: str) -> Iterator[tuple[Project, i
 
 
 def check_chat(port: int) -> str:
-    """Ask through a relay; returns the answer's text."""
+    """Send a request that is relayed. Returns the answer's text."""
     answer = chat(port)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-kvrelay-prefill-mode"] == "relayed"
@@ -101,7 +101,7 @@ def test_nodes_of_several_ranks_chat_and_stop_in_order(compose_folder: Path) -> 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """An address of this machine that every container reaches: that of a network on which nobody is."""
+    """An address of this machine that every container can reach: the gateway of an otherwise empty network."""
     name = f"kvtest{secrets.token_hex(3)}"
     run("docker", "network", "create", name)
     try:

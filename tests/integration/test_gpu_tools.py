@@ -1,4 +1,4 @@
-"""What a machine without a GPU can know of the tools for one: they begin, they run, they say what is missing."""
+"""The GPU tools on a machine without a GPU: they start, their dry runs work, and they say what is missing."""
 
 from __future__ import annotations
 

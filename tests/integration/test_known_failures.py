@@ -30,7 +30,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def stack_of(
     folder: str, *, prefill: int = 1, decode: int = 1, config: dict[str, Any] | None = None, **node: Any
 ) -> AsyncIterator[tuple[Stack, httpx.AsyncClient]]:
-    """A router with so many scripted nodes, and a client; at the end every counter must be at zero."""
+    """A router with this many scripted nodes, and a client; at the end every counter must be at zero."""
     nodes = [StubNode("prefill", f"p{n}", folder, **node) for n in range(prefill)]
     nodes += [StubNode("decode", f"d{n}", folder, **node) for n in range(decode)]
     settings = RouterConfig(**{"lease_s": 1.0, "local_prefill_tokens": 0, **(config or {})})
@@ -102,7 +102,7 @@ def test_a_node_that_restarts_under_its_name_takes_over_without_a_hang(model_fol
             answer = asyncio.create_task(client.post("/v1/completions", json=ask()))
             await old.until(lambda: len(old.running) == 1)
             new = StubNode("prefill", "p0", model_folder)
-            stack.list_nodes(new, decode)  # the old process lives on: nobody waits for it any more
+            stack.list_nodes(new, decode)  # the old process is still alive, but nothing waits for it any more
             async with asyncio.timeout(20):
                 assert (await answer).status_code == 200
             assert {request.key.attempt for request in old.requests()} == {1}
@@ -113,8 +113,8 @@ def test_a_node_that_restarts_under_its_name_takes_over_without_a_hang(model_fol
 
 
 def test_usage_counts_what_a_run_without_a_fault_counts(model_folder: str) -> None:
-    """After a hand-over the tokens that are already there go out as context, and the new node finds much in its
-    cache: neither is the client's business."""
+    """After a hand-over the existing tokens are sent as context, and the new node finds much of them in its cache: the
+    client's usage must show neither."""
 
     async def scene() -> None:
         async with stack_of(model_folder, decode=2, step_s=0.02, cached_tokens=7) as (stack, client):
@@ -147,7 +147,7 @@ def test_usage_counts_what_a_run_without_a_fault_counts(model_folder: str) -> No
 
 
 def test_hits_that_the_request_itself_left_behind_are_not_billed_as_cached(model_folder: str) -> None:
-    """The first attempt ends before its prefill node could say anything; the second finds what the first computed."""
+    """The first attempt ends before its prefill node reported; the second one hits the blocks that the first computed."""
 
     async def scene() -> None:
         async with stack_of(model_folder, automatic=False) as (stack, client):
@@ -171,7 +171,7 @@ def test_load_is_counted_when_it_is_sent_and_is_zero_again_when_clients_leave(mo
         ):
             asked = [asyncio.create_task(client.post("/v1/completions", json=ask())) for _ in range(16)]
             for each in stack.nodes:
-                # Nobody has reported yet: what was sent decides.
+                # No node has reported yet: the router's own count of sent requests decides.
                 await each.until(lambda each=each: len(each.running) == 8)
             for task in asked:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Block ownership: from a node's journal through a real Redis into the index of every router."""
+"""KV events: from a node's journal through a real Redis into the index of every router."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_two_routers_know_within_a_second_what_nodes_store_and_remove(redis_serv
         url = redis_server.url
         nodes = [ANode(url, cluster, make_record(f"n{i}")) for i in range(3)]
         routers = [ARouter(url, cluster) for _ in range(2)]
-        nodes[0].stored(names(5000))  # before anybody listens: comes by snapshot or as a reset
+        nodes[0].stored(names(5000))  # before any router subscribes: arrives by snapshot or as a reset
         async with running(*nodes, *routers):
             await until(lambda: all(r.holds(nodes[0].incarnation, names(5000)) for r in routers))
             for turn in range(5):
@@ -204,7 +204,7 @@ def test_entry_whose_answer_was_lost_does_not_hide_the_next_reset(
     redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis is killed between an entry and its answer, and comes back empty: routers have read that entry, the node does
-    not know of it, and what it removes meanwhile is told by no entry at all."""
+    not know that it was stored, and no entry reports the blocks that it removes meanwhile."""
 
     async def scene() -> None:
         away = False
@@ -233,8 +233,8 @@ def test_entry_whose_answer_was_lost_does_not_hide_the_next_reset(
 def test_resets_whose_answers_were_lost_do_not_hide_what_is_published_after_them(
     redis_server: RedisServer, cluster: str, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """No answer comes through for a while, then Redis loses its memory. A client of a Redis Cluster tries each command
-    twice, and commands given up may be executed late and in any order: Redis had more entries than the node had errors."""
+    """No answer arrives for a while, then Redis loses its memory. A client of a Redis Cluster tries each command twice, and
+    abandoned commands may be executed late and in any order, so Redis had more entries than the node had errors."""
 
     async def scene() -> None:
         given_up: list[tuple[Any, ...]] = []

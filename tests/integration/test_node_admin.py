@@ -25,7 +25,7 @@ from common.node.server import NodeServer
 
 
 class Core:
-    """Does nothing; `stuck` holds the engine's thread up."""
+    """Does nothing; `stuck` blocks the engine's thread."""
 
     def __init__(self) -> None:
         self.load = NodeLoad(kv_blocks_total=10)
@@ -54,7 +54,7 @@ class Bench:
         self.core, self.admin, self.url, self._link, self._pongs = core, admin, url, link, pongs
 
     async def ping(self) -> NodeLoad:
-        """Renew the lease; the load that the pong tells."""
+        """Renew the lease. Returns the load in the pong."""
         self._link.send(Ping("router", 30.0))
         async with asyncio.timeout(20):
             return (await self._pongs.get()).load
@@ -161,7 +161,7 @@ def test_engine_that_stands_still_is_told_and_drain_does_not_call_it_idle(
 def test_a_bug_in_the_status_costs_the_answer_and_not_the_node(redis_server: RedisServer, cluster: str) -> None:
     async def scene(bench: Bench) -> None:
         answer = await bench.admin.get("/status")
-        assert answer.status_code == 200  # what JSON does not know is told as text
+        assert answer.status_code == 200  # values that JSON cannot represent become text
         bench.core.describe_attempts = lambda: 1 / 0  # type: ignore[method-assign,assignment]
         assert (await bench.admin.get("/status")).status_code == 500
         assert (await bench.ping()).kv_blocks_total == 10

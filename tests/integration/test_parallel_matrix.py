@@ -19,7 +19,7 @@ from support.oracle import TINY, first_difference, greedy, make_tiny
 from support.system import running_system
 
 NEW_TOKENS = 40
-"""Three blocks of growth: more than a node keeps free for those that run, so that some must give theirs back."""
+"""Three blocks of growth: more than a node reserves for running sequences, so that some are preempted."""
 NUM_REQUESTS = 16
 PREFILL_CHUNK = 96
 

@@ -1,4 +1,4 @@
-"""A node whose ranks are started on several hosts, as torchrun users know it; and layouts and starts that cannot work."""
+"""A node whose ranks are started on several hosts, as with torchrun; and invalid layouts and command lines."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_ten_minutes_without_redis_change_nothing_and_everything_is_published_ag
                 keys = Keys(cluster)
                 assert ask(port, "SCARD", keys.blocks(node.incarnation)) == 500
                 assert ask(port, "EXISTS", keys.node("n0"), keys.fence("n0"), keys.load("n0")) == 3
-                # Who died meanwhile keeps its place for one lease after the return, and no longer.
+                # A node that died meanwhile stays listed for one lease after Redis returns, and no longer.
                 assert len(router.directory.records) == 2
                 clock.advance(2 * LEASE_S)
                 await until(lambda: [record.peer.node_id for record in router.directory.records] == ["n0"])

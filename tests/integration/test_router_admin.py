@@ -1,4 +1,4 @@
-"""A router's admin port over stub nodes: what it tells of nodes and requests, and its dry runs."""
+"""A router's admin port over stub nodes: its view of nodes and requests, and its dry runs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_route_shows_the_hits_of_the_last_request_and_tells_tenants_apart(model_
 
 
 def test_what_nodes_publish_reaches_the_decisions(model_folder: Path) -> None:
-    """The index that is fed and the one that is asked are one, also while it is empty."""
+    """The subscriber's index and the placer's index are the same object, also while it is empty."""
 
     async def scene(bench: Bench) -> None:
         router = bench.stack.router

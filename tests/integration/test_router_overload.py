@@ -1,4 +1,4 @@
-"""More requests than nodes can use: held back, put in order, refused with a reason; none is lost. Scripted nodes."""
+"""More requests than nodes can use: they are queued, ordered, refused with a reason; none is lost. Scripted nodes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Asker:
-    """Sends requests one after the other; each is in its place before the next one comes."""
+    """Sends requests one after the other; each is placed or queued before the next one is sent."""
 
     def __init__(self, stack: Stack, client: httpx.AsyncClient) -> None:
         self.stack, self.client = stack, client

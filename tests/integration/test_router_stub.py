@@ -184,7 +184,7 @@ def test_logprobs_of_both_calls_have_openais_shape(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_text_offsets_are_places_in_the_text(model_folder: Path, tokenizer: Tokenizer, skip: bool) -> None:
-    """Characters of several tokens and special tokens, which have no text, do not move what follows."""
+    """Characters of several tokens, and special tokens without text, do not shift the offsets of later tokens."""
     ids = [*tokenizer.encode("é🎉x</s>y").ids, tokenizer.token_to_id("</s>")]
 
     async def scene(bench: Bench) -> None:
@@ -203,7 +203,7 @@ def test_text_offsets_are_places_in_the_text(model_folder: Path, tokenizer: Toke
 
 
 def test_continuous_usage_counts_up(model_folder: Path) -> None:
-    """In every chunk, the tokens up to that one, also where many were taken together."""
+    """Every chunk counts the tokens up to it, also if many tokens arrived together."""
 
     async def scene(bench: Bench) -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
@@ -267,7 +267,7 @@ def test_client_that_leaves_a_running_stream_aborts_it(model_folder: Path) -> No
 def test_stream_goes_on_token_exact_when_the_decode_node_dies(
     model_folder: Path, tokenizer: Tokenizer, *, draining: bool
 ) -> None:
-    """Also where the only other node drains: it gets nothing new, but this is nothing new."""
+    """Also if the only other node drains: it gets no new requests, but this request is not new."""
     answer = "the stream goes on as if nothing had happened at all"
 
     async def scene(bench: Bench) -> None:

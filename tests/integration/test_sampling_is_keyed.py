@@ -1,4 +1,4 @@
-"""A seeded request with penalties has the same tokens alone, in a crowd, and on whichever nodes serve it."""
+"""A seeded request with penalties has the same tokens alone, in a batch with others, and on any nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client gets when attempts fail: the same answer, at whichever token, however often; and how the router retries."""
+"""Failing attempts do not change the client's answer, at any token and any number of times; and how the router retries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER = "it goes on, and on, until the STOP that nobody sees"
 
 
 async def collect(stream: Any) -> dict[str, Any]:
-    """All of a stream that a client can see, but for ids and times."""
+    """Everything in a stream that a client can see, except ids and times."""
     text, logprobs, finish, usage, ids = "", [], None, None, []
     async for chunk in stream:
         usage = chunk.usage.model_dump() if chunk.usage else usage
@@ -47,7 +47,7 @@ def ask(bench: Bench, **more: Any) -> Any:
         "frequency_penalty": 0.5,
         "stream": True,
         "stream_options": {"include_usage": True},
-        # A tenant of its own: no node is taken to hold the prompt already, so that every first attempt is relayed.
+        # A separate cache salt per request: no node holds the prompt, so that every first attempt is relayed.
         "extra_body": {"return_token_ids": True, "min_tokens": 3, "cache_salt": secrets.token_hex(4)},
         **more,
     }
@@ -98,14 +98,14 @@ def test_stream_broken_at_any_token_is_what_an_undisturbed_one_is(
             asked = again.request.sampling
             assert (asked.seed, asked.frequency_penalty, asked.min_tokens) == (5, 0.5, 3)
 
-    # Not kv_aware, whose learned costs of a scripted node say sooner or later that no relay is worth it; and a lease that
-    # no pause of a busy machine outlasts: what hits an attempt had that is lost before its first token, nobody knows.
+    # Not kv_aware, which learns from scripted nodes sooner or later that a relay is not worth it. The lease is longer than
+    # any pause of a busy machine: the prefix hits of an attempt that is lost before its first token are unknown.
     config = {"policy": "least_load", "lease_s": 10.0}
     play(model_folder, scene, config=config, script=script_of(ANSWER, tokenizer), cached_tokens=7)
 
 
 def test_stream_goes_on_where_its_tokens_mean_the_same(model_folder: Path, tokenizer: Tokenizer) -> None:
-    """Other weights under the same model's name, as while a fleet is being renewed, would go on with another answer."""
+    """Other weights under the same model name, as during a rolling update, would continue the answer differently."""
 
     async def scene(bench: Bench) -> None:
         bench.stack.router.dispatcher.breakers._settings = BreakerSettings(failures=1000)
@@ -229,7 +229,7 @@ def test_node_that_fails_every_request_gets_no_more_while_there_is_another(model
             metrics = (await http.get("/metrics")).text
         assert 'kvrelay_node_breaker{model_name="stub-model",node="d0",role="decode"} 2.0' in metrics
         assert "kvrelay_breakers_opened_total 1.0" in metrics
-        # With nobody else left it is used again, and serves if it can.
+        # With no other node left it is used again, and serves if it can.
         bench.decode.fail_with = None
         bench.stack.list_nodes(bench.prefill, bench.decode)
         await other.close()

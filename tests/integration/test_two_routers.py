@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def second_router(config: RouterConfig, nodes: list[StubNode]) -> AsyncIterator[Stack]:
-    """Another router over `nodes`, which are closed by whoever made them."""
+    """Another router over `nodes`, which the caller closes."""
     async with running_stack(config) as stack:
         stack.list_nodes(*nodes)
         await stack.usable(NODES, NODES)

@@ -65,7 +65,7 @@ class FakeNode:
     peer: PeerRef
     work: list[Work] = field(default_factory=list)
     link: deque[Event] = field(default_factory=deque)
-    """What it said and the router has not heard yet."""
+    """Messages that it sent and the router has not received yet."""
 
 
 class World:
@@ -85,11 +85,11 @@ class World:
         self.parked: Place | None = None
         """An attempt that waits for a backoff or for a node to come back."""
         self.enough: int | None = None
-        """With more tokens than these the present attempt was worth it; None before it is placed."""
+        """With more tokens than this the current attempt does not count as a failure; None before it is placed."""
         self.fruitless = 0
-        """Attempts in a row that were not."""
+        """Consecutive failed attempts."""
         self.blamed: set[str] = set()
-        """Incarnations, since an attempt was worth it."""
+        """Incarnations that failed since the last attempt that did not count as a failure."""
 
     def new_node(self, role: str) -> FakeNode:
         self.born += 1
@@ -183,7 +183,7 @@ class World:
         return [node for node in self.nodes if node.role == role]
 
     def compute(self, node: FakeNode, count: int = 1) -> None:
-        """One step of one node: it says the next tokens of its first sequence that can go on."""
+        """One step of one node: it sends the next tokens of its first sequence that can continue."""
         for work in node.work:
             if work.waits_for is not None and work.waits_for not in self.prefilled:
                 continue
@@ -219,7 +219,7 @@ class World:
             node.link.append(LegFailed(node.peer.incarnation, AttemptFailed(key, code, "scripted")))
 
     def drop(self, node: FakeNode) -> None:
-        """Lose a chunk that another one follows: a hole."""
+        """Lose a chunk that another one follows, which makes a gap."""
         chunks = [said for said in node.link if isinstance(said, Chunk)]
         if node.role == "decode" and len(chunks) >= 2 and chunks[0].chunk.key == chunks[-1].chunk.key:
             self.faults += 1
@@ -285,7 +285,7 @@ def test_whatever_happens_the_tokens_are_exact_and_the_request_ends_once(
         assert world.fruitless == max_attempts, "attempts that brought tokens do not count"
         assert world.faults >= max_attempts
     if ended_by_us is None:
-        # Nobody is left working for a request that is over.
+        # No node still works on a request that has ended.
         assert not [work for node in world.nodes for work in node.work]
     for event in (ClientGone(), StopFound(), Unplaceable(Unavailable("late")), NodeLost("inc1", "late")):
         assert world.flow.handle(event) == []

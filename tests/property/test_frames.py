@@ -1,4 +1,4 @@
-"""Frames over a stream that TCP cuts anywhere, whose reader may stop at any of them, and which may hold anything."""
+"""Frames over a stream that TCP splits anywhere; the reader may stop at any frame, and the bytes may be arbitrary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix index against a plain dict of sets, under any order of what nodes and the router may say."""
+"""The prefix index against a plain dict of sets, under any order of calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ some = st.lists(st.sampled_from(BLOCKS), max_size=8)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """`held` is what nodes said, `expected` what this router expects and since when."""
+    """`held`: blocks that nodes published; `expected`: blocks that this router expects, and since when."""
 
     few = 1024
 
@@ -102,7 +102,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class IndexInBulkMachine(IndexMachine):
-    """The same where every list counts as long."""
+    """The same, with every list handled as a long one."""
 
     few = 0
 

@@ -1,4 +1,4 @@
-"""Placing over random fleets: what must hold whatever the policy."""
+"""Placing over random fleets: invariants of every policy."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_columns_follow_from_what_happened(steps: list[tuple[int, int, int]]) ->
     heavy=st.sampled_from([2.0, 1e3, 1e100]),
 )
 def test_recent_work_fades(given_work: list[tuple[int, float]], heavy: float) -> None:
-    """As if with every request all older work shrank by the same share; also where it is weighed anew in between."""
+    """As if every request reduced all older work by the same share, also if weights are rescaled in between."""
     made, expected = Fleet("prefill"), [0.0] * 4
     for number in range(4):
         made.add(f"n{number}", f"i{number}")

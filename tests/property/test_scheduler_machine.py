@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.arriving)
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
-        """Another writer than any step fills the blocks of a reserved sequence, which then joins."""
+        """A transfer fills the blocks of a reserved sequence, which then joins."""
         seq = self.arriving.pop(data.draw(st.integers(0, len(self.arriving) - 1)))
         for position in range(seq.num_computed, seq.num_tokens):
             tokens = tuple(seq.token_ids[: position + 1])

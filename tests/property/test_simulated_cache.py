@@ -41,7 +41,7 @@ paths = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(paths, st.integers(0, 5)), max_size=60))
 def test_it_holds_what_the_block_pool_holds(actions: list[Prompt | int]) -> None:
-    """A path takes blocks; a number gives back those of one of the open sequences.
+    """A path takes blocks; a number releases those of one of the open sequences.
 
     A prefix that is partly evicted is where the two may differ: the pool keeps blocks behind the gap that it cannot
     match, under their names, in other blocks. Releasing from the tail makes a gap impossible, which this checks too.

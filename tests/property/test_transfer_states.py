@@ -1,7 +1,7 @@
-"""The state machines of both ends under random orders of everything, against a model of who may touch what.
+"""The state machines of both ends under random orders of events, against a model of which end may access which memory.
 
-The wire between them loses nothing but delays and reorders; copies are open-ended (a batch stays in hand, a
-claim stays in hand), so every abort meets them in every phase.
+The connection between them loses nothing, but delays and reorders; copies take arbitrarily long (batches and claims stay
+open), so that aborts occur in every phase.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ TestRelay.settings = settings(max_examples=100, stateful_step_count=50, deadline
 
 
 def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() -> None:
-    """Its I/O thread would poll without a pause until the batch comes back, which a GPU that hangs never gives."""
+    """Its I/O thread would poll without a pause until the batch completes, which it never does on a GPU that hangs."""
     kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
     end, key = SendingTransfers(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
     end.open(OutgoingTransfer(key, "s1", [0], [bytes(HASH_BYTES)], 4, timeout_s=5.0, final_blocks=1))

@@ -1,9 +1,9 @@
-"""A prefill node and a decode node in one room: the real cores of both, messages and slices in any order.
+"""A prefill node and a decode node in one process: the real cores of both, messages and slices in any order.
 
-Steps' outputs come at once, or as events any time later while the next step is prepared.
-Random interleavings of arrivals, steps, deliveries, transfers, aborts, failed steps and a lost peer. Every request
-that is not disturbed must answer the tokens of an undisturbed run, every other must get exactly one failure or none
-at all (if nobody wants it any more), and in the end both pools must be whole.
+Step outputs arrive at once, or as events at any later time while the next step is prepared.
+Random interleavings of arrivals, steps, deliveries, transfers, aborts, failed steps and a lost peer. Every undisturbed
+request must get the tokens of an undisturbed run, every other one exactly one failure, or none if it was aborted, and in
+the end both pools must be whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PREFIX = list(range(64))
 
 
 class Client:
-    """What a router would know of one attempt."""
+    """A router's view of one attempt."""
 
     def __init__(self, prompt: list[int], max_tokens: int) -> None:
         self.expected = generate(prompt, max_tokens)
@@ -58,7 +58,7 @@ class Client:
 
 
 class LateExecutor:
-    """Computes at once, but what became of a step is an event among the others. Every other failure shows only then."""
+    """Computes at once, but the result of a step is a separate event. Every other failure is reported only with it."""
 
     def __init__(self, executor: LocalExecutor, events: deque[object]) -> None:
         self.executor = executor

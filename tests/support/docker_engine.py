@@ -1,7 +1,7 @@
-"""A Docker engine for tests: whether one is there, the kvrelay image, and compose projects that are removed at the end.
+"""A Docker engine for tests: whether one is available, the kvrelay image, and compose projects removed at the end.
 
-The image is built as a user builds it, from a copy of what `.dockerignore` allows. If this machine's pip has sources of
-its own (find-links), PyTorch comes from there through compose/wheels: the project names no source.
+The image is built as a user builds it, from a copy of the files that `.dockerignore` allows. If this machine's pip is
+configured with find-links, PyTorch comes from there through compose/wheels: the project itself names no source.
 """
 
 from __future__ import annotations

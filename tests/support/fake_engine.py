@@ -1,7 +1,7 @@
 """A model and a transport without tensors, for tests of scheduling and of the two nodes' cores.
 
-The fake model's KV slot holds the identity of the whole prefix up to its token, so that any step that reads a
-wrong, stale or overwritten slot is caught at once; its next token is a function of that prefix.
+Each KV slot of the fake model holds the identity of the whole prefix up to its token, so a step that reads a wrong, stale
+or overwritten slot is detected at once. The next token is a function of that prefix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def generate(token_ids: Sequence[int], count: int, stop: Sequence[int] = (), min_tokens: int = 0) -> list[int]:
-    """What a request for `count` tokens must answer; less if one of `stop` comes after `min_tokens`."""
+    """The expected answer to a request for `count` tokens; shorter if one of `stop` occurs after `min_tokens`."""
     tokens = list(token_ids)
     for index in range(count):
         tokens.append(_choose(tokens, stop if index < min_tokens else ()))
@@ -52,7 +52,7 @@ def _choose(token_ids: Sequence[int], banned: Sequence[int]) -> int:
 
 
 class Computed:
-    """A step whose output is there."""
+    """A step that is complete at once."""
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output
@@ -62,14 +62,14 @@ class Computed:
 
 
 class FakeRunner:
-    """Runs steps on slots of prefix identities, and checks all that it reads."""
+    """Runs steps on slots of prefix identities, and checks every slot that it reads."""
 
     def __init__(self, num_blocks: int) -> None:
         self.slots: list[tuple[bytes, tuple[int, ...]] | None] = [None] * (num_blocks * BLOCK_SIZE)
         self.fail_next: Exception | None = None
         self.steps = 0
         self._drawn: dict[int, list[int]] = {}
-        """What each step drew, for placeholders of the next one."""
+        """Tokens that each step drew, for placeholders of the next step."""
 
     def launch(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> Computed:
         return Computed(self.execute(step, on_layer))
@@ -124,7 +124,7 @@ class FakeRunner:
 
 
 class FakeWire:
-    """Both ends of a transport between two `FakeRunner`s. `pump` moves what may move; nothing moves by itself."""
+    """Both ends of a transport between two `FakeRunner`s. Blocks move only when `pump` is called."""
 
     def __init__(self, source: FakeRunner, destination: FakeRunner) -> None:
         self.source, self.destination = source, destination
@@ -141,7 +141,7 @@ class FakeWire:
         self.receiver = _FakeReceiver(self)
 
     def pump(self) -> bool:
-        """One block of one transfer, if any can move."""
+        """Move one block of one transfer, if any can be moved."""
         for key, grant in list(self.grants.items()):
             transfer = self.outgoing[key]
             index = self.sent.setdefault(key, grant.held_blocks)

@@ -1,7 +1,7 @@
-"""The functions of flashinfer that we use, with its signatures, computed by plain operations on a CPU.
+"""The functions of flashinfer that the project uses, with the same signatures, computed by plain PyTorch on a CPU.
 
-It checks what the real kernels take for granted (shapes, dtypes, contiguous last axes, 32-bit indices, pages that
-are planned before they are read), in a form strict enough that a call it takes is one that both 0.6 and 0.7 take.
+It checks the preconditions of the real kernels (shapes, dtypes, contiguous last axes, 32-bit indices, pages that are
+planned before they are read) strictly enough that every call it accepts is accepted by both 0.6 and 0.7.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def append_paged_kv_cache(
 
 
 class _PagedWrapper:
-    """What both wrappers do: pages are attended to as of the last `plan`, from the buffers as they are at `run`."""
+    """Common part of both wrappers: attends to the pages of the last `plan`, reading the buffers at `run`."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool) -> None:
         assert kv_layout == "HND"

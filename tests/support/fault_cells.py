@@ -1,4 +1,4 @@
-"""The cells of the fault matrix: who is hurt, how, in which moment of the streams. What is checked: `fault_run`."""
+"""The cells of the fault matrix: which process, which fault, in which phase of the streams. Checks are in `fault_run`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from common.control.messages import NodeLoad
 
 STOP_S = 10.0
 CUT_S = 6.0
-"""Longer than the lease and than the silence after which a connection counts as broken."""
+"""Longer than the lease and longer than the silence after which a connection counts as broken."""
 RELAY_MBIT_S = {"prefill-0": 6.0, "prefill-1": 50.0, "pre-1b": 50.0}
-"""What the prefill nodes' hosts may send in mid-relay cells, so that relays take a second or two. Between the hosts of
-the node with two ranks the sums of every layer travel, too."""
+"""Send rate of the prefill nodes' hosts in mid-relay cells, so that relays take a second or two. The node with two ranks
+also sends its all-reduces between its hosts."""
 _MID_RELAY_BYTES = {"prefill-0": 300_000, "pre-1b": 3_000_000}
-"""When so much has been sent, relays are under way."""
+"""Once this much has been sent, relays are under way."""
 _WAIT_FOR_MOMENT_S = 20.0
 
 
@@ -64,7 +64,8 @@ class Cell:
 
     @property
     def service(self) -> str:
-        """Whose process (or rank) is hurt. Leaders by turns of the node with one rank and of that with two."""
+        """The service whose process (or rank) gets the fault. Leaders are in turn those of the node with one rank and of the
+        node with two."""
         if self.target is Target.REDIS:
             return "redis"
         if self.target is Target.ROUTER:
@@ -75,12 +76,12 @@ class Cell:
 
     @property
     def ends_node(self) -> bool:
-        """Whether a node dies of it. Ranks share fate: no node of two survives the silence of one."""
+        """Whether a node ends because of the fault. Ranks share fate: a node with two ranks ends when one is silent."""
         return self.service in NODES and (self.fault in (Fault.KILL, Fault.RESTART) or self.service in RANK_HOSTS)
 
     @property
     def breaks_connections(self) -> bool:
-        """Whether clients of the router must ask again. Everybody else may only notice a pause."""
+        """Whether clients of the router must retry. All other clients may notice only a pause."""
         return self.target is Target.ROUTER and self.fault in (Fault.KILL, Fault.RESTART)
 
 
@@ -99,13 +100,13 @@ class Watch:
         self._sent_before = self._sent_bytes()
 
     async def wait(self) -> None:
-        """Until the moment has come. Raises: AssertionError if it never does."""
+        """Wait until the phase is reached. Raises: AssertionError if it never is."""
         end = time.monotonic() + _WAIT_FOR_MOMENT_S
         by_client = self._cell.moment in (Moment.FIRST_TOKEN, Moment.MID_DECODE, Moment.LAST_TOKEN)
         while not (self._streams_are_there() if by_client else await asyncio.to_thread(self._nodes_are_there)):
             assert time.monotonic() < end, f"no stream was ever {self._cell.moment}"
             if any(stream.answer.done for stream in self._crowd.streams) and not by_client:
-                return  # it was too short to be seen; the table shows what was hurt instead
+                return  # the phase was too short to be observed; the table shows which one was hit instead
             self._crowd.changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._crowd.changed.wait(), None if by_client else 0.005)
@@ -159,7 +160,7 @@ def _computed(load: NodeLoad, before: NodeLoad | None) -> int:
 
 
 async def strike(system: FaultSystem, cell: Cell) -> None:
-    """Do it, and end what ends by itself: a pause, a cut; bring back what is to restart at once."""
+    """Inject the fault. Ends temporary faults (a pause, a cut) and restarts at once what the fault restarts."""
     name = cell.service
     is_rank = cell.target in (Target.PREFILL_RANK, Target.DECODE_RANK)
     pid = system.rank_pid(name) if is_rank else system.services[name].pid

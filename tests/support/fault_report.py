@@ -1,6 +1,6 @@
 """Turns the results of the fault matrix into docs/faults.md: `python tests/support/fault_report.py RESULTS.jsonl OUT.md`.
 
-A cell that ran more than once is shown as it went the last time.
+For a cell that ran more than once, the last result is shown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs one cell of the fault matrix and checks what must be true afterwards; keeps the results."""
+"""Runs one cell of the fault matrix, checks the state afterwards, and stores the results."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from support.fault_streams import Answer, Body, Crowd, Stream, difference, make_
 from support.fault_system import FaultSystem
 
 RUN_S = 60.0
-"""No run may take longer, whatever happens in it."""
+"""Maximum duration of a run."""
 _INDEX_SLACK_S = 1.5
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one cell showed."""
+    """Result of one cell."""
 
     target: str
     service: str
     fault: str
     moment: str
     unfinished: int
-    """Streams that were not over when the fault came."""
+    """Streams that were running when the fault occurred."""
     retried: float
-    """Attempts beyond the first, all streams together."""
+    """Attempts beyond the first, summed over all streams."""
     repeats: int
     """Requests that clients had to send again."""
     longest_gap_s: float
-    """From the fault on: the longest time in which one of the streams got nothing."""
+    """The longest time after the fault in which one of the streams received nothing."""
     wall_s: float
     worst: str = ""
     """The stream with that gap."""
@@ -46,7 +46,7 @@ class Result:
 
 
 async def run_streams(system: FaultSystem, made: list[Body], salt: str) -> list[Stream]:
-    """All requests at once, nothing hurt."""
+    """All requests at once, without a fault."""
     crowd = Crowd(make_streams(salted(made, salt), ROUTERS), system.urls, timeout_s=RUN_S)
     await crowd.run()
     return crowd.streams
@@ -55,7 +55,7 @@ async def run_streams(system: FaultSystem, made: list[Body], salt: str) -> list[
 async def _run_cell(
     system: FaultSystem, cell: Cell, made: list[Body], expected: list[Answer]
 ) -> tuple[Crowd, int, float]:
-    """The streams, how many of them were not over when the fault came, and when that was."""
+    """The streams, how many of them were running when the fault occurred, and when that was."""
     crowd = Crowd(make_streams(salted(made, secrets.token_hex(4)), ROUTERS), system.urls, timeout_s=RUN_S)
     watch = Watch(system, crowd, expected, cell)
     running = asyncio.create_task(crowd.run())
@@ -77,14 +77,14 @@ async def _run_cell(
 
 
 def run_cell(system: FaultSystem, cell: Cell, made: list[Body], expected: list[Answer]) -> Result:
-    """Run the streams, strike, and check everything that must hold afterwards; the system is whole again then.
+    """Run the streams, inject the fault, and check everything that must hold; returns with the system repaired.
 
     The result's `problem` says what did not hold. Raises: whatever kept it from being found out.
     """
     try:
         return _checked(system, cell, made, expected)
     except BaseException:
-        system.renew()  # the next cell is another matter
+        system.renew()  # so that this failure does not affect the next cell
         raise
 
 
@@ -137,8 +137,8 @@ def _checked(system: FaultSystem, cell: Cell, made: list[Body], expected: list[A
 
 
 def _wait_forgotten(system: FaultSystem, incarnation: str, until_s: float) -> None:
-    """Until neither Redis nor any router's index knows a block of a dead incarnation. Raises: AssertionError."""
-    # Where the streams took longer than that, what the living stored last still has its moment to be published.
+    """Wait until neither Redis nor any router's index has a block of a dead incarnation. Raises: AssertionError."""
+    # If the streams took longer than that, the last blocks of living nodes still need a moment to be published.
     until_s = max(until_s, time.monotonic() + _INDEX_SLACK_S)
     while True:
         complaint = (
@@ -176,12 +176,12 @@ def _retries(system: FaultSystem) -> dict[str, float]:
 
 
 def _growth(before: dict[str, float], now: dict[str, float]) -> float:
-    """Of counters; that of a router which began anew counts from zero."""
+    """The increase of counters; the counter of a restarted router starts at zero."""
     return sum(now[router] - (before[router] if now[router] >= before[router] else 0.0) for router in ROUTERS)
 
 
 def _metric(system: FaultSystem, router: str) -> float:
-    with contextlib.suppress(Exception):  # it may just be down
+    with contextlib.suppress(Exception):  # the router may be down at the moment
         return system.metric(router, "kvrelay_retries_total")
     return 0.0
 
@@ -192,7 +192,7 @@ def _results_file() -> Path | None:
 
 
 def record(result: Result) -> None:
-    """Append to the file that `scripts/test-faults` makes its table of."""
+    """Append to the file from which `scripts/test-faults` makes its table."""
     path = _results_file()
     if path is not None:
         with path.open("a") as file:

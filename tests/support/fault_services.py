@@ -1,4 +1,4 @@
-"""What the system of the fault matrix consists of: each service, its host, its command."""
+"""The services of the fault matrix's system, each with its host and command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEASE_S = 3.0
 CLUSTER = "faults"
 
 HOSTS = ("redis", "router-0", "router-1", "prefill-0", "prefill-1", "pre-1b", "decode-0", "decode-1", "dec-1b")
-"""The last letters of `pre-1b` and `dec-1b` say whose second rank lives there."""
+"""`pre-1b` and `dec-1b` are the hosts of the second rank of `pre-1` and `dec-1`."""
 RANK_HOSTS = {"prefill-1": "pre-1b", "decode-1": "dec-1b"}
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ROUTERS = ("router-0", "router-1")
@@ -23,7 +23,7 @@ ROUTERS = ("router-0", "router-1")
 
 @dataclass
 class Service:
-    """One process that the test started, over all its restarts."""
+    """One service that the test started, through all restarts of its process."""
 
     name: str
     command: list[str]
@@ -55,18 +55,18 @@ class Service:
 
 @dataclass
 class Layout:
-    """Where everything is, and what runs there."""
+    """Addresses, ports and commands of all services."""
 
     commands: dict[str, list[str]] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
-    """Of each node's control socket."""
+    """Port of each node's control socket."""
     urls: dict[str, str] = field(default_factory=dict)
     """Of each router."""
     redis_url: str = ""
 
 
 def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
-    """Every service, on hosts of its own if there is a network."""
+    """All services, each on its own host if there is a network."""
     made = Layout()
 
     def at(name: str) -> str:
@@ -101,6 +101,6 @@ def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
         http = port(8000)
         made.urls[name] = f"http://{at(name)}:{http}"
         commands[name] = [*kvrelay, "router", "--host", at(name), "--port", str(http), *everybody]
-        # By load, so that every node has streams to lose: estimates may find the node of two stages too slow to use.
+        # least_load, so that every node has streams to lose: kv_aware may find the node with two stages too slow to use.
         commands[name] += ["--local-prefill-tokens", "0", "--policy", "least_load"]
     return made

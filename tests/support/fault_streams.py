@@ -1,7 +1,7 @@
-"""The clients of the fault matrix: sixteen streams of every kind, what each saw, and how two answers compare.
+"""The clients of the fault matrix: sixteen streams of every kind, what each received, and how answers are compared.
 
-A `Stream` is a client as OpenAI's is: when the connection breaks or the server answers 5xx it asks again, at the next
-router; what counts is its last answer. Runs on the test's event loop.
+A `Stream` behaves like OpenAI's client: when the connection breaks or the server answers 5xx, it retries at the next
+router; its last answer counts. Runs on the test's event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STREAMS = 16
 NEW_TOKENS = 110
 LOGPROB_TOLERANCE = 1e-4
 _STOP_AT = 60
-"""Of the streams with a stop string or token, about so many tokens are left."""
+"""A stream with a stop string or token ends after about this many tokens."""
 _REPEAT_S = 0.25
 
 Body = dict[str, Any]
@@ -29,7 +29,7 @@ Body = dict[str, Any]
 
 @dataclass
 class Answer:
-    """What one client got in the end."""
+    """The last answer of one client."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -53,20 +53,20 @@ class Stream:
     decode_node: str = ""
     prefill_node: str = ""
     times_s: list[float] = field(default_factory=list)
-    """When tokens came, by the monotonic clock."""
+    """Arrival times of tokens, by the monotonic clock."""
 
     @property
     def chat(self) -> bool:
         return "messages" in self.body
 
     def longest_gap_s(self, since_s: float) -> float:
-        """The longest time from `since_s` on in which nothing came that was still to come."""
+        """The longest time without a token, from `since_s` until the last token."""
         points = [since_s, *(time_s for time_s in self.times_s if time_s > since_s)]
         return max((b - a for a, b in itertools.pairwise(points)), default=0.0)
 
 
 class Crowd:
-    """All streams of one run, side by side. `changed` is set whenever one of them got something."""
+    """All concurrent streams of one run. `changed` is set whenever one of them received something."""
 
     def __init__(self, streams: list[Stream], urls: dict[str, str], *, timeout_s: float) -> None:
         self.streams = streams
@@ -75,7 +75,7 @@ class Crowd:
         self._timeout_s = timeout_s
 
     async def run(self) -> None:
-        """Until every client has its answer. Raises: TimeoutError."""
+        """Wait until every client has its answer. Raises: TimeoutError."""
         limits = httpx.Limits(max_connections=None)
         async with (
             httpx.AsyncClient(timeout=httpx.Timeout(self._timeout_s), limits=limits, trust_env=False) as client,
@@ -155,7 +155,7 @@ def _logprobs(found: dict[str, Any]) -> list[dict[str, float]]:
 def bodies(vocab_size: int, model: str) -> list[Body]:
     """Sixteen requests: half greedy, half sampled; some with log-probabilities, penalties, and one of a single token.
 
-    Those that are to end with a stop string or token get it from `add_stops`.
+    `add_stops` adds stop strings and tokens to some of them.
     """
     draw = random.Random(7)
     made: list[Body] = []
@@ -190,7 +190,7 @@ STOP_TOKEN = (9, 10)
 
 
 def add_stops(made: list[Body], answers: Sequence[Answer], pieces: Sequence[str]) -> list[Body]:
-    """The same requests, some of which now stop in the middle of what they were answered without.
+    """The same requests, some with a stop string or token that ends them in the middle of their previous answer.
 
     `pieces`: the text of each token id.
     """
@@ -206,12 +206,12 @@ def add_stops(made: list[Body], answers: Sequence[Answer], pieces: Sequence[str]
 
 
 def salted(made: list[Body], salt: str) -> list[Body]:
-    """The same requests; no cache holds anything of them yet."""
+    """The same requests with prompts that no cache holds yet."""
     return [{**body, "cache_salt": salt} for body in made]
 
 
 def make_streams(made: list[Body], routers: Sequence[str]) -> list[Stream]:
-    """A client for each request, by turns at the routers."""
+    """One client per request, assigned to the routers in turn."""
     return [Stream(body, routers[n % len(routers)]) for n, body in enumerate(made)]
 
 
@@ -219,9 +219,9 @@ def make_streams(made: list[Body], routers: Sequence[str]) -> list[Stream]:
 
 
 def difference(expected: Answer, got: Answer, *, asked_again: bool = False) -> str:
-    """In what two answers differ; empty if they are the same.
+    """The differences between two answers; empty if there are none.
 
-    `asked_again`: a request that its client repeated may find in a cache what the first one left there.
+    `asked_again`: a repeated request may find blocks of the first one in a cache.
     """
     if asked_again and got.usage is not None:
         got = replace(

@@ -1,8 +1,8 @@
-"""The system that the fault matrix breaks: two routers, two prefill nodes and two decode nodes, of each one with two ranks.
+"""The system of the fault matrix: two routers, two prefill nodes and two decode nodes; one node of each role has two ranks.
 
-Where network namespaces can be had every process has a host of its own (the two ranks of a node too), so that any
-of them can be cut off; elsewhere all share the loopback. Supervision is the test's: `heal` ends every fault, starts
-again what died and returns when both routers see all nodes.
+If network namespaces are available, every process has its own host (also the two ranks of a node), so that any of them
+can be cut off; otherwise all share the loopback. The test supervises the processes: `heal` ends every fault, restarts
+dead processes and returns when both routers see all nodes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FaultSystem:
     network: Network | None
     services: dict[str, Service] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
-    """Of each node's control socket; it stays the same over restarts, as in a container."""
+    """Port of each node's control socket; it stays the same over restarts, as in a container."""
     urls: dict[str, str] = field(default_factory=dict)
     redis_url: str = ""
     _stopped: set[int] = field(default_factory=set)
@@ -51,10 +51,10 @@ class FaultSystem:
     _slowed: set[str] = field(default_factory=set)
     _incarnations: dict[str, str] = field(default_factory=dict)
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ state
 
     def incarnation(self, node: str) -> str:
-        """As of the last `heal`."""
+        """The incarnation since the last `heal`."""
         return self._incarnations[node]
 
     def rank_pid(self, node: str) -> int:
@@ -108,7 +108,7 @@ class FaultSystem:
         return found
 
     def index_complaint(self) -> str:
-        """In what the routers' indexes differ from what the nodes in Redis hold; empty if in nothing."""
+        """Differences between the routers' indexes and the blocks of the nodes in Redis; empty if there are none."""
         client: Any = redis.Redis.from_url(self.redis_url, socket_timeout=2, socket_connect_timeout=2)
         try:
             held: set[bytes] = set()
@@ -159,14 +159,14 @@ class FaultSystem:
         self._stopped.add(pid)
 
     def go_on(self) -> None:
-        """SIGCONT for whatever was stopped."""
+        """Send SIGCONT to all stopped processes."""
         for pid in self._stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._stopped.clear()
 
     def cut(self, host: str) -> None:
-        """Nothing reaches this host and nothing leaves it; nobody is told."""
+        """Silently drop all packets to and from this host."""
         assert self.network is not None
         self.network.unplug(host)
         self._cut.add(host)
@@ -178,7 +178,7 @@ class FaultSystem:
         self._cut.clear()
 
     def slow_down(self, mbit_s: dict[str, float]) -> None:
-        """Limit what these hosts send, where there are hosts; `heal` lifts it."""
+        """Limit the send rate of these hosts, if there are hosts; `heal` removes the limit."""
         if self.network is not None:
             for name, limit in mbit_s.items():
                 self.host(name).slow_down(limit)
@@ -197,7 +197,7 @@ class FaultSystem:
             self.start(part.name)
 
     def wait_ended(self, node: str, within_s: float = 30.0) -> None:
-        """Until no process of this node is left."""
+        """Wait until no process of this node is left."""
         wait_until(
             lambda: not any(part.alive for part in self.parts(node)),
             within_s,
@@ -205,7 +205,7 @@ class FaultSystem:
         )
 
     def heal(self, *, ending: tuple[str, ...] = ()) -> None:
-        """End all faults and start again what died; return when everything is as at the beginning.
+        """End all faults and restart dead services; return when everything is as at the beginning.
 
         `ending`: nodes that are about to end because of a fault; they are started again after that.
         """
@@ -254,7 +254,7 @@ class FaultSystem:
         return sorted(usable) == sorted(NODES)
 
     def wait_whole(self, timeout_s: float = 10.0) -> None:
-        """Until no node runs or holds anything and both routers' counters are at zero."""
+        """Wait until no node runs or holds anything and both routers' counters are at zero."""
 
         def trouble() -> str:
             for node in NODES:
@@ -282,7 +282,7 @@ _ZERO_BY_NODE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm
 
 @contextlib.contextmanager
 def fault_system(folder: Path, model: Path, network: Network | None) -> Iterator[FaultSystem]:
-    """Everything up and complete; ended in order afterwards, with nothing left.
+    """The running system; at the end it is stopped in order, and nothing may be left.
 
     `network`: a `Network(*HOSTS)`, or None for the loopback.
     """

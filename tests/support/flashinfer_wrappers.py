@@ -1,9 +1,9 @@
-"""flashinfer's own Python around kernels of plain operations, on a CPU: do its wrappers take our calls and buffers?
+"""flashinfer's real Python wrappers around fake kernels on a CPU: tests that the wrappers accept our calls and buffers.
 
     FLASHINFER_CUDA_ARCH_LIST=9.0a PYTHONPATH=FOLDER-WITH-FLASHINFER:.:tests python tests/support/flashinfer_wrappers.py
 
-Run by hand where the package is at hand (0.6 and 0.7 import without a GPU); docs/gpu.md says with which releases.
-What it replaces is private to flashinfer, and only what cannot run here: the compiled modules and pinned memory.
+Run by hand where the package is installed (0.6 and 0.7 import without a GPU); docs/gpu.md names the tested releases.
+Only private parts of flashinfer that cannot run here are replaced: the compiled modules and pinned memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints with FP8 weights as they are published, made from tiny models; each beside its plain float32 twin."""
+"""FP8 checkpoints in the published formats, made from tiny models; each with an equal float32 checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BLOCK = (32, 48)
-"""Published ones have 128 x 128; these leave cut blocks at every edge of the tiny models, and at cuts between ranks."""
+"""Published checkpoints have 128 x 128. This size gives partial blocks at the edges of the tiny models and of ranks."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """One way of publishing. `spread` gives the scale of each number, [rows, columns] or what broadcasts to it."""
+    """One published format. `spread` returns the scale of each number, [rows, columns] or broadcastable to it."""
 
     config: dict[str, Any]
     suffix: str
@@ -81,7 +81,7 @@ STYLES: dict[str, Style] = {
 def quantise(
     folder: Path, style: Style, target: Path, kv_scales: tuple[float, float] | None = None
 ) -> tuple[Path, Path]:
-    """From the model in `folder` one with FP8 weights, and the plain model of the same weights.
+    """Make from the model in `folder` a checkpoint with FP8 weights, and a plain one with the same weights.
 
     `kv_scales`: (K, V) for every layer's cache, as a calibrated checkpoint has them. Returns both folders, in `target`.
     """

@@ -1,4 +1,4 @@
-"""What the tests of a GPU share. GPU_SUITE_DEVICE=cpu runs those that can on a processor: that proves their own code."""
+"""Shared parts of the GPU tests. GPU_SUITE_DEVICE=cpu runs those that can on a CPU, which checks the tests' own code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IS_GPU = DEVICE != "cpu"
 
 
 def make_runner(model: Path, **options: Any) -> ModelRunner:
-    """The runner of a decode node with `options`, its steps recorded as a node records them."""
+    """The runner of a decode node with `options`, with CUDA graphs captured as a node captures them."""
     options = {"kv_blocks": NUM_BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 2048, **options}
     config = DecodeConfig(model=str(model), device=DEVICE, **options)
     worker = load_worker(plan_node(config), config, SOLO, small_batches=True)
@@ -32,9 +32,9 @@ def make_runner(model: Path, **options: Any) -> ModelRunner:
 
 
 def sanitized(*tests: str) -> tuple[int, str]:
-    """Run tests under compute-sanitizer. Returns its exit status, 9 for a wrong access to memory, and what was said.
+    """Run tests under compute-sanitizer. Returns its exit status (9: invalid memory access) and output.
 
-    Calls of CUDA that fail are none of its business: libraries ask in that way what a driver has.
+    Failing CUDA API calls are not reported: libraries use them to probe the driver.
     """
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     assert sanitizer is not None, "this needs compute-sanitizer, a part of the CUDA toolkit"

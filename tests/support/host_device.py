@@ -1,4 +1,5 @@
-"""A device in CPU memory, for tests of what relays over devices: late marks, lazy copies, memory shared by descriptor."""
+"""A simulated device in CPU memory, for tests of relays over devices: late marks, lazy copies, memory shared by
+descriptor."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ CopyRuns = Callable[[Runs, Runs, int, int, int], None]
 
 
 def copy_runs(dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) -> None:
-    """What the kernel does, run by run."""
+    """Does what the copy kernel does, run by run."""
     for plane in range(planes):
         for block in range(blocks):
             to, at = (
@@ -32,7 +33,7 @@ def copy_runs(dst: Runs, src: Runs, planes: int, blocks: int, run_bytes: int) ->
 
 
 class LateMark:
-    """Done at the `polls`-th look, and not before `others`."""
+    """Done at the `polls`-th poll, and not before `others`."""
 
     def __init__(self, polls: int, then: Callable[[], None] = lambda: None, others: tuple[Mark, ...] = ()) -> None:
         self.polls = polls
@@ -53,7 +54,7 @@ class LateMark:
 
 
 class HostDevice:
-    """Takes a storage's memory over into a memfd. Nothing is copied before somebody has looked twice."""
+    """Moves a storage's memory into a memfd. Copies complete only at the second poll."""
 
     gpu_id = "gpu-of-the-host"
 

@@ -1,4 +1,4 @@
-"""The core of a prefill and a decode node side by side, with a fake model and a fake wire; a test carries the messages."""
+"""The cores of a prefill and a decode node with a fake model and a fake transport; the test delivers the messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def core_parts(
 
 
 class Pair:
-    """Both nodes; messages are carried by hand."""
+    """Both nodes; the test delivers messages by calling methods."""
 
     def __init__(self, *, p_blocks: int = 32, d_blocks: int = 32, d_layout: KVLayout = LAYOUT, chunk: int = 16) -> None:
         self.clock = MockClock()
@@ -116,7 +116,7 @@ class Pair:
         self.d.send_buffer.flush()
 
     def to_decode(self, kind: type | None = None) -> list[Message]:
-        """Carry what the prefill node sent to the decode node (of one kind, if given)."""
+        """Deliver the prefill node's messages (of one kind, if given) to the decode node."""
         sent = [out.message for out in self.p_out if isinstance(out, ToPeer)]
         sent = [message for message in sent if kind is None or isinstance(message, kind)]
         self.p_out[:] = [out for out in self.p_out if isinstance(out, ToClient) or out.message not in sent]
@@ -125,7 +125,7 @@ class Pair:
         return sent
 
     def to_prefill(self) -> list[Message]:
-        """Carry what the decode node sent to the prefill node."""
+        """Deliver the decode node's messages to the prefill node."""
         self.d.send_buffer.flush()
         sent = [out.message for out in self.d_out if isinstance(out, ToClient) and out.identity == P_LINK]
         self.d_out[:] = [out for out in self.d_out if out.message not in sent]

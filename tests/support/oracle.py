@@ -1,8 +1,8 @@
-"""Tiny random models of every supported family, and what `transformers` says that they generate.
+"""Tiny random models of every supported family, and the tokens that `transformers` generates with them.
 
-`TINY` names the models; `make_tiny(name, folder)` writes one as a Hugging Face directory, tokenizer included;
-`greedy(folder, prompt, n)` is the expected answer. Weights are scaled so that logits are spread by a few units: a
-wrong implementation then picks other tokens, and rounding does not.
+`TINY` names the models; `make_tiny(name, folder)` writes one as a Hugging Face directory, including a tokenizer;
+`greedy(folder, prompt, n)` is the expected answer. Weights are scaled so that logits differ by a few units: a wrong
+implementation then generates other tokens, but rounding does not.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ def _greedy(model_dir: str, prompt_ids: tuple[int, ...], n: int) -> Expected:
 
 
 def first_difference(expected: Expected, tokens: list[int]) -> int | None:
-    """Where `tokens` first differ from the expected ones without excuse; None if nowhere.
+    """Index of the first unexcused difference between `tokens` and the expected ones; None if there is none.
 
-    What follows an excused difference is another text and is not compared.
+    The tokens after an excused difference belong to another text and are not compared.
     """
     for i, token in enumerate(tokens):
         if token != expected.tokens[i]:
@@ -174,7 +174,7 @@ def first_difference(expected: Expected, tokens: list[int]) -> int | None:
 
 
 def agreed(expected: Expected, tokens: list[int]) -> int:
-    """How many leading tokens are the expected ones."""
+    """Number of leading tokens that are as expected."""
     return next(
         (i for i, pair in enumerate(zip(expected.tokens, tokens, strict=False)) if pair[0] != pair[1]), len(tokens)
     )

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_processes` do: exchanges on a mesh, and recorded steps on a share of a model."""
+"""Jobs for the ranks of `rank_processes`: exchanges on a mesh, and replays of recorded steps on a shard of a model."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def connect(
     )
 
 
-# Sums, gathers, hidden states
+# All-reduces, gathers, hidden states
 
 
 def exchange(place: RankPlace, port: int, listener: socket.socket | None, *, same_host: bool) -> dict[str, Any]:
-    """Sums and gathers of many sizes against what one process computes; how it listens meanwhile, what is left after."""
+    """All-reduces and gathers of many sizes against a single process's results; also the addresses it listens on,
+    meanwhile and afterwards."""
     torch.set_num_threads(1)
     mesh = connect(place, port, listener, same_host)
     assert isinstance(mesh, RankMesh)
@@ -115,7 +116,7 @@ def pipe(place: RankPlace, port: int, listener: socket.socket | None, *, message
 
 
 def sends_do_not_wait(place: RankPlace, port: int, listener: socket.socket | None) -> list[float]:
-    """The first stage sends as many as there are stages before the second receives any, which would else deadlock."""
+    """The first stage sends one message per stage before the second receives any; blocking sends would deadlock here."""
     mesh = connect(place, port, listener, same_host=True)
     got: list[float] = []
     if place.is_first_stage:
@@ -130,7 +131,7 @@ def sends_do_not_wait(place: RankPlace, port: int, listener: socket.socket | Non
     return got
 
 
-# Trouble
+# Failures
 
 
 def lose_a_rank(
@@ -143,7 +144,7 @@ def lose_a_rank(
     same_host: bool,
     timeout_s: float,
 ) -> str:
-    """All ranks sum and pass on until rank `lost` sends itself the signal `how`."""
+    """All ranks all-reduce and pass messages on until rank `lost` sends itself the signal `how`."""
     mesh = connect(place, port, listener, same_host, timeout_s)
     x = torch.ones(1, 64)
     started = time.monotonic()
@@ -170,7 +171,7 @@ def meet(place: RankPlace, port: int, listener: socket.socket | None, *, same_ho
 
 
 def disagree(place: RankPlace, port: int, listener: socket.socket | None) -> None:
-    """Each rank believes in another size of the node than the first."""
+    """The other ranks are configured with a different node size than the first rank."""
     other = RankPlace(place.tp_rank, place.tp_size + place.rank, place.pp_rank, place.pp_size)
     connect(other, port, listener, same_host=True, timeout_s=2.0).close()
 
@@ -180,7 +181,7 @@ def disagree(place: RankPlace, port: int, listener: socket.socket | None) -> Non
 
 @dataclass(frozen=True)
 class Recording:
-    """Steps of an unsharded runner, what they drew, and the KV that they left."""
+    """Steps of an unsharded runner, the tokens that they drew, and the resulting KV."""
 
     steps: list[StepInput]
     outputs: list[StepOutput]
@@ -197,7 +198,7 @@ def replay(
     pp_layers: list[int],
     same_host: bool,
 ) -> dict[str, Any]:
-    """Run a recording's steps on this rank's share of the model, as fast as the stages let it.
+    """Run a recording's steps on this rank's shard of the model, as fast as the stages allow.
 
     Returns the drawn tokens and their log-probabilities, and how far the KV is from the recorded slice.
     """

@@ -1,8 +1,8 @@
 """Ranks of a node as processes of a test, without a node around them.
 
 `run_ranks(job, cases)` asks one helper process, which imports each job (and torch) once and lives as long as the tests.
-For each case it forks one process per rank and has it call `job(place, port, listener, **arguments)`. What each returned, or
-how it ended, comes back.
+For each case it forks one process per rank, which calls `job(place, port, listener, **arguments)`, and returns each rank's
+result or how the rank ended.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _helper: _Helper | None = None
 
 
 def helper_pid() -> int | None:
-    """Of the helper process, which outlives the test that started it."""
+    """Environment of the helper process, which outlives the test that started it."""
     return None if _helper is None else _helper.process.pid
 
 

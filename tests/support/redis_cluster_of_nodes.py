@@ -1,4 +1,4 @@
-"""Nodes and routers as Redis sees them: registered, publishing, subscribed. No engine, no HTTP."""
+"""Only the Redis side of nodes and routers: registration, publishing, subscription. No engine, no HTTP."""
 
 from __future__ import annotations
 

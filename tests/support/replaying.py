@@ -1,4 +1,4 @@
-"""What a CUDA graph does, done on a CPU: captures the tensor operations of a function once, and replays these alone.
+"""A CUDA graph simulated on a CPU: captures the tensor operations of a function once, and replays only these.
 
 As with a real graph nothing of Python is repeated: a shape, a list or a number that the function had at its first
 call is what every replay has, and every operation reads and writes the memory of the capture.

@@ -1,4 +1,4 @@
-"""A router with one scripted node of each role and the official client: what the router's tests play their scenes in."""
+"""A router with one scripted node of each role and the official client, for tests of the router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = "the quick brown fox jumps over the lazy dog. " * 6
 
 
 class Bench:
-    """What a test gets: the stack, a node of each role, a client."""
+    """What a test gets: the router, a node of each role, a client."""
 
     def __init__(self, stack: Stack, prefill: StubNode, decode: StubNode, client: AsyncOpenAI) -> None:
         self.stack, self.prefill, self.decode, self.client = stack, prefill, decode, client
@@ -32,7 +32,7 @@ def play(
     api_key: str = "none",
     **node: Any,
 ) -> None:
-    """Run `scene` against one prefill node, one decode node and a router; then everything must be at zero."""
+    """Run `scene` against one prefill node, one decode node and a router; then check that all counters are at zero."""
 
     async def main() -> None:
         path = str(model_folder)
@@ -50,7 +50,7 @@ def play(
 
 
 def script_of(text: str, tokenizer: Tokenizer, *, end: bool = True) -> Callable[[int], int]:
-    """The tokens of `text`, then of the end of a sequence, for ever; or the last token of `text`."""
+    """A script: the tokens of `text`, then end-of-sequence tokens, or the last token of `text`, without end."""
     ids: list[int] = tokenizer.encode(text).ids
     if end:
         end_id = tokenizer.token_to_id("</s>")

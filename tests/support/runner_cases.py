@@ -1,4 +1,4 @@
-"""Driving a runner as a scheduler would, and holding what it draws against `transformers`."""
+"""Drives a runner as a scheduler would, and compares the tokens with those of `transformers`."""
 
 from __future__ import annotations
 

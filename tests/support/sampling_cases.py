@@ -1,4 +1,4 @@
-"""Batches in which every sequence samples in another way, for samplers that must agree."""
+"""Batches in which every sequence has different sampling parameters, to compare samplers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Senders and receivers that have one transport only, for tests and benchmarks; a node has all that it may use.
+"""Senders and receivers with a single transport, for tests and benchmarks. (A node has every transport that it may use.)
 
 Each function takes (storage, layout, rank, on_event), the options of its transport, and those of `Sender` or `Receiver`.
 Receivers listen on a free port of loopback unless told otherwise.

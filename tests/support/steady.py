@@ -1,4 +1,4 @@
-"""How long something took, less what the machine itself stood still: one that stalls for seconds is no fault of ours."""
+"""Measures how long something took, without the time in which the whole machine stalled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 
 _TICK_S = 0.02
 _LATE_S = 0.1
-"""A thread that wakes so much later than it wanted has seen a stall."""
+"""A thread that wakes this much too late has detected a stall."""
 
 
 class SteadyTime:
-    """Seconds since the block began, in `passed_s`; a thread beside it notices stalls."""
+    """Seconds since the block began, in `passed_s`; a background thread detects stalls."""
 
     def __enter__(self) -> SteadyTime:
         self._start_s = time.monotonic()
@@ -35,6 +35,6 @@ class SteadyTime:
 
     @property
     def passed_s(self) -> float:
-        """So far; of a stall that is not over yet, it knows nothing."""
-        time.sleep(2 * _TICK_S)  # one that is just over has been noticed then
+        """Time so far; a stall that has not ended yet is not subtracted."""
+        time.sleep(2 * _TICK_S)  # by then a stall that has just ended is detected
         return time.monotonic() - self._start_s - self._stalled_s - 2 * _TICK_S

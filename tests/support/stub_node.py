@@ -1,5 +1,5 @@
 """Fake prefill and decode nodes for tests and benchmarks of the router: the real protocol over the real
-control links, no engine. What they generate is a script: the token at index i of any request is `script(i)`.
+control links, without an engine. Answers come from a script: the token at index i of any request is `script(i)`.
 
 Runs on the caller's event loop.
 """
@@ -126,13 +126,13 @@ class StubNode:
     cached_tokens: int = 0
     max_num_seqs: int = 64
     prefill_s: float | None = None
-    """What it reports of every prompt that it computes; None: nothing that a router could learn from."""
+    """The statistics reported with every computed prompt; None: nothing that a router could learn from."""
     fail_with: tuple[str, str] | None = None
-    """(code, message): refuse every request so."""
+    """(code, message) with which every request is refused."""
     running: dict[AttemptKey, Sequence] = field(default_factory=dict)
     received: list[Message] = field(default_factory=list)
     remembers: bool = True
-    """Whether `received` is kept, and `until` can be asked; not so where thousands arrive in a second."""
+    """Whether `received` is kept and `until` works; disable it for thousands of requests per second."""
 
     def __post_init__(self) -> None:
         self.incarnation = secrets.token_hex(4)
@@ -168,7 +168,7 @@ class StubNode:
             await self._changed.wait_for(condition)
 
     def step(self) -> int:
-        """Generate one token for every running sequence; how many there were."""
+        """Generate one token for every running sequence. Returns the number of sequences."""
         batches: dict[Identity, list[TokenChunk]] = {}
         for sequence in list(self.running.values()):
             batches.setdefault(sequence.identity, []).append(self._next_chunk(sequence))
@@ -182,12 +182,12 @@ class StubNode:
         self._server.send(sequence.identity, message)
 
     def fail(self, key: AttemptKey, code: str, text: str = "scripted") -> None:
-        """Give one sequence up."""
+        """Report the failure of one sequence."""
         sequence = self.running.pop(key)
         self.say(sequence, AttemptFailed(key, code, text))
 
     async def close(self) -> None:
-        """Die: the connection breaks, nothing is said."""
+        """Die: the connection breaks without a message."""
         self._loop.cancel()
         await asyncio.gather(self._loop, *self._notes, return_exceptions=True)
         await self._server.close()
@@ -278,12 +278,12 @@ class Stack:
         return f"http://127.0.0.1:{self.port}"
 
     def list_nodes(self, *nodes: StubNode) -> None:
-        """What membership lists from now on."""
+        """Set the nodes that membership lists from now on."""
         self.nodes = list(nodes)
         self.router.set_nodes([node.record for node in nodes])
 
     async def usable(self, prefill: int, decode: int) -> None:
-        """Wait until exactly so many nodes are usable and the model is known."""
+        """Wait until exactly this many nodes are usable and the model is known."""
         table = self.router.dispatcher.nodes
         async with asyncio.timeout(10):
             while (

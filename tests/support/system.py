@@ -1,4 +1,4 @@
-"""A whole kvrelay as a user starts it: `kvrelay up` in a process of its own, reached over HTTP."""
+"""A whole cluster as a user starts it: `kvrelay up` in a separate process, reached over HTTP."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class System:
         return total
 
     def wait_whole(self, timeout_s: float = 30.0) -> None:
-        """Until no node runs anything or holds a block: what every test ends with."""
+        """Wait until no node runs anything or holds a block; every test ends with this."""
 
         def whole() -> bool:
             names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")

@@ -1,4 +1,4 @@
-"""A scheduler and a tiny model, driven to the ends of requests that sample in many ways, in a pool that is too small."""
+"""A scheduler and a tiny model that run requests with many kinds of sampling to their end, in a pool that is too small."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def sequences() -> list[Sequence]:
 def answers(
     path: Path, depth: int, sampler: Sampler | None = None, propose: Callable[[Sequence], list[int]] | None = None
 ) -> tuple[dict[AttemptKey, list[SampledToken]], Scheduler]:
-    """All sequences to their ends, with `depth` steps in flight whose outputs come as late as they may.
+    """Run all sequences to their end, with `depth` steps in flight whose outputs arrive as late as possible.
 
     `propose`: drafts for a sequence whose tokens are all known.
     """

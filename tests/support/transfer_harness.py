@@ -1,4 +1,4 @@
-"""Two nodes' worth of transport ends over real storages, for the tests of `kvtransfer`."""
+"""The transport ends of two nodes over real storages, for the tests of `kvtransfer`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layout(
 
 
 class Recorder:
-    """Collects one end's events, whichever thread they come on."""
+    """Collects one end's events from any thread."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -155,7 +155,7 @@ class Transfer:
         return np.stack(planes, axis=1)
 
     def compute(self) -> None:
-        """Put the true KV into the source blocks of every sending rank."""
+        """Write the true KV into the source blocks of every sending rank."""
         for rank, shard in zip(self.cluster.senders, self.cluster.src_layout.shards(), strict=True):
             for part in shard.parts:
                 for plane, truth in zip(plane_words(rank.storage, part.group), self.planes[part.group], strict=True):
@@ -195,7 +195,7 @@ class Transfer:
                 rank.end.blocks_final(self.key, layer, self.total if num_blocks is None else num_blocks)
 
     def hand_over(self, num_blocks: int | None = None) -> None:
-        """Open every end, grant, and give what is computed (`num_blocks` of it) over to be sent."""
+        """Open every end, grant, and release the computed blocks (`num_blocks` of them) for sending."""
         self.open_receivers()
         self.open_senders()
         self.grant()
@@ -208,7 +208,7 @@ class Transfer:
         self.check_received()
 
     def check_received(self) -> None:
-        """Wait for success at every rank; bytes are as the layout says and in their places."""
+        """Wait for success at every rank; check the number of bytes and the content of every block."""
         received = 0
         for rank in self.cluster.receivers:
             event = rank.recorder.wait(self.key, (Received, ReceiveFailed))

@@ -1,4 +1,4 @@
-"""Transfers, layouts and transports that a sender and a receiver in two processes build alike."""
+"""Transfers, layouts and transports that a sender and a receiver in two processes build identically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Senders and receivers of every transport for the tests of `kvtransfer`, in the shape that `Cluster` needs.
+"""Senders and receivers of every transport for the tests of `kvtransfer`, in the form that `Cluster` needs.
 
 Options go to the sender. Messages are small, so that every transfer takes several.
 """

@@ -1,4 +1,4 @@
-"""What a GPU can do at best, measured through PyTorch: the limits of `gpu-bench`. A worker process."""
+"""The limits of a GPU, measured through PyTorch, for `gpu-bench`. A worker process."""
 
 from __future__ import annotations
 

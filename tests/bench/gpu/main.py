@@ -1,11 +1,11 @@
-"""`make gpu-bench`: measures on a GPU what is promised of one, prints one table and writes JSON. Nothing fails here.
+"""`make gpu-bench`: measures the goals for a GPU, prints one table and writes JSON. A missed goal is no failure.
 
     scripts/gpu-bench [--only decode,relay] [--budget-s 440] [--dry-run] [--json FILE]
 
-The two limits come first; every figure stands beside one of them, or beside a peer of the same run. Lines run in the
-order of their importance. What the time left is too short for is left out, and named at the end; what hangs is
-ended, and keeps the figures that it has. --dry-run goes through all lines on a processor with tiny sizes: its figures
-mean nothing, its code is what runs on a GPU.
+The two limits are measured first; every figure is shown with one of them, or with a peer of the same run. Lines run in
+order of importance. Lines for which not enough time is left are skipped and named at the end; a line that hangs is
+ended, and the figures it has are kept. --dry-run runs all lines on a CPU with tiny sizes: its figures mean nothing, but
+it runs the same code.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LINES = {
     "peer": (60, 140),
     "peer_big": (80, 160),
 }
-"""In order of importance, those that share a running system as neighbours. Seconds, estimated: without the first a line is
-not begun, after the second it is ended."""
+"""Lines in order of importance; those that share a running system are neighbours. Values in seconds: a line starts only
+if the first is left, and is ended after the second."""
 _BUDGET_S = 440.0
-"""Of a command that must be over within eight minutes, its environment included."""
+"""Time limit of the lines. The whole command, including the set-up of its environment, must end within eight minutes."""
 _ENDLESS_S = 1e6
 
 

@@ -66,9 +66,9 @@ DRY = Sizes(
 
 @dataclass
 class GpuSession:
-    """Owns every process of the run. What is measured has the GPU for itself: a worker stops the running system.
+    """Owns every process of the run. Only one thing uses the GPU at a time: starting a worker stops the running system.
 
-    Whatever waits, waits no longer than `left_s`.
+    Nothing waits longer than `left_s`.
     """
 
     dry_run: bool

@@ -238,7 +238,7 @@ def test_a_backoff_passes_before_the_attempt_unless_other_nodes_can_be_had() -> 
     assert world.told == ["backoff", "backoff"]
     assert [reason for _, _, reason, _ in world.story.events] == [
         "only nodes that just failed it are left",
-        "not the first failure in a row",
+        "not the first consecutive failure",
     ]
     assert len(world.asked) == 2, "the last one was not even decided"
     world.waits["then"]()

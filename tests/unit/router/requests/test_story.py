@@ -24,7 +24,7 @@ def test_only_so_many_finished_ones_are_kept_and_running_ones_always() -> None:
     assert stories.get("r6") is None
     assert stories.get("nothing") is None
     assert stories.get("") is None
-    running.add("cancelled", "the client left")
+    running.add("cancelled", "the client disconnected")
     stories.end(running)
     assert [story["outcome"] for story in stories.recent(2)] == ["cancelled", "finished"]
 

@@ -262,7 +262,7 @@ def test_with_admission_an_overload_is_answered_429_and_more_requests_are_in_tim
     all_in = simulate(base).figures
     limits = {
         "429: too late for the objectives": Admission(10_000, 60.0, Objectives(3.0, 0.1)),
-        "429: too many wait": Admission(20, 60.0),
+        "429: too many requests are waiting": Admission(20, 60.0),
         "429: no node had room in time": Admission(10_000, 1.5),
     }
     for reason, admission in limits.items():
