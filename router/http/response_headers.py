@@ -76,8 +76,9 @@ def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
     del about["request_id"]  # names one generation; the answer may have several
     for name, value in about.items():
         out.append((_header(name), printable(value).encode() if isinstance(value, str) else b"%d" % value))
-    if generation.decision is not None:
-        out.append((b"x-kvrelay-decision", generation.decision.weighed(_MAX_DECISION_CHARS).encode()))
+    decision = generation.decision
+    if decision is not None:
+        out.append((b"x-kvrelay-decision", decision.weighed(_MAX_DECISION_CHARS).encode()))
     return out
 
 

@@ -30,7 +30,7 @@ EXPECTATION_S = 4.0
 """How long a block that a node is only expected to hold counts as held: at least this long, at most twice as long."""
 _EXPECTED_BLOCKS = 1_000_000
 """Maximum number of blocks expected in that time."""
-_SPREAD = 0x9E3779B97F4A7C15
+_SPREAD, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
 """2^64 / golden ratio, odd (Fibonacci hashing): the upper bits of the product select the segment."""
 _FEW_MASKS = 16_384
 """A round only to free mask numbers starts above this many masks, and above twice the number that the last round left."""
@@ -47,8 +47,8 @@ def block_keys(hashes: Hashes) -> KeyArray:
     blob = hashes if isinstance(hashes, bytes) else b"".join(hashes)
     if len(blob) % HASH_BYTES:
         raise ValueError(f"{len(blob)} bytes are not hashes of {HASH_BYTES} each")
-    words = np.frombuffer(blob, dtype="<u8").reshape(-1, HASH_BYTES // 8)
-    return np.maximum((words[:, 0] ^ words[:, 1]) * np.uint64(_SPREAD), np.uint64(1))
+    words = np.frombuffer(blob, dtype="<u8")
+    return np.maximum((words[::2] ^ words[1::2]) * _SPREAD, _ONE)
 
 
 class PrefixIndex:

@@ -43,6 +43,7 @@ class Attempts:
         "_token_ids",
         "_unproven",
         "admitted",
+        "decision",
         "request_id",
     )
 
@@ -67,17 +68,14 @@ class Attempts:
         self._story = story
         self._chain = HashChain(request.engine.cache_salt)
         self._placement: Placement | None = None
+        self.decision: Decision | None = None
+        """The decision of the latest placed attempt."""
         self._node_deadline_s: float | None = None
         """When to give up waiting for a node; None unless none was found since the wait began."""
         self._kv_kind = ""
         """KV kind of the node that generates, or generated, the first token."""
         self._unproven: set[str] = set()
         """Incarnations that got the prompt but have not reported yet: the blocks expected there may be missing."""
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision of the latest placed attempt."""
-        return None if self._placement is None else self._placement.decision
 
     def place(self, wanted: f.Place, answer: Answer) -> None:
         """Choose nodes and answer, now or later.
@@ -122,7 +120,7 @@ class Attempts:
             router.breakers.chosen(incarnation)
         self._unproven.update(incarnations)
         router.placer.expect(placement, incarnations)
-        self._placement, self._node_deadline_s = placement, None
+        self._placement, self.decision, self._node_deadline_s = placement, decision, None
         decode = router.nodes.get(decision.decode.picked.incarnation)
         prefill = None if decision.prefill is None else router.nodes.get(decision.prefill.picked.incarnation)
         assert decode is not None

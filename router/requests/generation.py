@@ -140,11 +140,11 @@ class Generation:
             self._busy = False
 
     def _placed(self, event: f.Placed) -> None:
-        served, flow = self.served, self.flow
+        served, decision = self.served, self.attempts.decision
         served.prefill_hit_tokens = served.decode_hit_tokens = None
-        if self._expected_hit is None and self.decision is not None:
-            self._expected_hit = (self.decision.prefill or self.decision.decode).picked.hit_tokens
-        self.story.add("decision", f"attempt {flow.attempt}", self.decision)
+        if self._expected_hit is None and decision is not None:
+            self._expected_hit = (decision.prefill or decision.decode).picked.hit_tokens
+        self.story.add("decision", f"attempt {self.flow.attempt}", decision)
 
     def _break_off(self, pending: Iterable[f.Instruction]) -> None:
         """End at once after a bug, even if the flow has ended already: close the legs, tell the client."""
