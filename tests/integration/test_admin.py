@@ -104,7 +104,7 @@ def test_a_request_has_a_story_and_route_explains_the_next_one(system: System) -
     decision = next(event["data"] for event in story["events"] if event["event"] == "decision")
     assert decision["decode"]["node"] == answer.headers["x-kvrelay-decode-node"]
     assert request_id in [summary["request_id"] for summary in system.admin("requests")["requests"]]
-    assert "no such request" in system.admin("request", "cmpl-nothing", code=1)
+    assert "does not know the request" in system.admin("request", "cmpl-nothing", code=1)
 
     wait_until(lambda: system.admin("router")["index"]["blocks"] > 0, 10, "the index hears of stored blocks")
     index = system.admin("router")["index"]
