@@ -37,7 +37,7 @@ class ServiceConfig:
     """Options of every service."""
 
     section: ClassVar[str] = ""
-    """Its table in the TOML file, and its subcommand."""
+    """Name of the service's TOML table and of its subcommand."""
 
     cluster: str = option("default", "Cluster name: services see only others with the same name.", "Network")
     log_level: LogLevel = option("info", "Minimum severity of log messages.", "General", "--uvicorn-log-level")

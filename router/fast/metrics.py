@@ -1,6 +1,6 @@
 """Counters and histograms for one thread. Router process, event loop.
 
-Those of prometheus_client take a lock and several calls per update. These are plain numbers until a scrape, whose text is
+The types of prometheus_client take a lock and several calls per update. These are plain numbers until a scrape, whose text is
 the same byte for byte.
 """
 
