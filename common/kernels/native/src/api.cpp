@@ -1,0 +1,121 @@
+// The C interface: the choice of a variant by what the processor has, and calls into it.
+#include "api.h"
+
+#include <cstring>
+#include <system_error>
+
+#include "team.h"
+#include "variant.h"
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+namespace {
+
+#if defined(__x86_64__)
+// Registers that the operating system saves: bits 1, 2 for AVX; 5, 6, 7 for AVX-512.
+__attribute__((target("xsave"))) uint64_t saved_registers() { return _xgetbv(0); }
+
+struct Features {
+    bool avx2 = false, avx512 = false, avx512bf16 = false;
+
+    Features() {
+        unsigned a, b, c, d;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return;
+        const bool has_fma = (c & bit_FMA) && (c & bit_F16C);
+        const uint64_t saved = saved_registers();
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        avx2 = has_fma && (b & bit_AVX2) && (saved & 0x6) == 0x6;
+        const unsigned needed = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+        avx512 = avx2 && (b & needed) == needed && (c & (1u << 11)) && (saved & 0xe6) == 0xe6;  // bit 11: VNNI
+        avx512bf16 = avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
+    }
+};
+#endif
+
+struct Entry {
+    const char* name;
+    bool is_supported;
+    const kv_variant* functions;
+};
+
+const kv_variant* chosen = nullptr;
+
+}  // namespace
+
+extern "C" {
+
+int32_t kv_abi_version(void) { return 1; }
+
+const char* kv_select_variant(const char* limit) {
+#if defined(__x86_64__)
+    const Features has;
+    const Entry entries[] = {
+        {"avx512bf16", has.avx512bf16, &kv_variant_avx512bf16},
+        {"avx512", has.avx512, &kv_variant_avx512},
+        {"avx2", has.avx2, &kv_variant_avx2},
+        {"portable", true, &kv_variant_portable},
+    };
+#elif defined(__aarch64__) && defined(__linux__)
+    const bool has_bf16 = getauxval(AT_HWCAP2) & (1ul << 14);
+    const Entry entries[] = {{"neonbf16", has_bf16, &kv_variant_neonbf16}, {"portable", true, &kv_variant_portable}};
+#else
+    const Entry entries[] = {{"portable", true, &kv_variant_portable}};
+#endif
+    bool is_allowed = !*limit;
+    for (const Entry& entry : entries) {
+        is_allowed |= !std::strcmp(limit, entry.name);
+        if (!is_allowed || !entry.is_supported) continue;
+        chosen = entry.functions;
+        return entry.name;
+    }
+    return nullptr;
+}
+
+kv_team* kv_team_new(int32_t threads, int32_t spin_us) {
+    try {
+        return new kv_team(threads, spin_us);
+    } catch (const std::system_error&) {
+        return nullptr;
+    }
+}
+
+void kv_team_free(kv_team* team) { delete team; }
+
+void kv_linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
+                       int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation) {
+    chosen->linear_forward(team, l, x, x_dtype, x_stride, y, y_dtype, y_stride, rows, activation);
+}
+
+void kv_rotation_angles(kv_team* team, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
+                        int32_t half, float* cos, float* sin) {
+    chosen->rotation_angles(team, positions, rows, inverse_frequencies, half, cos, sin);
+}
+
+void kv_attention_forward(kv_team* team, const kv_cache* cache, const kv_batch* batch, int32_t q_heads, float scale,
+                          int32_t dtype, const void* q, int64_t q_stride, const void* k, int64_t k_stride,
+                          const void* v, int64_t v_stride, void* out) {
+    chosen->attention_forward(team, cache, batch, q_heads, scale, dtype, q, q_stride, k, k_stride, v, v_stride, out);
+}
+
+void kv_layer_attend(kv_team* team, const kv_layer* layer, const kv_cache* cache, const kv_batch* batch,
+                     const kv_rotation* rotation, void* residual, const void* delta) {
+    chosen->layer_attend(team, layer, cache, batch, rotation, residual, delta);
+}
+
+void kv_layer_project(kv_team* team, const kv_layer* layer, int32_t rows, void* delta) {
+    chosen->layer_project(team, layer, rows, delta);
+}
+
+void kv_layer_mlp(kv_team* team, const kv_layer* layer, int32_t rows, void* residual, void* delta) {
+    chosen->layer_mlp(team, layer, rows, residual, delta);
+}
+
+void kv_norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
+             const void* delta, void* out) {
+    chosen->norm(team, weight, eps, hidden, dtype, rows, residual, delta, out);
+}
+}

@@ -1,0 +1,102 @@
+// The C interface of the native CPU kernels. Pointers are to memory that the caller owns; "rows" are tokens of a step.
+// No function allocates for the caller, throws, or checks its arguments: common/kernels/native/ does.
+#pragma once
+#include <cstdint>
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+enum kv_dtype : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_FP8 = 2 };  // KV_FP8: e4m3
+enum kv_format : int32_t { KV_LINEAR_F32 = 0, KV_LINEAR_BF16 = 1, KV_LINEAR_INT8 = 2, KV_LINEAR_INT4 = 3 };
+
+// y = x W^T + bias. W is packed in panels of 32 outputs, outputs padded with zeros; inputs padded to whole units:
+//   F32   [panels][in][32] float
+//   BF16  [panels][in/2][32][2] bfloat16
+//   INT8  [panels][in/4][32][4] int8; scale [panels * 32], one for each output
+//   INT4  [panels][in/8][32] uint32 of 8 codes: code of input 2j in bits 4j, of input 2j+1 in bits 16+4j;
+//         scale, zero [panels][in/group][32]: weight = scale * (code - zero); group is a multiple of 8
+// With is_paired, a panel holds 16 outputs of the first half and the same 16 of the second half of `out`.
+struct kv_linear {
+    int32_t format, out, in, group, is_paired;
+    const void* weight;
+    const float* scale;
+    const float* zero;
+    const float* bias;  // [out] or null
+};
+
+// K and V of one layer of a rank's cache, each [num_blocks][kv_heads][block_size][head_dim].
+struct kv_cache {
+    void* k;
+    void* v;
+    int32_t dtype, kv_heads, head_dim, block_size;
+    float k_scale, v_scale;  // a stored number times its scale is the value; 1 unless dtype is KV_FP8
+};
+
+// The sequences of one step. Entry i has rows [first_rows[i], first_rows[i + 1]), the last positions of a context of
+// context_lens[i] tokens, which lie in blocks block_ids[first_blocks[i]...]. slots: [rows], block * block_size + offset.
+struct kv_batch {
+    int32_t num_entries, num_rows;
+    const int32_t* first_rows;
+    const int32_t* context_lens;
+    const int32_t* first_blocks;
+    const int32_t* block_ids;
+    const int64_t* slots;
+};
+
+// One layer of one rank. Norm weights are float32.
+struct kv_layer {
+    kv_linear qkv, output, gate_up, down;
+    const float* input_norm;   // [hidden]
+    const float* mlp_norm;     // [hidden]
+    const float* head_norm;    // [q_heads + kv_heads][head_dim] or null
+    float input_eps, mlp_eps, head_eps, attention_scale;
+    int32_t hidden, q_heads, kv_heads, head_dim, dtype;  // dtype: of hidden states, KV_F32 or KV_BF16
+};
+
+// Rotation angles of a step's rows, each [rows][head_dim / 2].
+struct kv_rotation {
+    const float* cos;
+    const float* sin;
+};
+
+struct kv_team;
+
+int32_t kv_abi_version(void);
+// The best variant that this processor runs, among those compiled in, at most `limit` ("" for no limit).
+// Returns its name, null if `limit` is unknown. To be called first.
+const char* kv_select_variant(const char* limit);
+
+// A team of `threads` threads, of which the caller of each function below is one. Waiting members spin for `spin_us`,
+// then sleep. One call at a time. Null if the threads cannot be started.
+kv_team* kv_team_new(int32_t threads, int32_t spin_us);
+void kv_team_free(kv_team*);
+
+// x: [rows][in] of x_dtype at a distance of x_stride numbers; y: [rows][out] of y_dtype. With activation 1, and is_paired
+// weights, y is [rows][out / 2]: silu(first half) * second half.
+void kv_linear_forward(kv_team*, const kv_linear*, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
+                       int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation);
+
+// cos, sin: [rows][half] of positions[row] * inverse_frequencies[i].
+void kv_rotation_angles(kv_team*, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
+                        int32_t half, float* cos, float* sin);
+
+// Append k, v and attend causally. q: [rows][q_heads][head_dim], k, v: [rows][kv_heads][head_dim] of `dtype`, rows at a
+// distance of the strides; out: [rows][q_heads][head_dim], contiguous.
+void kv_attention_forward(kv_team*, const kv_cache*, const kv_batch*, int32_t q_heads, float scale, int32_t dtype,
+                          const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
+                          int64_t v_stride, void* out);
+
+// The first part of a layer: residual += delta (unless null), norm, q/k/v, rotation, append, attention. The attended
+// rows stay in the team's memory for kv_layer_project. residual, delta: [rows][hidden].
+void kv_layer_attend(kv_team*, const kv_layer*, const kv_cache*, const kv_batch*, const kv_rotation*, void* residual,
+                     const void* delta);
+// delta = output projection of what kv_layer_attend left.
+void kv_layer_project(kv_team*, const kv_layer*, int32_t rows, void* delta);
+// residual += delta; delta = MLP(norm(residual)).
+void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, void* residual, void* delta);
+
+// residual += delta (unless null); out = norm(residual). All [rows][hidden] of dtype.
+void kv_norm(kv_team*, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
+             const void* delta, void* out);
+}
+#pragma GCC visibility pop

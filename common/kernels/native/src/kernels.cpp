@@ -1,0 +1,167 @@
+// All kernels of one variant. Compiled once for each, with -DKV_VARIANT=<name> and the variant's instruction sets.
+#include <utility>
+
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+#include "variant.h"
+
+namespace KV_VARIANT {
+namespace {
+
+// The distance between scratch rows: not a power of two, for which rows would share cache sets.
+int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES + 2 * LANES; }
+
+// The activations' type inside: bfloat16 only where the processor multiplies it.
+template <class F>
+void with_act(int32_t dtype, const F& f) {
+#ifdef KV_HAS_BF16_DOT
+    if (dtype == KV_BF16) return f(bf16{}, bf16{});
+#else
+    if (dtype == KV_BF16) return f(bf16{}, float{});
+#endif
+    f(float{}, float{});
+}
+
+template <class T>
+constexpr int32_t dtype_of() {
+    return sizeof(T) == 4 ? KV_F32 : KV_BF16;
+}
+
+template <class T>
+T* scratch(kv_team& team, kv_team::Use use, int64_t count) {
+    team.buffers[use].reserve(size_t(count) * sizeof(T));
+    return team.buffers[use].as<T>();
+}
+
+void linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
+                    int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation) {
+    const Output output{y, y_dtype, y_stride, activation != 0};
+    reserve_product(*team, *l, rows);
+    // float32 weights take float32 rows, whatever the model's dtype.
+    const int32_t inside = l->format == KV_LINEAR_F32 ? KV_F32 : x_dtype;
+    with_act(inside, [&](auto, auto act) {
+        using Act = decltype(act);
+        if (x_dtype == dtype_of<Act>())
+            return team->run([&](Worker& w) { product(w, *l, static_cast<const Act*>(x), x_stride, output, rows); });
+        const int64_t stride = padded(l->in);
+        Act* converted = scratch<Act>(*team, kv_team::NORMED, rows * stride);
+        team->run([&](Worker& w) {
+            convert(w, rows, l->in, static_cast<const bf16*>(x), x_stride, converted, stride);
+            product(w, *l, converted, stride, output, rows);
+        });
+    });
+}
+
+void rotation_angles(kv_team* team, const int64_t* positions, int32_t rows, const float* inverse_frequencies,
+                     int32_t half, float* cos, float* sin) {
+    team->run([&](Worker& w) {
+        w.for_each(rows, [&](int row) {
+            for (int i = 0; i < half; ++i) {
+                const float angle = float(positions[row]) * inverse_frequencies[i];
+                cos[int64_t(row) * half + i] = std::cos(angle);
+                sin[int64_t(row) * half + i] = std::sin(angle);
+            }
+        });
+    });
+}
+
+void attention_forward(kv_team* team, const kv_cache* cache, const kv_batch* batch, int32_t q_heads, float scale,
+                       int32_t dtype, const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v,
+                       int64_t v_stride, void* out) {
+    const int width = q_heads * cache->head_dim, dim = cache->head_dim;
+    reserve_attention(*team, *cache, *batch, q_heads);
+    with_act(dtype, [&](auto model, auto act) {
+        using Model = decltype(model);
+        using Act = decltype(act);
+        const int64_t stride = padded(width);
+        Act* queries = scratch<Act>(*team, kv_team::QUERIES, batch->num_rows * stride);
+        Act* attended = scratch<Act>(*team, kv_team::ATTENDED, batch->num_rows * stride);
+        team->run([&](Worker& w) {
+            w.for_each(batch->num_rows * cache->kv_heads, [&](int task) {
+                const int row = task / cache->kv_heads, head = task % cache->kv_heads;
+                float wide[2048];
+                for (int plane = 0; plane < 2; ++plane) {
+                    const Model* x = static_cast<const Model*>(plane ? v : k) + row * (plane ? v_stride : k_stride);
+                    for (int i = 0; i < dim; ++i) wide[i] = widen(x[head * dim + i]);
+                    put_head(*cache, plane, batch->slots[row], head, wide);
+                }
+            });
+            convert(w, batch->num_rows, width, static_cast<const Model*>(q), q_stride, queries, stride);
+            attend(w, *cache, *batch, q_heads, scale, queries, stride, attended, stride);
+            convert(w, batch->num_rows, width, attended, stride, static_cast<Model*>(out), width);
+        });
+    });
+}
+
+void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const kv_batch* batch,
+                  const kv_rotation* rotation, void* residual, const void* delta) {
+    const int rows = batch->num_rows, width = (l->q_heads + 2 * l->kv_heads) * l->head_dim;
+    const int64_t hidden_stride = padded(l->hidden), qkv_stride = padded(width);
+    const int64_t query_stride = padded(l->q_heads * l->head_dim);
+    reserve_product(*team, l->qkv, rows);
+    reserve_attention(*team, *cache, *batch, l->q_heads);
+    with_act(l->dtype, [&](auto model, auto act) {
+        using Model = decltype(model);
+        using Act = decltype(act);
+        Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * hidden_stride);
+        float* qkv = scratch<float>(*team, kv_team::QKV, rows * qkv_stride);
+        Act* queries = scratch<Act>(*team, kv_team::QUERIES, rows * query_stride);
+        Act* attended = scratch<Act>(*team, kv_team::ATTENDED, rows * query_stride);
+        team->run([&](Worker& w) {
+            add_norm(w, rows, l->hidden, l->input_norm, l->input_eps, static_cast<Model*>(residual),
+                     static_cast<const Model*>(delta), normed, hidden_stride);
+            product(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride, false}, rows);
+            rotate_and_append(w, *l, *cache, *batch, *rotation, qkv, qkv_stride, queries, query_stride);
+            attend(w, *cache, *batch, l->q_heads, l->attention_scale, queries, query_stride, attended, query_stride);
+        });
+    });
+}
+
+void layer_project(kv_team* team, const kv_layer* l, int32_t rows, void* delta) {
+    reserve_product(*team, l->output, rows);
+    with_act(l->dtype, [&](auto, auto act) {
+        using Act = decltype(act);
+        const Act* attended = team->buffers[kv_team::ATTENDED].as<Act>();
+        team->run([&](Worker& w) {
+            product(w, l->output, attended, padded(l->q_heads * l->head_dim), {delta, l->dtype, l->hidden, false}, rows);
+        });
+    });
+}
+
+void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, void* residual, void* delta) {
+    const int64_t hidden_stride = padded(l->hidden), inner_stride = padded(l->down.in);
+    reserve_product(*team, l->gate_up, rows);
+    reserve_product(*team, l->down, rows);
+    with_act(l->dtype, [&](auto model, auto act) {
+        using Model = decltype(model);
+        using Act = decltype(act);
+        Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * hidden_stride);
+        Act* inner = scratch<Act>(*team, kv_team::INNER, rows * inner_stride);
+        team->run([&](Worker& w) {
+            add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
+                     static_cast<const Model*>(delta), normed, hidden_stride);
+            product(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, true}, rows);
+            product(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden, false}, rows);
+        });
+    });
+}
+
+void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
+          const void* delta, void* out) {
+    with_act(dtype, [&](auto model, auto) {
+        using Model = decltype(model);
+        team->run([&](Worker& w) {
+            add_norm(w, rows, hidden, weight, eps, static_cast<Model*>(residual), static_cast<const Model*>(delta),
+                     static_cast<Model*>(out), hidden);
+        });
+    });
+}
+
+}  // namespace
+}  // namespace KV_VARIANT
+
+extern const kv_variant KV_TABLE(KV_VARIANT){
+    KV_VARIANT::linear_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
+    KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::norm,
+};

@@ -1,0 +1,100 @@
+// Operations on single rows: norms, rotation, conversion.
+#pragma once
+#include "api.h"
+#include "attention.h"
+#include "simd.h"
+#include "team.h"
+
+namespace KV_VARIANT {
+
+// f(first, count) for each run of up to sixteen of n numbers.
+template <class F>
+KV_INLINE void for_lanes(int n, const F& f) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) f(i, LANES);
+    if (i < n) f(i, n - i);
+}
+template <class T>
+KV_INLINE Lanes read(const T* x, int count) {
+    return count == LANES ? load(x) : load_some(x, count);
+}
+template <class T>
+KV_INLINE void write(T* x, Lanes a, int count) {
+    count == LANES ? store(x, a) : store_some(x, a, count);
+}
+
+template <class In, class Out>
+KV_INLINE void norm_row(const In* x, const float* weight, float eps, int n, Out* out) {
+    Lanes squares = zeros();
+    for_lanes(n, [&](int i, int count) {
+        const Lanes a = read(x + i, count);
+        squares = multiply_add(a, a, squares);
+    });
+    const Lanes factor = splat(1.0f / std::sqrt(sum(squares) / float(n) + eps));
+    for_lanes(n, [&](int i, int count) {
+        write(out + i, read(x + i, count) * factor * read(weight + i, count), count);
+    });
+}
+
+// residual += delta (unless null), rounded to Model; out = norm(residual).
+template <class Model, class Out>
+void add_norm(Worker& w, int rows, int n, const float* weight, float eps, Model* residual, const Model* delta, Out* out,
+              int64_t out_stride) {
+    w.for_each(rows, [&](int row) {
+        Model* x = residual + int64_t(row) * n;
+        if (delta)
+            for_lanes(n, [&](int i, int count) {
+                write(x + i, read(x + i, count) + read(delta + int64_t(row) * n + i, count), count);
+            });
+        norm_row(x, weight, eps, n, out + row * out_stride);
+    });
+}
+
+// Pairs (i, i + dim / 2) turned by the row's angles. x: [dim].
+KV_INLINE void rotate(float* x, const float* cos, const float* sin, int dim) {
+    float* y = x + dim / 2;
+    for_lanes(dim / 2, [&](int i, int count) {
+        const Lanes a = read(x + i, count), b = read(y + i, count), c = read(cos + i, count), s = read(sin + i, count);
+        write(x + i, a * c - b * s, count);
+        write(y + i, b * c + a * s, count);
+    });
+}
+
+// Head norm and rotation of q and k; k and v go to the cache, q to `queries`. qkv: [rows][q + k + v heads][dim] float32,
+// overwritten.
+template <class Act>
+void rotate_and_append(Worker& w, const kv_layer& l, const kv_cache& cache, const kv_batch& batch,
+                       const kv_rotation& rotation, float* qkv, int64_t stride, Act* queries, int64_t query_stride) {
+    const int dim = l.head_dim, heads = l.q_heads + 2 * l.kv_heads;
+    const int parts = batch.num_rows < w.team.size() * 4 ? w.team.size() : 1;
+    w.for_each(batch.num_rows * parts, [&](int task) {
+        const int row = task / parts, part = task % parts;
+        for (int h = heads * part / parts; h < heads * (part + 1) / parts; ++h) {
+            float* x = qkv + row * stride + h * dim;
+            if (h < l.q_heads + l.kv_heads) {
+                if (l.head_norm) norm_row(x, l.head_norm + h * dim, l.head_eps, dim, x);
+                const int64_t angles = int64_t(row) * (dim / 2);
+                rotate(x, rotation.cos + angles, rotation.sin + angles, dim);
+            }
+            if (h < l.q_heads)
+                for_lanes(dim, [&](int i, int count) {
+                    write(queries + row * query_stride + h * dim + i, read(x + i, count), count);
+                });
+            else if (h < l.q_heads + l.kv_heads)
+                put_head(cache, 0, batch.slots[row], h - l.q_heads, x);
+            else
+                put_head(cache, 1, batch.slots[row], h - l.q_heads - l.kv_heads, x);
+        }
+    });
+}
+
+template <class In, class Out>
+void convert(Worker& w, int rows, int n, const In* x, int64_t x_stride, Out* out, int64_t out_stride) {
+    w.for_each(rows, [&](int row) {
+        for_lanes(n, [&](int i, int count) {
+            write(out + row * out_stride + i, read(x + row * x_stride + i, count), count);
+        });
+    });
+}
+
+}  // namespace KV_VARIANT

@@ -1,0 +1,216 @@
+// Sixteen lanes of float32 on every instruction set, and conversions. Only this file and dot products use intrinsics.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define KV_INLINE inline __attribute__((always_inline))
+
+namespace KV_VARIANT {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int VECTOR_BYTES = 32;
+#else
+constexpr int VECTOR_BYTES = 16;
+#endif
+constexpr int PARTS = 64 / VECTOR_BYTES;
+constexpr int PART_LANES = LANES / PARTS;
+
+typedef float FloatPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t WordPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint16_t HalfPart __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+
+// Unrolled over the native vectors that make up sixteen lanes.
+#define KV_PARTS for (int p = 0; p < PARTS; ++p)
+
+struct Words {
+    WordPart v[PARTS];
+};
+
+struct Lanes {
+    FloatPart v[PARTS];
+};
+
+KV_INLINE Lanes splat(float x) {
+    Lanes r;
+    KV_PARTS r.v[p] = FloatPart{} + x;
+    return r;
+}
+KV_INLINE Lanes zeros() { return splat(0.0f); }
+KV_INLINE Lanes operator+(Lanes a, Lanes b) {
+    KV_PARTS a.v[p] += b.v[p];
+    return a;
+}
+KV_INLINE Lanes operator-(Lanes a, Lanes b) {
+    KV_PARTS a.v[p] -= b.v[p];
+    return a;
+}
+KV_INLINE Lanes operator*(Lanes a, Lanes b) {
+    KV_PARTS a.v[p] *= b.v[p];
+    return a;
+}
+KV_INLINE Lanes operator/(Lanes a, Lanes b) {
+    KV_PARTS a.v[p] /= b.v[p];
+    return a;
+}
+KV_INLINE Lanes max(Lanes a, Lanes b) {
+    KV_PARTS a.v[p] = a.v[p] > b.v[p] ? a.v[p] : b.v[p];
+    return a;
+}
+// a * b + c, in one rounding where the processor can.
+KV_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
+    KV_PARTS c.v[p] = a.v[p] * b.v[p] + c.v[p];
+    return c;
+}
+KV_INLINE Lanes multiply_add(float a, Lanes b, Lanes c) {
+    KV_PARTS c.v[p] = a * b.v[p] + c.v[p];
+    return c;
+}
+KV_INLINE Lanes as_floats(Words a) {
+    Lanes r;
+    KV_PARTS r.v[p] = (FloatPart)a.v[p];
+    return r;
+}
+KV_INLINE Words as_words(Lanes a) {
+    Words r;
+    KV_PARTS r.v[p] = (WordPart)a.v[p];
+    return r;
+}
+
+KV_INLINE Lanes load(const float* x) {
+    Lanes r;
+    KV_PARTS r.v[p] = *(const FloatPart*)(x + p * PART_LANES);
+    return r;
+}
+KV_INLINE Words load_words(const void* x) {
+    Words r;
+    KV_PARTS r.v[p] = *((const WordPart*)x + p);
+    return r;
+}
+KV_INLINE Lanes load(const bf16* x) {
+    Lanes r;
+    KV_PARTS r.v[p] = (FloatPart)(__builtin_convertvector(*(const HalfPart*)(x + p * PART_LANES), WordPart) << 16);
+    return r;
+}
+KV_INLINE void store(float* x, Lanes a) { KV_PARTS *(FloatPart*)(x + p * PART_LANES) = a.v[p]; }
+// Rounds to nearest even; not-a-number stays not-a-number.
+KV_INLINE void store(bf16* x, Lanes a) {
+#if defined(__AVX512BF16__)
+    __m256bh narrow = _mm512_cvtneps_pbh((__m512)a.v[0]);
+    std::memcpy(x, &narrow, sizeof narrow);
+#else
+    KV_PARTS {
+        WordPart bits = (WordPart)a.v[p];
+        WordPart rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        WordPart is_nan = (WordPart)(a.v[p] != a.v[p]);
+        rounded = (rounded & ~is_nan) | (((bits >> 16) | 0x40) & is_nan);
+        *(HalfPart*)(x + p * PART_LANES) = __builtin_convertvector(rounded, HalfPart);
+    }
+#endif
+}
+
+KV_INLINE float widen(float x) { return x; }
+KV_INLINE float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float r;
+    std::memcpy(&r, &bits, 4);
+    return r;
+}
+
+// The first `count` of sixteen lanes; the others are zero, their memory is not touched.
+template <class T>
+KV_INLINE Lanes load_some(const T* x, int count) {
+    T whole[LANES] = {};
+    std::memcpy(whole, x, count * sizeof(T));
+    return load(whole);
+}
+template <class T>
+KV_INLINE void store_some(T* x, Lanes a, int count) {
+    T whole[LANES];
+    store(whole, a);
+    std::memcpy(x, whole, count * sizeof(T));
+}
+
+KV_INLINE float sum(Lanes a) {
+    float lanes[LANES], total = 0;
+    store(lanes, a);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return total + lanes[0];
+}
+KV_INLINE float largest(Lanes a) {
+    float lanes[LANES];
+    store(lanes, a);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// e^x to within 2 units in the last place; 0 below -87, infinity above 88.
+KV_INLINE Lanes exp(Lanes x) {
+    const Lanes magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer in the low bits
+    Lanes r;
+    KV_PARTS {
+        FloatPart a = x.v[p];
+        FloatPart low = FloatPart{} - 87.3f, high = FloatPart{} + 88.7f;
+        FloatPart b = a < low ? low : a;
+        b = b > high ? high : b;
+        FloatPart n = b * 1.44269504f + magic.v[p];
+        WordPart exponent = (WordPart)n << 23;
+        n -= magic.v[p];
+        b = n * -0.693145752f + b;
+        b = n * -1.42860677e-6f + b;
+        FloatPart y = b * 1.98756915e-4f + 1.39819995e-3f;
+        y = y * b + 8.33345192e-3f;
+        y = y * b + 4.16657962e-2f;
+        y = y * b + 1.66666655e-1f;
+        y = y * b + 0.5f;
+        y = y * (b * b) + b + 1.0f;
+        // Two steps, because 2^128 alone is infinite.
+        FloatPart scaled = (FloatPart)((WordPart)y + exponent);
+        FloatPart result = a < low ? FloatPart{} : scaled;
+        FloatPart infinite = FloatPart{} + __builtin_inff();
+        result = a > high ? infinite : result;
+        r.v[p] = a != a ? a : result;
+    }
+    return r;
+}
+
+KV_INLINE Lanes silu(Lanes x) { return x / (splat(1.0f) + exp(zeros() - x)); }
+
+// What matrix products take as activations: bfloat16 where the processor multiplies pairs of them.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define KV_HAS_BF16_DOT 1
+// acc[i] += pairs[2i] * pair[0] + pairs[2i + 1] * pair[1]. `pair` is two bfloat16, `pairs` sixteen times two.
+KV_INLINE Lanes dot_pairs(Lanes acc, Words pairs, uint32_t pair) {
+#if defined(__AVX512BF16__)
+    acc.v[0] = (FloatPart)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)(__m512i)pairs.v[0],
+                                           (__m512bh)_mm512_set1_epi32((int)pair));
+#else
+    KV_PARTS acc.v[p] = (FloatPart)vbfdotq_f32((float32x4_t)acc.v[p], (bfloat16x8_t)pairs.v[p],
+                                               (bfloat16x8_t)vdupq_n_u32(pair));
+#endif
+    return acc;
+}
+#endif
+
+KV_INLINE uint32_t load_pair(const bf16* x) {
+    uint32_t r;
+    std::memcpy(&r, x, 4);
+    return r;
+}
+
+}  // namespace KV_VARIANT

@@ -1,0 +1,85 @@
+#include "team.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <new>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+void pause_briefly() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+constexpr int PAUSES_PER_LOOK_AT_THE_CLOCK = 16;
+constexpr size_t ALIGNMENT = 64;
+
+}  // namespace
+
+void Buffer::Free::operator()(void* p) const { std::free(p); }
+
+void Buffer::reserve(size_t bytes) {
+    if (bytes <= size_) return;
+    memory_.reset();
+    size_ = (bytes + bytes / 4 + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    memory_.reset(std::aligned_alloc(ALIGNMENT, size_));
+    if (!memory_) std::abort();  // out of memory: the rank ends, as Python's would
+}
+
+kv_team::kv_team(int threads, int spin_us) : size_(threads), spin_us_(spin_us) {
+    for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
+}
+
+kv_team::~kv_team() {
+    is_closing_ = true;
+    if (size_ > 1) barrier(callers_generation_);
+    for (auto& thread : threads_) thread.join();
+}
+
+void kv_team::start(Function function, const void* argument) {
+    Worker worker{*this, 0, callers_generation_};
+    if (size_ == 1) return function(argument, worker);
+    function_ = function;
+    argument_ = argument;
+    barrier(callers_generation_);
+    function(argument, worker);
+    barrier(callers_generation_);
+}
+
+void kv_team::serve(int index) {
+    uint32_t generation = 0;
+    Worker worker{*this, index, generation};
+    for (;;) {
+        barrier(generation);
+        if (is_closing_) return;
+        function_(argument_, worker);
+        barrier(generation);
+    }
+}
+
+void kv_team::barrier(uint32_t& generation) {
+    const uint32_t current = generation++;
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+        arrived_.store(0, std::memory_order_relaxed);
+        claimed_[current & 1].store(0, std::memory_order_relaxed);
+        generation_.store(current + 1, std::memory_order_seq_cst);
+        if (sleeping_.load(std::memory_order_seq_cst) > 0) generation_.notify_all();
+        return;
+    }
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
+    do {
+        for (int i = 0; i < PAUSES_PER_LOOK_AT_THE_CLOCK; ++i) {
+            if (generation_.load(std::memory_order_acquire) != current) return;
+            pause_briefly();
+        }
+    } while (std::chrono::steady_clock::now() < deadline);
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    while (generation_.load(std::memory_order_seq_cst) == current) generation_.wait(current);
+    sleeping_.fetch_sub(1, std::memory_order_relaxed);
+}

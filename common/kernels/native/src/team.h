@@ -1,0 +1,83 @@
+// A team of threads that run the same function and meet at barriers. Compiled once; used by all variants.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+// One member's view of a running function.
+struct Worker;
+
+// Scratch memory that grows and stays. Contents are undefined after `reserve`.
+class Buffer {
+  public:
+    void reserve(size_t bytes);
+    template <class T>
+    T* as() const {
+        return static_cast<T*>(memory_.get());
+    }
+
+  private:
+    struct Free {
+        void operator()(void* p) const;
+    };
+    std::unique_ptr<void, Free> memory_;
+    size_t size_ = 0;
+};
+
+struct kv_team {
+    kv_team(int threads, int spin_us);
+    ~kv_team();
+
+    // Calls f(worker) on every member; returns when all have returned.
+    template <class F>
+    void run(const F& f) {
+        start([](const void* f, Worker& w) { (*static_cast<const F*>(f))(w); }, &f);
+    }
+
+    int size() const { return size_; }
+
+    enum Use { NORMED, QKV, QUERIES, ATTENDED, INNER, CODES, SUMS, PARTIAL, NUM_USES };
+    Buffer buffers[NUM_USES];  // reserved by the caller's thread, outside of run()
+
+  private:
+    friend struct Worker;
+    using Function = void (*)(const void*, Worker&);
+    void start(Function, const void*);
+    void serve(int index);
+    void barrier(uint32_t& generation);
+
+    int size_, spin_us_;
+    Function function_ = nullptr;
+    const void* argument_ = nullptr;
+    bool is_closing_ = false;
+    uint32_t callers_generation_ = 0;
+    std::vector<std::thread> threads_;
+    alignas(64) std::atomic<uint32_t> generation_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int> sleeping_{0};
+    alignas(64) std::atomic<int> claimed_[2]{};
+};
+
+struct Worker {
+    kv_team& team;
+    int index;
+    uint32_t& generation;
+
+    void barrier() { team.barrier(generation); }
+
+    // Calls f(i) for every i below n, each on one member, in any order; then all members meet.
+    template <class F>
+    void for_each(int n, const F& f) {
+        if (team.size() == 1) {
+            for (int i = 0; i < n; ++i) f(i);
+            return;
+        }
+        // The counter of this phase; the other one was reset when the last barrier was passed.
+        std::atomic<int>& next = team.claimed_[generation & 1];
+        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) f(i);
+        barrier();
+    }
+};

@@ -1,0 +1,18 @@
+// One variant's functions, as api.h describes them. Every variant that is compiled in exports its table.
+#pragma once
+#include "api.h"
+
+struct kv_variant {
+    decltype(&kv_linear_forward) linear_forward;
+    decltype(&kv_rotation_angles) rotation_angles;
+    decltype(&kv_attention_forward) attention_forward;
+    decltype(&kv_layer_attend) layer_attend;
+    decltype(&kv_layer_project) layer_project;
+    decltype(&kv_layer_mlp) layer_mlp;
+    decltype(&kv_norm) norm;
+};
+
+#define KV_PASTE(a, b) a##b
+#define KV_TABLE(name) KV_PASTE(kv_variant_, name)
+
+extern const kv_variant kv_variant_avx512bf16, kv_variant_avx512, kv_variant_avx2, kv_variant_neonbf16, kv_variant_portable;
