@@ -8,8 +8,10 @@ import logging
 from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, unsupported_reason
+from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
 from common.kernels.library import find_flashinfer
+from common.kernels.native.library import find_native
 from common.kv.storage import GroupStorage
 
 log = logging.getLogger(__name__)
@@ -20,11 +22,12 @@ _SHORT_CONTEXT = 4096
 def choose_attention(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
     """The attention backend for the device of `kv`.
 
-    On a GPU this is flashinfer if it has kernels for this model, else PyTorch's SDPA, with a warning in the log.
+    On a CPU this is the native one, else PyTorch's operations. On a GPU it is flashinfer if it has kernels for this model, else PyTorch's SDPA, with a warning in the log.
     """
     device = kv.device
     if device.type == "cpu":
-        return CpuAttention(kv, shape)
+        native = find_native()
+        return CpuAttention(kv, shape) if native is None else NativeAttention(kv, shape, native)
     flashinfer = find_flashinfer(device).flashinfer
     if flashinfer is None:
         return SdpaAttention(kv, shape)

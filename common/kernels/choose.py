@@ -7,11 +7,19 @@ import torch
 from common.kernels.base import Kernels
 from common.kernels.flashinfer_kernels import DTYPES, FlashInferKernels
 from common.kernels.library import find_flashinfer
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.library import find_native
 from common.kernels.torch_kernels import TORCH
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """flashinfer's on a GPU for activations of 16 bits, else PyTorch's. dtype: of activations and norm weights."""
+    """On a CPU the native ones, on a GPU flashinfer's for activations of 16 bits, else PyTorch's.
+
+    dtype: of activations and norm weights.
+    """
+    if device.type == "cpu":
+        native = find_native()
+        return TORCH if native is None else NativeKernels(native)
     if device.type != "cuda" or dtype not in DTYPES:
         return TORCH
     flashinfer = find_flashinfer(device).flashinfer

@@ -16,7 +16,7 @@ from common.kernels.torch_kernels import TORCH
 from common.model.config import ModelConfig
 from common.model.description import AttentionDescription, MlpDescription, WeightNames
 from common.model.formats.base import Linear, StoredTensor
-from common.model.formats.floating import FloatLinear
+from common.model.formats.floating import float_linear
 from common.model.precision import Precision
 from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
 from common.model.tensor_files import Part
@@ -76,12 +76,19 @@ class Build:
     def read(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         return self.weights.read(name, shape, self.precision.weight, part).to(self.device)
 
-    def column_linear(self, names: list[str], shares: list[Share], in_features: int, *, bias: bool) -> Linear:
-        """This rank's output features of several named layers, one after the other, as one layer."""
+    def column_linear(
+        self, names: list[str], shares: list[Share], in_features: int, *, bias: bool, is_paired: bool = False
+    ) -> Linear:
+        """This rank's output features of several named layers, one after the other, as one layer.
+
+        `is_paired`: the gate and up layers of a gated MLP.
+        """
         parts = [(name, share, Part(0, share.lo, share.hi)) for name, share in zip(names, shares, strict=True)]
         biases = [self.read(f"{name}.bias", share.size, part=part) for name, share, part in parts if bias]
         stacked = [StoredTensor(f"{name}.weight", (share.size, in_features), part) for name, share, part in parts]
-        return self._linear(stacked, sum(share.count for share in shares), torch.cat(biases) if bias else None)
+        return self._linear(
+            stacked, sum(share.count for share in shares), torch.cat(biases) if bias else None, is_paired
+        )
 
     def row_linear(self, name: str, share: Share, out_features: int, *, bias: bool) -> Linear:
         """A layer over this rank's input features; an all-reduce over the stage's ranks gives the whole layer's output."""
@@ -91,14 +98,18 @@ class Build:
         own_bias = self.read(f"{name}.bias", out_features) if has_bias else None
         return self._linear([StoredTensor(f"{name}.weight", (out_features, share.size), part)], out_features, own_bias)
 
-    def _linear(self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None) -> Linear:
+    def _linear(
+        self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool = False
+    ) -> Linear:
         """The layer of these weights, stacked to `num_rows` rows, in the checkpoint's format if that can multiply."""
         linear = self.weights.linear(stacked, bias)
         if linear is not None:
             return linear
         if len(stacked) == 1:
             (stored,) = stacked
-            return FloatLinear(self.read(stored.name, *stored.shape, part=stored.part), bias, self.precision)
+            return float_linear(
+                self.read(stored.name, *stored.shape, part=stored.part), bias, self.precision, self.kernels
+            )
         weight = torch.empty(num_rows, stacked[0].shape[1], dtype=self.precision.weight, device=self.device)
         at = 0
         for stored in stacked:
@@ -106,7 +117,7 @@ class Build:
             count = stored.part.hi - stored.part.lo
             weight[at : at + count] = self.read(stored.name, *stored.shape, part=stored.part)
             at += count
-        return FloatLinear(weight, bias, self.precision)
+        return float_linear(weight, bias, self.precision, self.kernels, is_paired=is_paired)
 
     def kv_scales(self, attention: str) -> tuple[float, float]:
         """The scales of K and V that the checkpoint gives one layer's `attention` for an FP8 cache; 1 where it has none."""

@@ -11,53 +11,14 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
-from common.kernels.base import Rotation
+from common.kernels.native.kernels import NativeKernels
 from common.model.build import Build
-from common.model.layers import (
-    MLPS,
-    Attention,
-    Embedding,
-    LMHead,
-    RMSNorm,
-    implementation,
-    inverse_frequencies,
-    make_norm,
-)
+from common.model.decoder_layer import DecoderLayer
+from common.model.layers import Embedding, LMHead, RMSNorm, inverse_frequencies, make_norm
+from common.model.native_layer import NativeLayer, as_native
 
 OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
-
-
-class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, build: Build, number: int, index: int) -> None:
-        """`number` counts from the model's first layer, `index` from this rank's."""
-        layer, names = build.config.layers[number], build.names
-        prefix = f"{names.layer.format(number=number)}."
-        self._index = index
-        self._attention = Attention(build, prefix, layer.attention)
-        self._mlp = implementation("MLP", layer.mlp.kind, MLPS)(build, prefix, layer.mlp)
-        self._input_norm, self._mlp_norm = (
-            make_norm(build, prefix + name, layer.norm) for name in (names.input_norm, names.mlp_norm)
-        )
-        self.kv_scales = build.kv_scales(prefix + names.attention)
-        """(K, V), for an FP8 cache."""
-
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        rope: Rotation,
-        backend: AttentionBackend,
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor:
-        """x: [T, hidden], changed in place. `delta` is what is still to be added to it, so that an addition and the
-        norm after it can be one kernel. Returns what is to be added next."""
-        attended = self._attention.attend(self._input_norm.forward(x, delta), self._index, rope, backend)
-        if on_layer is not None:
-            on_layer(self._index)
-        return self._mlp.forward(self._mlp_norm.forward(x, self._attention.project(attended)))
 
 
 class DecoderModel:
@@ -80,9 +41,11 @@ class DecoderModel:
         vocabulary = build.vocabulary(f"{names.embedding}.weight") if needed else None
         self._embedding = Embedding(build, vocabulary) if place.is_first_stage and vocabulary is not None else None
         on_progress(1, parts)
-        self._layers: list[DecoderLayer] = []
+        native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
+        self._layers: list[DecoderLayer | NativeLayer] = []
         for i, number in enumerate(build.layer_numbers):
-            self._layers.append(DecoderLayer(build, number, i))
+            layer = DecoderLayer(build, number, i)
+            self._layers.append(layer if native is None else as_native(layer, native, build.mesh, build.precision.wide))
             on_progress(i + 2, parts)
         self.kv_scales = tuple(layer.kv_scales for layer in self._layers)
         """(K, V) of each layer of this rank, for an FP8 cache."""

@@ -18,7 +18,7 @@ from common.base.errors import ConfigError
 from common.kernels.base import Kernels, Rotation
 from common.model.build import Build, Share
 from common.model.description import ACTIVATIONS, AttentionDescription, MlpDescription, NormDescription
-from common.model.formats.floating import FloatLinear
+from common.model.formats.floating import float_linear
 from common.model.rope import RopeConfig
 from common.model.sharding import HeadRange, vocab_range
 
@@ -27,15 +27,15 @@ class RMSNorm:
     """Root-mean-square norm over the last axis."""
 
     def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
-        self._weight = kernels.norm_weight(weight)
-        self._eps = eps
+        self.weight = kernels.norm_weight(weight)
+        self.eps = eps
         self._kernels = kernels
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """The norm of `x`, to which `delta` is added in place before; may overwrite `delta`. Both [T, hidden]."""
         if delta is None:
-            return self._kernels.rms_norm(x, self._weight, self._eps)
-        return self._kernels.add_rms_norm_(delta, x, self._weight, self._eps)
+            return self._kernels.rms_norm(x, self.weight, self.eps)
+        return self._kernels.add_rms_norm_(delta, x, self.weight, self.eps)
 
 
 NORMS = {"rms": RMSNorm}
@@ -52,13 +52,13 @@ class HeadNorm:
     """RMS norm over each head of q and k, which lie side by side: [T, q_heads + kv_heads, head_dim]."""
 
     def __init__(self, q_weight: Tensor, k_weight: Tensor, heads: HeadRange, eps: float, kernels: Kernels) -> None:
-        self._weights = kernels.head_weights(q_weight, k_weight, heads.num_q, heads.num_kv)
+        self.weights = kernels.head_weights(q_weight, k_weight, heads.num_q, heads.num_kv)
+        self.eps = eps
         self._num_q = heads.num_q
-        self._eps = eps
         self._kernels = kernels
 
     def forward(self, qk: Tensor) -> Tensor:
-        return self._kernels.norm_heads(qk, self._weights, self._num_q, self._eps)
+        return self._kernels.norm_heads(qk, self.weights, self._num_q, self.eps)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -88,16 +88,17 @@ class Attention:
         _check_implemented(attention)
         hidden, names, heads = build.config.hidden_size, build.names, build.heads(attention)
         dim = attention.head_dim
-        self._heads = (heads.num_q, heads.num_kv, dim)
+        self.heads = (heads.num_q, heads.num_kv, dim)
+        self.scale = attention.scale
         q = Share(attention.num_q_heads * dim, heads.q_lo * dim, heads.q_hi * dim)
         kv = Share(attention.num_kv_heads * dim, heads.kv_lo * dim, heads.kv_hi * dim)
         merged = [prefix + name for name in (names.q, names.k, names.v)]
-        self._qkv = build.column_linear(merged, [q, kv, kv], hidden, bias=attention.qkv_bias)
-        self._out = build.row_linear(prefix + names.output, q, hidden, bias=attention.output_bias)
-        self._head_norm: HeadNorm | None = None
+        self.qkv = build.column_linear(merged, [q, kv, kv], hidden, bias=attention.qkv_bias)
+        self.out = build.row_linear(prefix + names.output, q, hidden, bias=attention.output_bias)
+        self.head_norm: HeadNorm | None = None
         if attention.head_norm is not None:
             q_weight, k_weight = (build.read(f"{prefix}{name}.weight", dim) for name in (names.q_norm, names.k_norm))
-            self._head_norm = HeadNorm(q_weight, k_weight, heads, attention.head_norm.eps, build.kernels)
+            self.head_norm = HeadNorm(q_weight, k_weight, heads, attention.head_norm.eps, build.kernels)
         self._mesh = build.mesh
 
     def attend(self, x: Tensor, layer: int, rope: Rotation, backend: AttentionBackend) -> Tensor:
@@ -105,17 +106,17 @@ class Attention:
 
         Returns [T, q_heads/tp * head_dim].
         """
-        q_heads, kv_heads, head_dim = self._heads
-        qkv = self._qkv.forward(x).view(x.size(0), q_heads + 2 * kv_heads, head_dim)
+        q_heads, kv_heads, head_dim = self.heads
+        qkv = self.qkv.forward(x).view(x.size(0), q_heads + 2 * kv_heads, head_dim)
         qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
-        if self._head_norm is not None:
-            qk = self._head_norm.forward(qk)
+        if self.head_norm is not None:
+            qk = self.head_norm.forward(qk)
         rope.rotate_(qk, q_heads)
         return backend.forward(layer, qk[:, :q_heads], qk[:, q_heads:], v).flatten(1)
 
     def project(self, attended: Tensor) -> Tensor:
         """[T, hidden], after an all-reduce: the sum over all heads of the model."""
-        return self._mesh.all_reduce(self._out.forward(attended))
+        return self._mesh.all_reduce(self.out.forward(attended))
 
 
 def _check_implemented(attention: AttentionDescription) -> None:
@@ -143,14 +144,15 @@ class GatedMlp:
         """`prefix`: the layer's name and a dot."""
         hidden, names, inner = build.config.hidden_size, build.names, build.inner(mlp)
         merged = [prefix + name for name in (names.gate, names.up)]
-        self._gate_up = build.column_linear(merged, [inner, inner], hidden, bias=mlp.bias)
-        self._down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
+        self.activation = mlp.activation
+        self.gate_up = build.column_linear(merged, [inner, inner], hidden, bias=mlp.bias, is_paired=True)
+        self.down = build.row_linear(prefix + names.down, inner, hidden, bias=mlp.bias)
         self._activate_and_mul = implementation("activation", mlp.activation, ACTIVATIONS)(build.kernels)
         self._mesh = build.mesh
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden]."""
-        return self._mesh.all_reduce(self._down.forward(self._activate_and_mul(self._gate_up.forward(x))))
+        return self._mesh.all_reduce(self.down.forward(self._activate_and_mul(self.gate_up.forward(x))))
 
 
 class Embedding:
@@ -180,12 +182,12 @@ class LMHead:
     def __init__(self, build: Build, weight: Tensor) -> None:
         """weight: [vocab_rows, hidden], of `Build.vocabulary`."""
         self._mesh = build.mesh
-        self._linear = FloatLinear(weight, None, build.precision)
+        self._linear = float_linear(weight, None, build.precision, build.kernels)
         self._vocab_size = build.config.vocab_size
 
     def forward(self, x: Tensor) -> Tensor | None:
         """x: [rows, hidden]. Returns [rows, vocab] float32 on the stage's `tp_rank` 0, None on the others."""
-        logits = self._mesh.gather_columns(self._linear.forward(x).float())
+        logits = self._mesh.gather_columns(self._linear.forward(x, torch.float32))
         return None if logits is None else logits[:, : self._vocab_size]
 
 

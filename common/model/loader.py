@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from common.base.device import CPU
 from common.base.errors import ConfigError
 from common.kernels.choose import choose_kernels
+from common.kernels.native.library import find_native
 from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
@@ -55,7 +56,13 @@ def load_model(
     check_parallel(config, mesh.place.tp_size, pp_layers)
     if mesh.place.pp_size != max(1, len(pp_layers)):
         raise ConfigError(f"pipeline split {list(pp_layers)} does not have {mesh.place.pp_size} stages")
-    precision = Precision.choose(config.resolve_dtype(dtype), small_batches=small_batches, device=device)
+    has_native_kernels = device.type == "cpu" and find_native() is not None
+    precision = Precision.choose(
+        config.resolve_dtype(dtype),
+        small_batches=small_batches,
+        device=device,
+        has_native_kernels=has_native_kernels,
+    )
     # Hosts may differ in the dtypes that they choose, and a stage expects hidden states of one dtype.
     mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
     weights = (

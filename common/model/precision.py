@@ -1,6 +1,7 @@
 """The rule for which dtype a batch computes in. Applied once per process, when a model loads.
 
-On a GPU everything computes in the dtype of the weights. A CPU without native bfloat16 arithmetic (no AVX512-BF16, no
+On a GPU, and with the native CPU kernels, everything computes in the dtype of the weights (the native kernels make
+float16 weights float32). With PyTorch's operations, a CPU without native bfloat16 arithmetic (no AVX512-BF16, no
 AMX) emulates bf16 GEMMs: measured on one such machine, packed, 14-20 GB/s of weights at one row but 24 GFLOP/s at 8 rows
 and 47 at 512, where fp32 does 57 and 165-250. There a single row, bound by reading weights, runs on the bf16 weights,
 and from two rows on the whole forward runs in fp32, on fp32 copies of the same bf16 values. That costs three times the
@@ -44,7 +45,9 @@ class Precision:
         return (self.narrow,) if self.narrow == self.wide else (self.narrow, self.wide)
 
     @staticmethod
-    def choose(dtype: str, *, small_batches: bool, device: torch.device = CPU) -> Precision:
+    def choose(
+        dtype: str, *, small_batches: bool, device: torch.device = CPU, has_native_kernels: bool = False
+    ) -> Precision:
         """The rule above, for `device`.
 
         Raises: ConfigError for an unknown dtype.
@@ -52,7 +55,10 @@ class Precision:
         if dtype not in _DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
         weight = _DTYPES[dtype]
-        if device.type != "cpu" or weight == torch.float32 or (weight == torch.bfloat16 and native_bf16()):
+        if has_native_kernels and weight == torch.float16:
+            weight = torch.float32
+        computes_bf16 = has_native_kernels or native_bf16()
+        if device.type != "cpu" or weight == torch.float32 or (weight == torch.bfloat16 and computes_bf16):
             return Precision(weight, weight, weight)
         keep_narrow = small_batches and weight == torch.bfloat16 and can_pack(weight)
         kept = "bfloat16 for single rows and float32 for wider batches" if keep_narrow else "float32 only"

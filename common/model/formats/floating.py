@@ -9,7 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.base.errors import ConfigError
+from common.kernels.base import Kernels
 from common.kernels.float8 import E4M3
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.linear import NativeLinear
 from common.model.formats.base import StoredTensor
 from common.model.precision import Precision, can_pack
 from common.model.tensor_files import TensorFiles
@@ -57,9 +60,23 @@ class FloatLinear:
             kept = torch.ops.mkldnn._reorder_linear_weight(own, _PACK_ROWS_HINT) if pack else own
             self._weights[dtype] = (kept, None if bias is None else bias.to(dtype), pack)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, in], of a dtype in `precision.packs`. Returns a fresh [T, out] of the same dtype."""
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x: [T, in], of a dtype in `precision.packs`. Returns a fresh [T, out] of `dtype`, by default the same."""
         weight, bias, packed = self._weights[x.dtype]
         if packed:
-            return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-        return F.linear(x, weight, bias)
+            y = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        else:
+            y = F.linear(x, weight, bias)
+        return y if dtype is None else y.to(dtype)
+
+
+def float_linear(
+    weight: Tensor, bias: Tensor | None, precision: Precision, kernels: Kernels, *, is_paired: bool = False
+) -> FloatLinear | NativeLinear:
+    """The layer that multiplies by floating-point weights ([out, in], bias [out]) with what `kernels` come from.
+
+    `is_paired`: gate and up layer of a gated MLP, merged.
+    """
+    if isinstance(kernels, NativeKernels):
+        return NativeLinear(kernels.native, weight.to(precision.wide), bias, is_paired=is_paired)
+    return FloatLinear(weight, bias, precision)

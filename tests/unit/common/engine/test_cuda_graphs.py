@@ -19,6 +19,7 @@ from common.control.messages import AttemptKey, SamplingParams
 from common.engine.cuda_graphs import DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.step import RelayProgress, SampledToken, SampleSpec, StepInput
+from common.kernels.native.library import VARIABLE
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
@@ -33,6 +34,12 @@ MAX_SEQS = 11
 POOL = MAX_SEQS * MAX_PAGES
 PAD = POOL
 """The block behind the pool's."""
+
+
+@pytest.fixture(autouse=True)
+def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorder of PyTorch's operations does not see what native kernels compute."""
+    monkeypatch.setenv(VARIABLE, "torch")
 
 
 class PlainOrStatic(CpuAttention):

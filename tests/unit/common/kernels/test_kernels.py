@@ -18,6 +18,8 @@ from common.kernels.base import Kernels
 from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.library import find_flashinfer
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.library import VARIABLE, find_native
 from common.kernels.torch_kernels import TORCH
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
@@ -109,7 +111,12 @@ def test_a_model_computes_the_same_with_a_gpus_kernels(tmp_path: Path, name: str
     torch.testing.assert_close(logits(path, FLASHINFER), logits(path, TORCH), atol=1e-4, rtol=1e-4)
 
 
-def test_a_cpu_computes_with_plain_operations_and_imports_no_flashinfer() -> None:
+def test_a_cpu_computes_with_native_kernels_if_there_are_any_and_imports_no_flashinfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = choose_kernels(torch.device("cpu"), torch.bfloat16)
+    assert isinstance(kernels, NativeKernels) == (find_native() is not None)
+    monkeypatch.setenv(VARIABLE, "torch")
     assert choose_kernels(torch.device("cpu"), torch.bfloat16) is TORCH
     assert find_flashinfer(torch.device("cpu")).flashinfer is None
     assert "flashinfer" not in sys.modules

@@ -1,0 +1,85 @@
+"""`Kernels` on a CPU: norms and rotation angles by the native library, the rest by PyTorch.
+
+Whole layers call the library directly: `common.model.native_layer`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from common.kernels.native.library import DTYPES, NativeLibrary, RotationStruct
+from common.kernels.torch_kernels import TorchKernels, TorchRotary
+
+
+class NativeKernels(TorchKernels):
+    """For float32 and bfloat16."""
+
+    def __init__(self, native: NativeLibrary) -> None:
+        self.native = native
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x.contiguous(), None, weight, eps)
+
+    def add_rms_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert residual.is_contiguous()
+        return self._norm(residual, x.contiguous(), weight, eps)
+
+    def _norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(residual)
+        rows, hidden = residual.shape
+        self.native.norm(
+            self.native.team,
+            weight.data_ptr(),
+            eps,
+            hidden,
+            DTYPES[residual.dtype],
+            rows,
+            residual.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+    def rotary(self, inverse_frequencies: Tensor, max_positions: int) -> NativeRotary:
+        return NativeRotary(self.native, inverse_frequencies)
+
+
+class NativeRotation:
+    """`Rotation`, computed when it is first used: as angles for whole layers, or for PyTorch's operations."""
+
+    def __init__(self, rotary: NativeRotary, positions: Tensor, dtype: torch.dtype) -> None:
+        self._rotary = rotary
+        self._positions = positions
+        self._dtype = dtype
+        self._angles: tuple[Tensor, RotationStruct] | None = None
+
+    @property
+    def address(self) -> int:
+        """Of a struct kv_rotation, valid as long as this object."""
+        if self._angles is None:
+            native, frequencies = self._rotary.native, self._rotary.inverse_frequencies
+            rows, half = self._positions.size(0), frequencies.size(0)
+            table = torch.empty(2, rows, half)
+            cos, sin = table.data_ptr(), table.data_ptr() + rows * half * table.itemsize
+            positions = self._positions.contiguous()
+            native.rotation_angles(native.team, positions.data_ptr(), rows, frequencies.data_ptr(), half, cos, sin)
+            self._angles = table, RotationStruct(cos, sin)
+        return ctypes.addressof(self._angles[1])
+
+    def rotate_(self, qk: Tensor, num_q: int) -> None:
+        self._rotary.torch_rotary.step(self._positions, self._dtype).rotate_(qk, num_q)
+
+
+class NativeRotary:
+    """`Rotary`."""
+
+    def __init__(self, native: NativeLibrary, inverse_frequencies: Tensor) -> None:
+        self.native = native
+        self.inverse_frequencies = inverse_frequencies.float().contiguous()
+        self.torch_rotary = TorchRotary(inverse_frequencies)
+
+    def step(self, positions: Tensor, dtype: torch.dtype) -> NativeRotation:
+        return NativeRotation(self, positions, dtype)

@@ -1,0 +1,153 @@
+"""The native CPU kernels, loaded: their C interface (src/api.h) through ctypes, and this process's team of threads.
+
+ctypes releases the GIL during every call. All calls come from a rank's engine thread, one at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from ctypes import Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from common.base.errors import ConfigError
+from common.kernels.native.build import find_library
+
+log = logging.getLogger(__name__)
+
+ABI_VERSION = 1
+VARIABLE = "KVRELAY_CPU_KERNELS"
+"""Environment variable: "torch" for PyTorch's operations instead of native kernels, or the most that native kernels may
+use of the processor: avx512bf16, avx512, avx2, neonbf16, portable."""
+_SPIN_US = 20
+"""How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
+"""enum kv_dtype."""
+FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+"""enum kv_format."""
+
+
+class LinearStruct(Structure):
+    """struct kv_linear."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("format", "out", "inputs", "group", "is_paired")),
+        *((name, c_void_p) for name in ("weight", "scale", "zero", "bias")),
+    ]
+
+
+class CacheStruct(Structure):
+    """struct kv_cache."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, c_int32) for name in ("dtype", "kv_heads", "head_dim", "block_size")),
+        *((name, c_float) for name in ("k_scale", "v_scale")),
+    ]
+
+
+class BatchStruct(Structure):
+    """struct kv_batch."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("num_entries", "num_rows")),
+        *((name, c_void_p) for name in ("first_rows", "context_lens", "first_blocks", "block_ids", "slots")),
+    ]
+
+
+class LayerStruct(Structure):
+    """struct kv_layer."""
+
+    _fields_ = [
+        *((name, LinearStruct) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "head_norm")),
+        *((name, c_float) for name in ("input_eps", "mlp_eps", "head_eps", "attention_scale")),
+        *((name, c_int32) for name in ("hidden", "q_heads", "kv_heads", "head_dim", "dtype")),
+    ]
+
+
+class RotationStruct(Structure):
+    """struct kv_rotation."""
+
+    _fields_ = [("cos", c_void_p), ("sin", c_void_p)]
+
+
+_P, _I, _L = c_void_p, c_int32, c_int64
+_SIGNATURES = {
+    "kv_linear_forward": [_P, _P, _P, _I, _L, _P, _I, _L, _I, _I],
+    "kv_rotation_angles": [_P, _P, _I, _P, _I, _P, _P],
+    "kv_attention_forward": [_P, _P, _P, _I, c_float, _I, _P, _L, _P, _L, _P, _L, _P],
+    "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P],
+    "kv_layer_project": [_P, _P, _I, _P],
+    "kv_layer_mlp": [_P, _P, _I, _P, _P],
+    "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
+}
+
+
+class NativeLibrary:
+    """The kernels for this processor and the team of threads that runs them."""
+
+    def __init__(self, path: Path, limit: str, threads: int) -> None:
+        """`limit`: a value of `VARIABLE`, "" for none. Raises: OSError, ConfigError."""
+        library = ctypes.CDLL(str(path))
+        library.kv_select_variant.restype = c_char_p
+        library.kv_select_variant.argtypes = [c_char_p]
+        library.kv_team_new.restype = c_void_p
+        library.kv_team_new.argtypes = [_I, _I]
+        if library.kv_abi_version() != ABI_VERSION:
+            raise OSError(f"{path} has version {library.kv_abi_version()} of the interface, not {ABI_VERSION}")
+        chosen: bytes | None = library.kv_select_variant(limit.encode())
+        if chosen is None:
+            raise ConfigError(f"{VARIABLE}={limit!r} names no kernels that this processor runs")
+        self.variant = chosen.decode()
+        self.threads = threads
+        self.team: int | None = library.kv_team_new(threads, _SPIN_US)
+        """struct kv_team, the first argument of every function below."""
+        if self.team is None:
+            raise ConfigError(f"cannot start {threads} threads for the native kernels")
+        for name, argument_types in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype = None
+            function.argtypes = argument_types
+        self.linear_forward = library.kv_linear_forward
+        self.rotation_angles = library.kv_rotation_angles
+        self.attention_forward = library.kv_attention_forward
+        self.layer_attend = library.kv_layer_attend
+        self.layer_project = library.kv_layer_project
+        self.layer_mlp = library.kv_layer_mlp
+        self.norm = library.kv_norm
+
+    def __str__(self) -> str:
+        return f"native {self.variant}, {self.threads} threads"
+
+
+def find_native() -> NativeLibrary | None:
+    """This process's native kernels, with as many threads as PyTorch uses; None, with the reason in the log, if PyTorch's
+    operations are used instead.
+
+    Raises: ConfigError for an unknown value of `VARIABLE`.
+    """
+    return _load(os.environ.get(VARIABLE, ""), torch.get_num_threads())
+
+
+@functools.cache
+def _load(limit: str, threads: int) -> NativeLibrary | None:
+    if limit == "torch":
+        log.info("kernels: PyTorch (%s=torch)", VARIABLE)
+        return None
+    found = find_library()
+    if not isinstance(found, Path):
+        log.info("kernels: PyTorch (%s)", found)
+        return None
+    try:
+        native = NativeLibrary(found, limit, threads)
+    except OSError as error:
+        log.warning("kernels: PyTorch (the native ones do not load: %s)", error)
+        return None
+    log.info("kernels: %s", native)
+    return native
