@@ -21,6 +21,7 @@ from zmq.utils.garbage import GarbageCollectorThread
 
 from common.cluster import redis_server as embedded
 from common.cluster.redis_server import RedisServer
+from common.kernels.native.build import build_library
 
 # Before anything imports torch: test processes share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -32,6 +33,7 @@ _OF_THE_PROCESS = (GarbageCollectorThread,)
 _ORDER = ("fault", "integration", "gpu", "property", "unit")
 _LEFT_OUT = "left out: the time budget is spent"
 _DEADLINE_S = pytest.StashKey[float]()
+_COMPILE_S = 300.0
 _GRACE_S = 5.0
 """Threads, children and sockets that are ending may take so long."""
 
@@ -45,6 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """The budget starts with the run."""
     budget_s: float | None = config.getoption("--budget-s")
     config.stash[_DEADLINE_S] = math.inf if budget_s is None else time.monotonic() + budget_s
+
+
+def pytest_sessionstart() -> None:
+    """Compile the native kernels if their sources have changed; without a compiler the tests run on PyTorch alone."""
+    build_library(_COMPILE_S)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

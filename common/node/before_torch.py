@@ -12,6 +12,9 @@ from common.config.service_configs import NodeConfig
 if TYPE_CHECKING:
     from common.node.role import NodeRole
 
+_COMPILE_S = 60.0
+"""Time for compiling native kernels at a start, where the installation has not done it. After it, PyTorch computes."""
+
 
 def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> None:
     """Set threads and niceness, import the role and with it torch, and run the node.
@@ -19,11 +22,14 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed or a rank was lost.
     """
     from common.cluster.redis_client import check_redis
+    from common.kernels.native.build import build_library
     from common.model.config import load_model_config
     from common.model.hub import resolve_model
 
     asyncio.run(check_redis(config.redis_url))
     load_model_config(resolve_model(config.model))
+    if config.device != "cuda":
+        build_library(min(_COMPILE_S, config.start_timeout_s / 2))
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
         from common.node.startup import run_node

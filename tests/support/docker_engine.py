@@ -22,7 +22,7 @@ from support.system import wait_until
 
 IMAGE = "kvrelay:under-test"
 BASE_IMAGE = "python:3.11-slim-bookworm"
-_CONTEXT = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore", "compose")
+_CONTEXT = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "hatch_build.py", ".dockerignore", "compose")
 _PACKAGES = ("common", "kvtransfer", "router", "prefill_node", "decode_node")
 # Build on the host's network, for machines whose Docker network has no DNS.
 _HOST_NETWORK = "services:\n  router: {build: {network: host}}\n"

@@ -15,14 +15,12 @@ from pathlib import Path
 import torch
 
 from common.base.errors import ConfigError
+from common.base.variables import CPU_KERNELS
 from common.kernels.native.build import find_library
 
 log = logging.getLogger(__name__)
 
 ABI_VERSION = 1
-VARIABLE = "KVRELAY_CPU_KERNELS"
-"""Environment variable: "torch" for PyTorch's operations instead of native kernels, or the most that native kernels may
-use of the processor: avx512bf16, avx512, avx2, neonbf16, portable."""
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -93,7 +91,7 @@ class NativeLibrary:
     """The kernels for this processor and the team of threads that runs them."""
 
     def __init__(self, path: Path, limit: str, threads: int) -> None:
-        """`limit`: a value of `VARIABLE`, "" for none. Raises: OSError, ConfigError."""
+        """`limit`: a value of `CPU_KERNELS`, "" for none. Raises: OSError, ConfigError."""
         library = ctypes.CDLL(str(path))
         library.kv_select_variant.restype = c_char_p
         library.kv_select_variant.argtypes = [c_char_p]
@@ -103,7 +101,7 @@ class NativeLibrary:
             raise OSError(f"{path} has version {library.kv_abi_version()} of the interface, not {ABI_VERSION}")
         chosen: bytes | None = library.kv_select_variant(limit.encode())
         if chosen is None:
-            raise ConfigError(f"{VARIABLE}={limit!r} names no kernels that this processor runs")
+            raise ConfigError(f"{CPU_KERNELS}={limit!r} names no kernels that this processor runs")
         self.variant = chosen.decode()
         self.threads = threads
         self.team: int | None = library.kv_team_new(threads, _SPIN_US)
@@ -130,15 +128,15 @@ def find_native() -> NativeLibrary | None:
     """This process's native kernels, with as many threads as PyTorch uses; None, with the reason in the log, if PyTorch's
     operations are used instead.
 
-    Raises: ConfigError for an unknown value of `VARIABLE`.
+    Raises: ConfigError for an unknown value of `CPU_KERNELS`.
     """
-    return _load(os.environ.get(VARIABLE, ""), torch.get_num_threads())
+    return _load(os.environ.get(CPU_KERNELS, ""), torch.get_num_threads())
 
 
 @functools.cache
 def _load(limit: str, threads: int) -> NativeLibrary | None:
     if limit == "torch":
-        log.info("kernels: PyTorch (%s=torch)", VARIABLE)
+        log.info("kernels: PyTorch (%s=torch)", CPU_KERNELS)
         return None
     found = find_library()
     if not isinstance(found, Path):

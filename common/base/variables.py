@@ -1,0 +1,7 @@
+"""Environment variables that set no option of a service."""
+
+CACHE = "KVRELAY_CACHE"
+"""The cache folder, an absolute path: `common.base.cache_folder`."""
+CPU_KERNELS = "KVRELAY_CPU_KERNELS"
+""""torch" for PyTorch's operations instead of native kernels, or the most that native kernels may use of the processor:
+avx512bf16, avx512, avx2, neonbf16, portable."""
