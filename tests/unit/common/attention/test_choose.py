@@ -20,11 +20,12 @@ from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
+from common.base.variables import CPU_KERNELS
 from common.kernels import library
 from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.library import find_flashinfer
-from common.kernels.native.library import VARIABLE, find_native
+from common.kernels.native.library import find_native
 from common.kernels.torch_kernels import TORCH
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
@@ -122,7 +123,7 @@ def test_a_cpu_gets_its_own_attention_and_gathered_blocks_are_captured_for_short
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 4)
     native = isinstance(choose_attention(storage.groups[0], shape()), NativeAttention)
     assert native == (find_native() is not None)
-    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setenv(CPU_KERNELS, "torch")
     assert isinstance(choose_attention(storage.groups[0], shape()), CpuAttention)
     gathered = SdpaAttention(storage.groups[0], shape())
     assert not worth_capturing(gathered, 100_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from support.replaying import ReplayingCapture
 from common.attention.cpu import CpuAttention
 from common.attention.sdpa import SdpaAttention, SdpaDecode
 from common.base.errors import EngineError
+from common.base.variables import CPU_KERNELS
 from common.control.messages import AttemptKey, SamplingParams
 from common.engine.cuda_graphs import DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
 from common.engine.step import RelayProgress, SampledToken, SampleSpec, StepInput
-from common.kernels.native.library import VARIABLE
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
@@ -36,10 +37,12 @@ PAD = POOL
 """The block behind the pool's."""
 
 
-@pytest.fixture(autouse=True)
-def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def torch_kernels() -> Iterator[None]:
     """A recorder of PyTorch's operations does not see what native kernels compute."""
-    monkeypatch.setenv(VARIABLE, "torch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CPU_KERNELS, "torch")
+        yield
 
 
 class PlainOrStatic(CpuAttention):

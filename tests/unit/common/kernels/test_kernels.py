@@ -14,12 +14,13 @@ from torch import Tensor
 from common.attention.base import AttentionMetadata
 from common.attention.cpu import CpuAttention
 from common.attention.sdpa import SdpaAttention
+from common.base.variables import CPU_KERNELS
 from common.kernels.base import Kernels
 from common.kernels.choose import choose_kernels
 from common.kernels.flashinfer_kernels import FlashInferKernels
 from common.kernels.library import find_flashinfer
 from common.kernels.native.kernels import NativeKernels
-from common.kernels.native.library import VARIABLE, find_native
+from common.kernels.native.library import find_native
 from common.kernels.torch_kernels import TORCH
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
@@ -116,7 +117,7 @@ def test_a_cpu_computes_with_native_kernels_if_there_are_any_and_imports_no_flas
 ) -> None:
     kernels = choose_kernels(torch.device("cpu"), torch.bfloat16)
     assert isinstance(kernels, NativeKernels) == (find_native() is not None)
-    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setenv(CPU_KERNELS, "torch")
     assert choose_kernels(torch.device("cpu"), torch.bfloat16) is TORCH
     assert find_flashinfer(torch.device("cpu")).flashinfer is None
     assert "flashinfer" not in sys.modules
