@@ -1,67 +1,169 @@
-// Paged attention straight from the KV blocks.
+// Paged attention straight from the KV blocks. The context is cut into partitions of a fixed size; softmax is taken over
+// each, and their results are merged in the order of positions. So a row's result is a function of its query and its
+// context: the batch, the cut of a prompt into chunks and the number of threads do not change it.
 #pragma once
-#include "api.h"
-#include "simd.h"
-#include "team.h"
+#include "attention_plan.h"
 
 namespace KV_VARIANT {
+
+// f(T{}) with the type of the cache's numbers.
+template <class F>
+KV_INLINE void with_cache_type(const kv_cache& cache, const F& f) {
+    if (cache.dtype == KV_F32) return f(float{});
+    if (cache.dtype == KV_BF16) return f(bf16{});
+    f(fp8{});
+}
 
 // Store one head's numbers of one token. plane: 0 for K, 1 for V; x: [head_dim].
 inline void put_head(const kv_cache& cache, int plane, int64_t slot, int head, const float* x) {
     const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
     const int64_t at = ((block * cache.kv_heads + head) * cache.block_size + offset) * cache.head_dim;
-    void* base = plane ? cache.v : cache.k;
-    for (int d = 0; d < cache.head_dim; d += LANES) {
-        const int count = cache.head_dim - d < LANES ? cache.head_dim - d : LANES;
-        const Lanes a = load_some(x + d, count);
-        if (cache.dtype == KV_F32)
-            store_some(static_cast<float*>(base) + at + d, a, count);
-        else
-            store_some(static_cast<bf16*>(base) + at + d, a, count);
-    }
+    with_cache_type(cache, [&](auto number) {
+        auto* out = static_cast<decltype(number)*>(plane ? cache.v : cache.k) + at;
+        const Lanes scale = splat(plane ? cache.v_scale : cache.k_scale);
+        for (int d = 0; d < cache.head_dim; d += LANES) {
+            const int count = cache.head_dim - d < LANES ? cache.head_dim - d : LANES;
+            Lanes a = load_some(x + d, count);
+            if constexpr (sizeof number == 1) a = a / scale;
+            store_some(out + d, a, count);
+        }
+    });
 }
 
 // Called outside of run(), before `attend`.
-inline void reserve_attention(kv_team&, const kv_cache&, const kv_batch&, int q_heads) { (void)q_heads; }
+inline void reserve_attention(kv_team& team, const kv_cache& cache, const kv_batch& batch, int q_heads) {
+    attention::Planner(team, cache, batch, q_heads).plan();
+}
+
+namespace attention {
+
+// One member's attention to the items of a plan.
+template <class Act>
+class Attention {
+  public:
+    Attention(Worker& w, const kv_cache& cache, const kv_batch& batch, float scale, const Act* q, int64_t q_stride,
+              Act* out, int64_t out_stride)
+        : plan_(*w.team.buffers[kv_team::ATTENTION_PLAN].as<Plan>()),
+          sizes_(cache.head_dim, plan_.max_rows),
+          partials_(w.team.buffers[kv_team::ATTENTION_PARTIALS].as<float>()),
+          cache_(cache),
+          batch_(batch),
+          scale_(scale * cache.k_scale),
+          q_(q),
+          out_(out),
+          q_stride_(q_stride),
+          out_stride_(out_stride) {
+        keys_ = w.team.buffers[kv_team::ATTENTION_PANELS].as<float>() + w.index * sizes_.each;
+        values_ = keys_ + sizes_.panels;
+        queries_ = reinterpret_cast<Act*>(values_ + sizes_.panels);
+        float* merged = values_ + sizes_.panels + sizes_.queries;
+        merged_ = sizes_.partial_at(merged, plan_.max_rows);
+        latest_ = sizes_.partial_at(merged + sizes_.partial, plan_.max_rows);
+    }
+
+    void run(const Task& task) {
+        const Item& item = plan_.items[task.item];
+        const int32_t* blocks = batch_.block_ids + batch_.first_blocks[item.entry];
+        const int end = item.seen + item.num_rows - 1;
+        load_queries(item);
+        Tokens tokens, next;
+        next.find(cache_, blocks, item.head, task.first * PARTITION, end);
+        for (int i = task.first; i < task.last; ++i) {
+            tokens = next;
+            next.count = 0;
+            if (i + 1 < task.last) next.find(cache_, blocks, item.head, (i + 1) * PARTITION, end);
+            pack(tokens, next);
+            // Rows whose position lies before the partition see nothing of it.
+            const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group;
+            const Partial partial = item.is_split ? partial_of(item, i) : i == 0 ? merged_ : latest_;
+            attend_rows(item, first, item.seen - i * PARTITION, partial);
+            if (!item.is_split && i > 0) merge(merged_, latest_, first, item.rows, sizes_.width);
+        }
+        if (!item.is_split)
+            for (int row = 0; row < item.rows; ++row) finish(item, row, merged_);
+    }
+
+    // Merge what the tasks of a split item gave for one row.
+    void finish_split(const Task& split) {
+        const Item& item = plan_.items[split.item];
+        const int row = split.first, seen = item.seen + row / plan_.group;
+        for (int i = 1; i * PARTITION < seen; ++i)
+            merge(partial_of(item, 0), partial_of(item, i), row, row + 1, sizes_.width);
+        finish(item, row, partial_of(item, 0));
+    }
+
+  private:
+    Partial partial_of(const Item& item, int partition) const {
+        return sizes_.partial_at(partials_ + item.partials + partition * sizes_.partial_size(item.rows), item.rows);
+    }
+
+    int64_t column(const Item& item, int row) const {
+        return int64_t(item.head * plan_.group + row % plan_.group) * cache_.head_dim;
+    }
+
+    void load_queries(const Item& item) {
+        const int dim = cache_.head_dim;
+        for (int row = 0; row < item.rows; ++row) {
+            Act* to = queries_ + int64_t(row) * sizes_.width;
+            std::memcpy(to, q_ + (item.first_row + row / plan_.group) * q_stride_ + column(item, row), dim * sizeof(Act));
+            std::memset(to + dim, 0, (sizes_.width - dim) * sizeof(Act));
+        }
+    }
+
+    void pack(const Tokens& tokens, const Tokens& next) {
+        with_cache_type(cache_, [&](auto number) {
+            using T = decltype(number);
+            const T *k = static_cast<const T*>(cache_.k), *v = static_cast<const T*>(cache_.v);
+            pack_keys<Act>(k, tokens, cache_.head_dim, v, reinterpret_cast<uint32_t*>(keys_));
+            pack_values<Act>(v, tokens, cache_.head_dim, k, next, reinterpret_cast<uint32_t*>(values_));
+        });
+    }
+
+    // seen: by the item's first row, of this partition; may be less than 1 for rows before `first`.
+    void attend_rows(const Item& item, int first, int seen, Partial out) {
+        const int tiles = (item.rows - first + TILE_ROWS - 1) / TILE_ROWS;
+        for (int tile = 0; tile < tiles; ++tile) {
+            const int lo = first + (item.rows - first) * tile / tiles, hi = first + (item.rows - first) * (tile + 1) / tiles;
+            const auto tokens_seen = [&](int m) { return std::min(PARTITION, seen + (lo + m) / plan_.group); };
+            attend_tile(reinterpret_cast<const uint32_t*>(keys_), reinterpret_cast<const uint32_t*>(values_),
+                        cache_.head_dim, queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_seen, scale_,
+                        Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
+        }
+    }
+
+    void finish(const Item& item, int row, Partial from) {
+        const Lanes factor = splat(cache_.v_scale / from.total[row]);
+        const float* x = from.results + int64_t(row) * sizes_.width;
+        Act* to = out_ + (item.first_row + row / plan_.group) * out_stride_ + column(item, row);
+        for (int d = 0; d < cache_.head_dim; d += LANES)
+            store_some(to + d, load(x + d) * factor, std::min(LANES, cache_.head_dim - d));
+    }
+
+    const Plan& plan_;
+    const Sizes sizes_;
+    float* partials_;
+    const kv_cache& cache_;
+    const kv_batch& batch_;
+    float scale_;
+    const Act* q_;
+    Act* out_;
+    int64_t q_stride_, out_stride_;
+    float *keys_, *values_;
+    Act* queries_;
+    Partial merged_, latest_;
+};
+
+}  // namespace attention
 
 // Causal attention of all rows of the batch, whose K and V are in the cache. q, out: [rows][q_heads][head_dim], rows at a
 // distance of the strides. Act is float or bf16.
 template <class Act>
-void attend(Worker& w, const kv_cache& cache, const kv_batch& batch, int q_heads, float scale, const Act* q,
-            int64_t q_stride, Act* out, int64_t out_stride) {
-    const int group = q_heads / cache.kv_heads, dim = cache.head_dim;
-    w.for_each(batch.num_entries * q_heads, [&](int task) {
-        const int entry = task / q_heads, head = task % q_heads;
-        const int lo = batch.first_rows[entry], hi = batch.first_rows[entry + 1];
-        const int32_t* blocks = batch.block_ids + batch.first_blocks[entry];
-        const auto number = [&](const void* base, int token, int d) {
-            const int64_t block = blocks[token / cache.block_size], offset = token % cache.block_size;
-            const int64_t at =
-                ((block * cache.kv_heads + head / group) * cache.block_size + offset) * dim + d;
-            return cache.dtype == KV_F32 ? static_cast<const float*>(base)[at] : widen(static_cast<const bf16*>(base)[at]);
-        };
-        for (int row = lo; row < hi; ++row) {
-            const int seen = batch.context_lens[entry] - (hi - 1 - row);
-            float total = 0, top = -INFINITY, sums[1024] = {};
-            for (int pass = 0; pass < 2; ++pass)
-                for (int t = 0; t < seen; ++t) {
-                    float score = 0;
-                    for (int d = 0; d < dim; ++d) score += widen(q[row * q_stride + head * dim + d]) * number(cache.k, t, d);
-                    score *= scale;
-                    if (pass == 0) {
-                        top = score > top ? score : top;
-                        continue;
-                    }
-                    const float p = std::exp(score - top);
-                    total += p;
-                    for (int d = 0; d < dim; ++d) sums[d] += p * number(cache.v, t, d);
-                }
-            for (int d = 0; d < dim; d += LANES) {
-                const int count = dim - d < LANES ? dim - d : LANES;
-                store_some(out + row * out_stride + head * dim + d, load_some(sums + d, count) * splat(1 / total), count);
-            }
-        }
-    });
+void attend(Worker& w, const kv_cache& cache, const kv_batch& batch, int, float scale, const Act* q, int64_t q_stride,
+            Act* out, int64_t out_stride) {
+    attention::Attention<Act> attention(w, cache, batch, scale, q, q_stride, out, out_stride);
+    const attention::Plan& plan = *w.team.buffers[kv_team::ATTENTION_PLAN].as<attention::Plan>();
+    w.for_each(plan.num_tasks, [&](int i) { attention.run(plan.tasks[i]); });
+    if (plan.num_split_rows) w.for_each(plan.num_split_rows, [&](int i) { attention.finish_split(plan.split_rows[i]); });
 }
 
 }  // namespace KV_VARIANT

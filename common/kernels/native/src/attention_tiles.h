@@ -1,0 +1,145 @@
+// Attention of some rows to one partition of a context, whose K and V are in panels.
+#pragma once
+#include "attention_panels.h"
+
+namespace KV_VARIANT::attention {
+
+// Rows of a tile: with two vectors for each, what registers hold.
+constexpr int TILE_ROWS = VECTOR_BYTES == 64 ? 12 : 3;
+
+KV_INLINE Lanes add_product(Lanes sum, Words panel, const float* x) { return multiply_add(*x, as_floats(panel), sum); }
+#ifdef KV_HAS_BF16_DOT
+KV_INLINE Lanes add_product(Lanes sum, Words panel, const bf16* x) { return dot_pairs(sum, panel, load_pair(x)); }
+#endif
+
+// out[m][0..32) = the product of row m's `words` words with the panel's.
+template <class Act, int ROWS>
+__attribute__((noinline)) void multiply_tile(const uint32_t* panel, int words, const Act* rows, int64_t stride, float* out,
+                                             int64_t out_stride) {
+    Lanes sums[ROWS][2];
+    for (int m = 0; m < ROWS; ++m) sums[m][0] = sums[m][1] = zeros();
+    for (int w = 0; w < words; ++w, panel += PANEL, rows += PER_WORD<Act>) {
+        const Words first = load_words(panel), second = load_words(panel + LANES);
+        for (int m = 0; m < ROWS; ++m) {
+            sums[m][0] = add_product(sums[m][0], first, rows + m * stride);
+            sums[m][1] = add_product(sums[m][1], second, rows + m * stride);
+        }
+    }
+    for (int m = 0; m < ROWS; ++m) {
+        store(out + m * out_stride, sums[m][0]);
+        store(out + m * out_stride + LANES, sums[m][1]);
+    }
+}
+
+template <class Act>
+using MultiplyTile = decltype(&multiply_tile<Act, 1>);
+
+template <class Act, int... I>
+constexpr MultiplyTile<Act> tile_function(int num_rows, std::integer_sequence<int, I...>) {
+    constexpr MultiplyTile<Act> functions[] = {&multiply_tile<Act, I + 1>...};
+    return functions[num_rows - 1];
+}
+
+template <size_t... I>
+KV_INLINE FloatPart swap_lanes(FloatPart a, size_t step, std::index_sequence<I...>) {
+    switch (step) {
+        case 8: return __builtin_shufflevector(a, a, ((I ^ 8) % PART_LANES)...);
+        case 4: return __builtin_shufflevector(a, a, ((I ^ 4) % PART_LANES)...);
+        case 2: return __builtin_shufflevector(a, a, (I ^ 2)...);
+        default: return __builtin_shufflevector(a, a, (I ^ 1)...);
+    }
+}
+// One number from sixteen; join(a, b) combines two vectors.
+template <class Join>
+KV_INLINE float reduce(Lanes lanes, const Join& join) {
+    FloatPart a = lanes.v[0];
+    for (int p = 1; p < PARTS; ++p) a = join(a, lanes.v[p]);
+#pragma GCC unroll 4
+    for (size_t step = PART_LANES / 2; step; step /= 2)
+        a = join(a, swap_lanes(a, step, std::make_index_sequence<PART_LANES>{}));
+    return a[0];
+}
+
+// The lanes below `count`, the others minus infinity.
+KV_INLINE Lanes keep_below(Lanes a, int count) {
+    static constexpr int32_t LANE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    typedef int32_t IntPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+    KV_PARTS {
+        const IntPart lane = *(const IntPart*)(LANE + p * PART_LANES);
+        a.v[p] = lane < count ? a.v[p] : FloatPart{} - __builtin_inff();
+    }
+    return a;
+}
+
+// scores: [padded] unscaled, of which `seen` are attended to, at least one. weights: e^(score - top), zero behind them.
+template <class Act>
+KV_INLINE void weigh(float* scores, int seen, int padded, float scale, Act* weights, float& top, float& total) {
+    Lanes largest = splat(-__builtin_inff());
+    for (int t = 0; t < seen; t += LANES) {
+        Lanes a = load(scores + t) * splat(scale);
+        if (t + LANES > seen) a = keep_below(a, seen - t);
+        store(scores + t, a);
+        largest = max(largest, a);
+    }
+    top = reduce(largest, [](FloatPart a, FloatPart b) { return a > b ? a : b; });
+    Lanes sums = zeros();
+    int t = 0;
+    for (; t < seen; t += LANES) {
+        const Lanes a = exp(load(scores + t) - splat(top));
+        sums = sums + a;
+        store(weights + t, a);
+    }
+    for (; t < padded; t += LANES) store(weights + t, zeros());
+    total = reduce(sums, [](FloatPart a, FloatPart b) { return a + b; });
+}
+
+// What a partition gives to `rows` rows: results [rows][width] to be divided by `total`.
+struct Partial {
+    float* results;
+    float* top;
+    float* total;
+};
+
+// Up to TILE_ROWS rows; row m attends to the partition's first seen(m) tokens, at least one, and no fewer than row m - 1.
+template <class Act, class Seen>
+void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Act* queries, int64_t query_stride,
+                 int num_rows, const Seen& seen, float scale, Partial out, int width) {
+    constexpr auto COUNTS = std::make_integer_sequence<int, TILE_ROWS>{};
+    alignas(64) float scores[TILE_ROWS * PARTITION];
+    alignas(64) Act weights[TILE_ROWS * PARTITION];
+    const auto multiply = tile_function<Act>(num_rows, COUNTS);
+    const int words = (dim + PER_WORD<Act> - 1) / PER_WORD<Act>;
+    const int padded_words = round_up(dim, LANES * PER_WORD<Act>) / PER_WORD<Act>;
+    const int most = seen(num_rows - 1), padded = round_up(most, LANES);
+    for (int t = 0; t < most; t += PANEL)
+        multiply(keys + t * padded_words, words, queries, query_stride, scores + t, PARTITION);
+    for (int m = 0; m < num_rows; ++m)
+        weigh(scores + m * PARTITION, seen(m), padded, scale, weights + m * PARTITION, out.top[m], out.total[m]);
+    const int token_words = (most + PER_WORD<Act> - 1) / PER_WORD<Act>;
+    for (int d = 0; d < dim; d += PANEL)
+        multiply(values + d * (PARTITION / PER_WORD<Act>), token_words, weights, PARTITION, out.results + d, width);
+}
+
+// Adds rows [first, last) of a later partition to what earlier ones gave. One function, so that the compiler cannot round
+// differently in two places.
+__attribute__((noinline)) inline void merge(Partial into, Partial from, int first, int last, int width) {
+    for (int row = first; row < last; row += LANES) {
+        const int count = last - row < LANES ? last - row : LANES;
+        float keep[LANES], add[LANES];
+        const Lanes old_top = load_some(into.top + row, count), new_top = load_some(from.top + row, count);
+        const Lanes top = max(old_top, new_top);
+        store(keep, exp(old_top - top));
+        store(add, exp(new_top - top));
+        const Lanes total = load_some(into.total + row, count) * load(keep);
+        store_some(into.total + row, multiply_add(load_some(from.total + row, count), load(add), total), count);
+        store_some(into.top + row, top, count);
+        for (int i = 0; i < count; ++i) {
+            float* x = into.results + int64_t(row + i) * width;
+            const float* y = from.results + int64_t(row + i) * width;
+            for (int d = 0; d < width; d += LANES)
+                store(x + d, multiply_add(load(y + d), splat(add[i]), load(x + d) * splat(keep[i])));
+        }
+    }
+}
+
+}  // namespace KV_VARIANT::attention

@@ -1,0 +1,51 @@
+// e4m3 numbers: sign, 4 bits of exponent with bias 7, 3 bits of mantissa; 0x7f is not-a-number, no infinities.
+#pragma once
+#include "simd.h"
+
+namespace KV_VARIANT {
+
+struct fp8 {
+    uint8_t bits;
+};
+
+typedef uint8_t BytePart __attribute__((vector_size(PART_LANES), aligned(1), may_alias));
+
+KV_INLINE Lanes load(const fp8* x) {
+    Lanes r;
+    KV_PARTS {
+        const WordPart bits = __builtin_convertvector(*(const BytePart*)(x + p * PART_LANES), WordPart);
+        const WordPart magnitude = bits & 0x7f;
+        const FloatPart small = __builtin_convertvector(magnitude, FloatPart) * 0x1p-9f;
+        FloatPart value = (FloatPart)((magnitude << 20) + (120u << 23));
+        value = magnitude < 8 ? small : value;
+        const FloatPart nan = FloatPart{} + __builtin_nanf("");
+        value = magnitude == 0x7f ? nan : value;
+        r.v[p] = (FloatPart)((WordPart)value | (bits & 0x80) << 24);
+    }
+    return r;
+}
+
+// Rounds to nearest even; numbers beyond 448 become 448; not-a-number stays not-a-number.
+KV_INLINE void store(fp8* x, Lanes a) {
+    KV_PARTS {
+        const WordPart bits = (WordPart)a.v[p], sign = bits & 0x80000000u;
+        const FloatPart magnitude = (FloatPart)(bits ^ sign), largest = FloatPart{} + 448.0f;
+        const FloatPart clamped = magnitude > largest ? largest : magnitude;
+        WordPart word = (WordPart)clamped;
+        // Adding 2^14 leaves units of 2^-9, the smallest number, in the low bits.
+        const WordPart small = (WordPart)(clamped + 0x1p14f) - (141u << 23);
+        const WordPart normal = (word - (120u << 23) + 0x7ffff + ((word >> 20) & 1)) >> 20;
+        WordPart narrow = word < (121u << 23) ? small : normal;
+        narrow = word > 0x7f800000u ? WordPart{} + 0x7f : narrow;
+        *(BytePart*)(x + p * PART_LANES) = __builtin_convertvector(narrow | sign >> 24, BytePart);
+    }
+}
+
+KV_INLINE float widen(fp8 x) {
+    const fp8 whole[LANES] = {x};
+    float lanes[LANES];
+    store(lanes, load(whole));
+    return lanes[0];
+}
+
+}  // namespace KV_VARIANT
