@@ -18,7 +18,7 @@ Favor = Literal["itl", "balanced", "ttft"]
 KvTransport = Literal["auto", "zmq", "shm", "cuda_ipc", "collective"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
-Quantization = Literal["auto", "fp8"]
+Quantization = Literal["auto", "fp8", "int8", "int4"]
 GenerationConfig = Literal["auto", "none"]
 
 CPU_KV_GB = 1.0
@@ -107,7 +107,8 @@ class ModelOptions:
     )
     quantization: Quantization = option(
         "auto",
-        "auto reads weights in the format that the checkpoint declares; fp8 refuses a checkpoint that is not FP8.",
+        "auto reads weights in the format that the checkpoint declares; int8 and int4 quantize floating-point weights "
+        "while loading, the same on all nodes; fp8 refuses a checkpoint that is not FP8.",
         "Model",
     )
 

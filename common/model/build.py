@@ -15,8 +15,10 @@ from common.kernels.base import Kernels
 from common.kernels.torch_kernels import TORCH
 from common.model.config import ModelConfig
 from common.model.description import AttentionDescription, MlpDescription, WeightNames
-from common.model.formats.base import Linear, StoredTensor
+from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.floating import float_linear
+from common.model.formats.int8 import make_int8_linear, quantize_int8
+from common.model.formats.on_the_fly import WeightBits, quantize_linear
 from common.model.precision import Precision
 from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
 from common.model.tensor_files import Part
@@ -52,6 +54,8 @@ class Build:
     """Layers per pipeline stage; empty means one stage."""
     device: torch.device = CPU
     kernels: Kernels = TORCH
+    quantize: WeightBits | None = None
+    """What weights of linear layers that are stored as floating-point numbers become."""
 
     @property
     def names(self) -> WeightNames:
@@ -102,9 +106,14 @@ class Build:
         self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool = False
     ) -> Linear:
         """The layer of these weights, stacked to `num_rows` rows, in the checkpoint's format if that can multiply."""
-        linear = self.weights.linear(stacked, bias)
+        target = LinearTarget(self.precision, self.kernels, is_paired)
+        linear = self.weights.linear(stacked, bias, target)
         if linear is not None:
             return linear
+        if self.quantize is not None:
+            return quantize_linear(
+                self.quantize, stacked, lambda stored: self.read(stored.name, *stored.shape), bias, target
+            )
         if len(stacked) == 1:
             (stored,) = stacked
             return float_linear(
@@ -118,6 +127,12 @@ class Build:
             weight[at : at + count] = self.read(stored.name, *stored.shape, part=stored.part)
             at += count
         return float_linear(weight, bias, self.precision, self.kernels, is_paired=is_paired)
+
+    def lm_head_linear(self, weight: Tensor) -> Linear:
+        """The LM head on this rank's rows of it; int8 suffices for its share of a step, and int4 would show."""
+        if self.quantize is None:
+            return float_linear(weight, None, self.precision, self.kernels)
+        return make_int8_linear(quantize_int8(weight), None, LinearTarget(self.precision, self.kernels))
 
     def kv_scales(self, attention: str) -> tuple[float, float]:
         """The scales of K and V that the checkpoint gives one layer's `attention` for an FP8 cache; 1 where it has none."""

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.base.errors import ConfigError
+from common.config.option_groups import Quantization
 from common.model.config import ModelConfig
 from common.model.files import read_header, weight_files
 
@@ -19,12 +20,21 @@ _NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_toke
 """Config fields that change neither weights nor KV."""
 
 
-def fingerprint(path: Path, config: ModelConfig, load_format: str, dtype: str, seed: int, drawn_on: str = "cpu") -> str:
+def fingerprint(
+    path: Path,
+    config: ModelConfig,
+    load_format: str,
+    dtype: str,
+    seed: int,
+    drawn_on: str = "cpu",
+    quantization: Quantization = "auto",
+) -> str:
     """Identity of what a node computes with: two nodes whose fingerprints agree produce interchangeable KV.
 
     Covers the config, the tokenizer (`tokenizer_digest`), and of every safetensors file its header, its size and a
     sample of each tensor's bytes (start, middle, end), so that fine-tunes of one model differ; for dummy weights,
     config, seed and `drawn_on`, the kind of device that drew them. Independent of the directory's path and of file times.
+    What `--quantization` makes of the weights is appended by name, so that a refusal says it.
 
     Raises: ConfigError for missing or corrupt files.
     """
@@ -38,7 +48,8 @@ def fingerprint(path: Path, config: ModelConfig, load_format: str, dtype: str, s
     if load_format != "dummy":
         for file in weight_files(path):
             digest.update(_file_digest(file))
-    return digest.hexdigest()[:32]
+    suffix = f"-{quantization}" if quantization in ("int8", "int4") else ""
+    return digest.hexdigest()[:32] + suffix
 
 
 def tokenizer_digest(path: Path) -> str:

@@ -18,7 +18,6 @@ from common.base.errors import ConfigError
 from common.kernels.base import Kernels, Rotation
 from common.model.build import Build, Share
 from common.model.description import ACTIVATIONS, AttentionDescription, MlpDescription, NormDescription
-from common.model.formats.floating import float_linear
 from common.model.rope import RopeConfig
 from common.model.sharding import HeadRange, vocab_range
 
@@ -182,7 +181,7 @@ class LMHead:
     def __init__(self, build: Build, weight: Tensor) -> None:
         """weight: [vocab_rows, hidden], of `Build.vocabulary`."""
         self._mesh = build.mesh
-        self._linear = float_linear(weight, None, build.precision, build.kernels)
+        self._linear = build.lm_head_linear(weight)
         self._vocab_size = build.config.vocab_size
 
     def forward(self, x: Tensor) -> Tensor | None:

@@ -15,11 +15,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from common.base.device import CPU
 from common.base.errors import ConfigError
+from common.config.option_groups import Quantization
 from common.kernels.choose import choose_kernels
 from common.kernels.native.library import find_native
 from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
+from common.model.formats.on_the_fly import weight_bits
 from common.model.precision import Precision
 from common.model.sharding import check_parallel
 from common.model.weights import CheckpointWeights, DummyWeights
@@ -42,12 +44,13 @@ def load_model(
     mesh: Mesh = SOLO,
     pp_layers: tuple[int, ...] = (),
     device: torch.device = CPU,
+    quantization: Quantization = "auto",
 ) -> DecoderModel:
     """Build this rank's part of the model of `config`, with the weights in `path` or random ones (format "dummy").
 
     `dtype` "auto" means that of the files. `small_batches` False leaves out what only single-row steps need
     (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one
-    stage. All ranks of `mesh` load at the same time, with the same arguments; each reads only the bytes of its own part.
+    stage. `quantization` "int8" or "int4" quantizes weights that are stored as floating-point numbers. All ranks of `mesh` load at the same time, with the same arguments; each reads only the bytes of its own part.
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
     cannot be split into and for ranks that would compute in different dtypes; RankLost.
     """
@@ -69,7 +72,7 @@ def load_model(
         DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(path, config.quantization, device)
     )
     kernels = choose_kernels(device, precision.wide)
-    build = Build(config, weights, precision, mesh, pp_layers, device, kernels)
+    build = Build(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization))
     started = time.monotonic()
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         model = DecoderModel(build, on_progress)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.base.device import CPU
 from common.base.errors import ConfigError
-from common.model.formats.base import Linear, LinearFormat, StoredTensor
+from common.model.formats.base import Linear, LinearFormat, LinearTarget, StoredTensor
 from common.model.formats.floating import FloatFormat
 from common.model.formats.quantization import Quantization
 from common.model.formats.registry import open_format
@@ -31,7 +31,7 @@ class WeightSource(Protocol):
         """
         ...
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> Linear | None:
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """As `LinearFormat.linear`."""
         ...
 
@@ -53,10 +53,10 @@ class CheckpointWeights:
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         return self._format_of(name).read(StoredTensor(name, shape, part), dtype)
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> Linear | None:
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """None also if the tensors are of several formats."""
         formats = [self._format_of(stored.name) for stored in stacked]
-        return formats[0].linear(stacked, bias) if all(each is formats[0] for each in formats) else None
+        return formats[0].linear(stacked, bias, target) if all(each is formats[0] for each in formats) else None
 
     def read_scalar(self, names: Sequence[str], default: float) -> float:
         """The single value of the first of these tensors that exists."""
@@ -97,7 +97,7 @@ class DummyWeights:
             tensor = tensor.narrow(part.dim, part.lo, part.hi - part.lo).contiguous()
         return tensor.to(dtype)
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> None:
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> None:
         """None: weights are drawn as floating-point numbers."""
         return
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common.base.device import DeviceKind, default_dtype, gpu_name, rank_device, resolve_device
 from common.base.errors import ConfigError
+from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig
 from common.control.messages import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
 from common.engine.scheduler import Scheduler, SchedulerConfig
@@ -21,6 +22,8 @@ from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
 from common.model.config import ModelConfig, load_model_config
 from common.model.fingerprint import fingerprint, tokenizer_digest
+from common.model.formats.quantization import Fp8Quantization
+from common.model.formats.quantization import Quantization as CheckpointQuantization
 from common.model.hub import resolve_model
 from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
@@ -61,8 +64,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     """
     path = resolve_model(config.model)
     model_config = load_model_config(path)
-    if config.quantization == "fp8" and model_config.quantization is None:
-        raise ConfigError(f"--quantization fp8: {path / 'config.json'} says nothing of FP8 weights")
+    _check_quantization(config.quantization, model_config.quantization, path)
     device = resolve_device(config.device)
     wanted = default_dtype(model_config.dtype, device) if config.dtype == "auto" else config.dtype
     dtype = model_config.resolve_dtype(wanted)
@@ -73,7 +75,9 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     check_parallel(model_config, config.tensor_parallel_size, stages)
     drawn_on = gpu_name(rank_device(device, 0, 1)) if config.load_format == "dummy" else "cpu"
     layout = KVLayout(
-        fingerprint=fingerprint(path, model_config, config.load_format, dtype, config.seed, drawn_on),
+        fingerprint=fingerprint(
+            path, model_config, config.load_format, dtype, config.seed, drawn_on, config.quantization
+        ),
         spec=kv_spec(model_config, _kv_dtype(config.kv_cache_dtype, dtype)),
         tp_size=config.tensor_parallel_size,
         pp_layers=stages,
@@ -82,6 +86,16 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     max_model_len = model_config.fit_context(config.max_model_len)
     info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer_digest(path))
     return NodePlan(path, model_config, layout, info, dtype, device)
+
+
+def _check_quantization(wanted: Quantization, stored: CheckpointQuantization | None, path: Path) -> None:
+    """Raises: ConfigError where `--quantization` contradicts the checkpoint."""
+    if wanted == "fp8" and not isinstance(stored, Fp8Quantization):
+        raise ConfigError(f"--quantization fp8: {path / 'config.json'} says nothing of FP8 weights")
+    if wanted in ("int8", "int4") and stored is not None:
+        raise ConfigError(
+            f"--quantization {wanted} needs floating-point weights, and {path} is quantized already: leave it out"
+        )
 
 
 def _kv_dtype(wanted: str, model_dtype: str) -> str:

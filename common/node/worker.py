@@ -179,6 +179,7 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
             mesh=mesh,
             pp_layers=plan.layout.pp_layers,
             device=device,
+            quantization=config.quantization,
         )
         if device.type == "cpu":
             return Worker(plan, config, mesh, model)

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.kernels.base import Kernels
+from common.model.precision import Precision
 from common.model.tensor_files import Part
 
 
@@ -25,11 +27,23 @@ class StoredTensor:
     part: Part | None = None
 
 
+@dataclass(frozen=True)
+class LinearTarget:
+    """What a layer is made for."""
+
+    precision: Precision
+    """Activations are of a dtype in its `packs`."""
+    kernels: Kernels
+    is_paired: bool = False
+    """Whether it is the gate and up layer of a gated MLP, merged."""
+
+
 class Linear(Protocol):
     """y = x W^T + b on one rank's part of W. Runs on a rank's engine thread, under inference mode."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, in], of the dtype that `Precision.for_rows` gives for T. Returns a fresh [T, out] of the same dtype."""
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x: [T, in], of the dtype that `Precision.for_rows` gives for T. Returns a fresh [T, out] of `dtype`, by default
+        the same."""
         ...
 
 
@@ -47,10 +61,10 @@ class LinearFormat(Protocol):
         """
         ...
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> Linear | None:
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """One layer that multiplies by these weights, stacked, in their stored format.
 
         None if that is impossible or not faster: then they are read, and multiplied as floating-point numbers.
-        bias: [out], of the dtype of activations.
+        bias: [out], of `target.precision.weight`.
         """
         ...

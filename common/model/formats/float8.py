@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from common.base.errors import ConfigError
 from common.kernels.float8 import E4M3, E4M3_MAX, widen
-from common.model.formats.base import StoredTensor
+from common.model.formats.base import LinearTarget, StoredTensor
 from common.model.formats.quantization import Fp8Quantization
 from common.model.tensor_files import TensorFiles
 
@@ -69,7 +69,7 @@ class Fp8Format:
         start = (0, lo) if dim else (lo, 0)
         return dequantise(values.to(self._device), scale, block, start).to(dtype)
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> Fp8Linear | None:
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Fp8Linear | None:
         """None also on a CPU: its FP8 products are slower than those of any other type."""
         found: list[Fp8Weight] = []
         for stored in stacked:
@@ -170,10 +170,10 @@ class Fp8Linear:
         self._is_blocked = weight.is_blocked
         self._scale = _block_scales(weight.scale) if weight.is_blocked else weight.scale.t().contiguous()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, in]. Returns a fresh [T, out] of the same dtype."""
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
         product = _times_blocks if self._is_blocked else _times_rows
-        out = product(x, self._values, self._scale).to(x.dtype)
+        out = product(x, self._values, self._scale).to(dtype or x.dtype)
         return out if self._bias is None else out.add_(self._bias)
 
 

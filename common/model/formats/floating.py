@@ -13,7 +13,7 @@ from common.kernels.base import Kernels
 from common.kernels.float8 import E4M3
 from common.kernels.native.kernels import NativeKernels
 from common.kernels.native.linear import NativeLinear
-from common.model.formats.base import StoredTensor
+from common.model.formats.base import LinearTarget, StoredTensor
 from common.model.precision import Precision, can_pack
 from common.model.tensor_files import TensorFiles
 
@@ -45,7 +45,7 @@ class FloatFormat:
         # A clone, because a tensor from safetensors may be a view of the mapped file.
         return tensor.to(dtype) if tensor.dtype != dtype else tensor.clone()
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> None:
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> None:
         return None
 
 

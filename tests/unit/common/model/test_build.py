@@ -192,7 +192,7 @@ class _Counting:
         self.names.append(name)
         return self._source.read(name, *rest, **options)
 
-    def linear(self, stacked: Any, bias: Any) -> None:
+    def linear(self, stacked: Any, bias: Any, target: Any) -> None:
         return None
 
 

@@ -17,10 +17,11 @@ from tokenizers import Tokenizer
 from common.base.device import CPU
 from common.base.errors import ConfigError
 from common.config.service_configs import DecodeConfig
+from common.kernels.torch_kernels import TORCH
 from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.fingerprint import fingerprint
-from common.model.formats.base import StoredTensor
+from common.model.formats.base import LinearTarget, StoredTensor
 from common.model.formats.float8 import Fp8Format, Fp8Linear, Fp8Weight, dequantise, join
 from common.model.formats.quantization import Fp8Quantization
 from common.model.hub import DEMO_MODEL_PATH
@@ -157,7 +158,10 @@ def test_a_model_on_kept_weights_answers_like_the_widened_one(tmp_path: Path, mo
     monkeypatch.setattr("common.model.formats.float8.can_multiply", lambda device, blocked: not blocked)
     kept = drive(make_runner(fp8, "bfloat16"), prompts, 64, 1)
     output = StoredTensor("model.layers.0.self_attn.o_proj.weight", (256, 256))
-    assert isinstance(weights_of(fp8).linear([output], None), Fp8Linear)
+    assert isinstance(
+        weights_of(fp8).linear([output], None, LinearTarget(Precision.choose("bfloat16", small_batches=True), TORCH)),
+        Fp8Linear,
+    )
     assert [s.generated for s in kept] == [s.generated for s in widened]
     errors = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(kept, widened, strict=True)]
     print(f"largest change of a log-probability {max(errors):.3f}")

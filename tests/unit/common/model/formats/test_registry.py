@@ -19,7 +19,7 @@ from torch import Tensor
 from common.base.errors import ConfigError
 from common.model.build import Build
 from common.model.config import load_model_config
-from common.model.formats.base import StoredTensor
+from common.model.formats.base import LinearTarget, StoredTensor
 from common.model.formats.floating import FloatLinear
 from common.model.formats.quantization import METHODS, Quantization
 from common.model.formats.registry import FORMATS
@@ -55,7 +55,7 @@ class Int16Format:
         values, scale = self.parts(stored)
         return (values * scale).to(dtype)
 
-    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None) -> Int16Linear | None:
+    def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Int16Linear | None:
         return Int16Linear([self.parts(stored) for stored in stacked], bias) if self._multiplies else None
 
 
@@ -65,8 +65,8 @@ class Int16Linear:
         self._scale = torch.cat([scale for _, scale in parts])
         self._bias = 0.0 if bias is None else bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self._values.to(x.dtype).t() * self._scale[:, 0] + self._bias
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return (x @ self._values.to(x.dtype).t() * self._scale[:, 0] + self._bias).to(dtype or x.dtype)
 
 
 @pytest.fixture

@@ -1,0 +1,90 @@
+"""Linear layers on int8 weights and dynamically quantized int8 activations; runs on a rank's engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.model.formats.base import Linear, LinearTarget
+from common.model.tensor_files import Part
+
+_MAX = 127
+_MIN_SCALE = 1e-20
+_CUDA_MIN_ROWS = 17
+"""cuBLAS multiplies int8 matrices of at least this many rows, whose sides are multiples of 8."""
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A rank's part of a matrix: weight = scale * code.
+
+    codes: [out, in] int8, -127 to 127; scale: [out] float32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def cut(self, part: Part | None) -> Int8Weight:
+        """The part of this matrix. A part of the inputs keeps the scales of whole rows."""
+        if part is None:
+            return self
+        codes = self.codes.narrow(part.dim, part.lo, part.hi - part.lo)
+        return Int8Weight(codes, self.scale[part.lo : part.hi] if part.dim == 0 else self.scale)
+
+    def widened(self) -> Tensor:
+        """[out, in] float32."""
+        return self.codes.float() * self.scale[:, None]
+
+
+def quantize_int8(weight: Tensor) -> Int8Weight:
+    """Round each row of `weight` to 255 steps, symmetric around zero. weight: [out, in] of any floating-point type."""
+    wide = weight.float()
+    scale = (wide.abs().amax(1) / _MAX).clamp_(min=_MIN_SCALE)
+    return Int8Weight((wide / scale[:, None]).round_().to(torch.int8), scale)
+
+
+def stack_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
+    """The rows of several matrices, one after the other."""
+    return Int8Weight(torch.cat([each.codes for each in weights]), torch.cat([each.scale for each in weights]))
+
+
+def make_int8_linear(weight: Int8Weight, bias: Tensor | None, target: LinearTarget) -> Linear:
+    """The fastest implementation of `Int8Linear` here. bias: [out]."""
+    return Int8Linear(weight, bias)
+
+
+class Int8Linear:
+    """y = x W^T + b. The reference of every implementation, and the fallback.
+
+    Each row of x is rounded to q = round(x / s) with s = max|x| / 127, half to even; the products of q and the codes are
+    summed as integers, exactly, then multiplied by s and by the output's scale in float32.
+    """
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+        """bias: [out]."""
+        self.weight = weight
+        self.bias = None if bias is None else bias.float()
+        self._is_cuda = weight.codes.is_cuda
+        codes = weight.codes
+        if self._is_cuda:
+            codes = F.pad(codes, (0, -codes.size(1) % 8, 0, -codes.size(0) % 8))
+        self._columns = codes.t()
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default the same."""
+        wide = x.float()
+        scale = (wide.abs().amax(1, keepdim=True) / _MAX).clamp_(min=_MIN_SCALE)
+        out = self._sums((wide / scale).round_().to(torch.int8)).mul_(scale).mul_(self.weight.scale)
+        return (out if self.bias is None else out.add_(self.bias)).to(dtype or x.dtype)
+
+    def _sums(self, rows: Tensor) -> Tensor:
+        """The integer products of `rows`, [T, in] int8, and the codes: [T, out], in float32."""
+        if not self._is_cuda:
+            return torch.ops.aten._int_mm(rows, self._columns).float()
+        num_rows, num_in = rows.shape
+        padded = F.pad(rows, (0, -num_in % 8, 0, max(0, _CUDA_MIN_ROWS - num_rows)))
+        return torch.ops.aten._int_mm(padded, self._columns)[:num_rows, : self.weight.codes.size(0)].float()
