@@ -22,7 +22,7 @@ _CUDA_MIN_ROWS = 17
 class Int8Weight:
     """A rank's part of a matrix: weight = scale * code.
 
-    codes: [out, in] int8, -127 to 127; scale: [out] float32.
+    codes: [out, in] int8; scale: [out] float32.
     """
 
     codes: Tensor

@@ -10,10 +10,25 @@ import torch
 
 from common.model.formats.base import LinearFormat
 from common.model.formats.float8 import Fp8Format
-from common.model.formats.quantization import Fp8Quantization, Quantization
+from common.model.formats.group_format import GroupFormat
+from common.model.formats.int8_format import Int8Format
+from common.model.formats.quantization import (
+    AwqQuantization,
+    Fp8Quantization,
+    GptqQuantization,
+    Int8Quantization,
+    PackedQuantization,
+    Quantization,
+)
 from common.model.tensor_files import TensorFiles
 
-FORMATS: dict[type, Callable[[TensorFiles, torch.device, Any], LinearFormat]] = {Fp8Quantization: Fp8Format}
+FORMATS: dict[type, Callable[[TensorFiles, torch.device, Any], LinearFormat]] = {
+    Fp8Quantization: Fp8Format,
+    Int8Quantization: Int8Format,
+    AwqQuantization: GroupFormat,
+    GptqQuantization: GroupFormat,
+    PackedQuantization: GroupFormat,
+}
 """By the type of a checkpoint's `Quantization`, which is the last argument."""
 
 

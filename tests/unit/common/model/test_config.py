@@ -97,7 +97,7 @@ def test_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": [1]}, "rope parameters"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized"),
         ({"eos_token_id": "x"}, "eos_token_id"),
         ({"tie_word_embeddings": 1}, "true or false"),
     ],

@@ -15,7 +15,21 @@ from common.model.config import load_model_config
 @pytest.mark.parametrize(
     ("quantization", "says"),
     [
-        ({"quant_method": "awq"}, "quantized by 'awq'; supported: fp8, compressed-tensors"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantized by 'bitsandbytes'; supported: fp8, awq, gptq, compressed-tensors",
+        ),
+        ({"quant_method": "awq"}, "AWQ gemm in None bits; supported: gemm in 4 bits"),
+        ({"quant_method": "awq", "bits": 8}, "AWQ gemm in 8 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ gemv in 4 bits"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 7}, "group_size is 7, not -1 or a multiple of 8"),
+        (
+            {"quant_method": "gptq", "bits": 3, "group_size": 128},
+            "gptq in 3 bits; supported: gptq or gptq_v2 in 4 or 8",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "stored as marlin in 4 bits"),
+        ({"quant_method": "gptq", "bits": 4}, "group_size is None"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "settings of their own for some layers"),
         ({}, "quantized by None"),
         ([], "is not an object"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "stored as FP8 e5m2"),
