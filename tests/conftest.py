@@ -27,6 +27,8 @@ from common.kernels.native.build import build_library
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 for _name in [name for name in os.environ if name.startswith("KVRELAY_")]:
     del os.environ[_name]
+# Weights of tests do not fill the user's cache.
+os.environ["KVRELAY_PACKED_CACHE_GB"] = "0"
 
 _OF_THE_PROCESS = (GarbageCollectorThread,)
 """pyzmq's thread for zero-copy sends: started by the first of them, kept as long as the process lives."""

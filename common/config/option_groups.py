@@ -132,6 +132,13 @@ class CapacityOptions:
         "Capacity",
         low=1e-6,
     )
+    packed_cache_gb: float | None = option(
+        None,
+        "Maximum size in GB of the cache of packed weights, which nodes on one host share (`kvrelay cache`); by default "
+        "a quarter of the free disk space; 0: none.",
+        "Capacity",
+        low=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,67 @@
+"""The models whose packed weights are kept on this machine. No torch.
+
+`common.model.packed_weights` writes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.base.cache_folder import cache_folder
+from common.base.file_lock import locked, try_lock
+
+IN_USE = "in-use"
+"""A file of each model, locked, shared, by every process that maps files of the model."""
+
+
+def weights_folder() -> Path:
+    """The cache's folder of packed weights. Raises: ConfigError."""
+    return cache_folder() / "weights"
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """The packed weights of one model."""
+
+    folder: Path
+    size_bytes: int
+    used_at: float
+    """When a process last opened it; Unix time in seconds."""
+
+    def remove(self) -> bool:
+        """Remove it unless a process uses it. Returns whether it is gone. Raises: OSError."""
+        try:
+            descriptor = os.open(self.folder / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return True
+        try:
+            if not try_lock(descriptor):
+                return False
+            shutil.rmtree(self.folder)
+            return True
+        finally:
+            os.close(descriptor)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a process maps it."""
+        with contextlib.suppress(FileNotFoundError), locked(self.folder / IN_USE, 0.0) as is_held:
+            return not is_held
+        return False
+
+
+def cached_models(folder: Path) -> list[CachedModel]:
+    """The models of the cache in `folder`, least recently used first."""
+    found: list[CachedModel] = []
+    with contextlib.suppress(FileNotFoundError):
+        for model in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                sizes = [entry.stat().st_size for entry in os.scandir(model)]
+                in_use = model / IN_USE
+                used_at = (in_use if in_use.exists() else model).stat().st_mtime
+                found.append(CachedModel(model, sum(sizes), used_at))
+    return sorted(found, key=lambda each: each.used_at)

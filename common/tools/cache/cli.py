@@ -1,0 +1,75 @@
+"""`kvrelay cache`: what is kept on this machine to start faster, and its removal."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import typer
+
+from common.base.cache_folder import cache_folder
+from common.base.errors import ConfigError
+from common.cli import flowing, run_checked
+from common.kernels.native.build import native_folder
+from common.model.cached_models import CachedModel, cached_models, weights_folder
+
+_HELP = """List or remove what kvrelay keeps on this machine to start faster: compiled native kernels, and packed weights,
+which nodes on this machine share.
+
+Everything here can be made again. The folder is $KVRELAY_CACHE, by default ~/.cache/kvrelay.
+"""
+
+app = typer.Typer(
+    name="cache",
+    help=flowing(_HELP),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.command("list")
+def list_cache() -> None:
+    """List the compiled kernels and the models whose packed weights are kept."""
+    run_checked(_list)
+
+
+@app.command("clear")
+def clear() -> None:
+    """Remove everything but the packed weights that a running node uses."""
+    run_checked(_clear)
+
+
+def _list() -> None:
+    print(cache_folder())
+    print(f"{_megabytes(_size_bytes(native_folder()))}  native kernels")
+    for model in cached_models(weights_folder()):
+        print(f"{_megabytes(model.size_bytes)}  packed weights {_describe(model)}")
+
+
+def _clear() -> None:
+    """Raises: ConfigError naming what cannot be removed."""
+    try:
+        for model in cached_models(weights_folder()):
+            print(f"{'removed' if model.remove() else 'kept'} packed weights {_describe(model)}")
+        if native_folder().exists():
+            shutil.rmtree(native_folder())
+            print("removed native kernels")
+    except OSError as error:
+        raise ConfigError(f"cannot clear the cache: {error}") from error
+
+
+def _describe(model: CachedModel) -> str:
+    state = "in use" if model.is_in_use else f"last used {(time.time() - model.used_at) / 3600:.1f} hours ago"
+    return f"{model.folder.name} ({state})"
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:9.1f} MB"
