@@ -11,7 +11,7 @@ constexpr int PANEL = 2 * LANES;
 // What registers hold: 2 * MAX_ROWS sums, a panel's weights and an activation.
 constexpr int MAX_ROWS = VECTOR_BYTES == 64 ? 12 : 3;
 constexpr int CACHE_LINE = 64;
-constexpr int LINES_AHEAD = 24;  // prefetched before the weights in use
+constexpr int LINES_AHEAD = 96;  // prefetched before the weights in use: hides memory latency behind 12 rows of arithmetic
 
 template <int ROWS>
 using Tile = Lanes[ROWS][2];
