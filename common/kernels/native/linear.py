@@ -1,68 +1,121 @@
-"""A linear layer on weights packed once for the native kernels. Runs on a rank's engine thread."""
+"""Linear layers on weights packed once for the native kernels. Packing and layers run on a rank's threads."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.kernels.native.library import BFLOAT16, DTYPES, FLOAT32, LinearStruct, NativeLibrary
+from common.kernels.native.library import BFLOAT16, DTYPES, FLOAT32, INT4, INT8, LinearStruct, NativeLibrary
 
 _PANEL = 32
 """Outputs of a panel; of a paired one, 16 of each half."""
 
 
-def pack(weight: Tensor, *, is_paired: bool) -> Tensor:
-    """`weight` [out, in] in panels of 32 outputs, as src/api.h says: [panels, in, 32] float32, or bfloat16 in pairs of
-    inputs, [panels, in / 2, 32, 2]. What panels have beyond `out` and `in` is zero."""
-    out, inputs = weight.shape
-    halves = weight.view(2, out // 2, inputs) if is_paired else weight.view(1, out, inputs)
-    rows = _PANEL // halves.size(0)
-    panels = -(-halves.size(1) // rows)
-    in_pair = 2 if weight.dtype == torch.bfloat16 else 1
-    pairs = -(-inputs // in_pair)
-    missing = (0, pairs * in_pair - inputs, 0, panels * rows - halves.size(1))
-    padded = torch.nn.functional.pad(halves, missing) if any(missing) else halves
-    split = padded.view(halves.size(0), panels, rows, pairs, in_pair).permute(1, 3, 0, 2, 4)
-    return split.reshape(panels, pairs, _PANEL, in_pair).contiguous()
+@dataclass(frozen=True)
+class PackedWeight:
+    """A matrix [out, in] in panels of 32 outputs; src/api.h says how. What panels have beyond `out` and `in` is zero."""
+
+    format: int
+    out: int
+    inputs: int
+    weight: Tensor
+    is_paired: bool = False
+    """Two merged layers of equal size, whose outputs lie side by side in a panel, so that SiLU-and-mul needs no pass of
+    its own."""
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    group: int = 0
+
+
+def pack_float(weight: Tensor, *, is_paired: bool = False) -> PackedWeight:
+    """weight: [out, in], float32 or bfloat16."""
+    is_bf16 = weight.dtype == torch.bfloat16
+    packed = _interleave(_panels(weight, is_paired), 2 if is_bf16 else 1)
+    return PackedWeight(BFLOAT16 if is_bf16 else FLOAT32, *weight.shape, packed, is_paired)
+
+
+def pack_int8(codes: Tensor, scale: Tensor, *, is_paired: bool = False) -> PackedWeight:
+    """weight = scale * code. codes: [out, in] int8, -127 to 127; scale: [out] float32."""
+    packed = _interleave(_panels(codes, is_paired), 4)
+    scales = _panels(scale[:, None], is_paired).flatten()
+    sums = _panels(codes.sum(1, dtype=torch.float32)[:, None], is_paired).flatten()
+    return PackedWeight(INT8, *codes.shape, packed, is_paired, scales, sums)
+
+
+def can_pack_int4(codes: Tensor, scale: Tensor) -> bool:
+    """Whether `pack_int4` takes them: groups of 8, 16, 24... inputs."""
+    return codes.size(1) % scale.size(1) == 0 and codes.size(1) // scale.size(1) % 8 == 0
+
+
+def pack_int4(codes: Tensor, scale: Tensor, zero: Tensor, *, is_paired: bool = False) -> PackedWeight:
+    """weight = scale * (code - zero). codes: [out, in] uint8, 0 to 15; scale, zero: [out, in / group] float32."""
+    panels = _panels(codes, is_paired)
+    eights = panels.view(panels.size(0), _PANEL, -1, 8).int()
+    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
+    words = (eights << shifts).sum(3, dtype=torch.int32)
+    scales, zeros = (_panels(each, is_paired).transpose(1, 2).contiguous() for each in (scale, zero))
+    packed = words.transpose(1, 2).contiguous()
+    group = codes.size(1) // scale.size(1)
+    return PackedWeight(INT4, *codes.shape, packed, is_paired, scales, zeros, group)
+
+
+def _panels(rows: Tensor, is_paired: bool) -> Tensor:
+    """`rows` [out, n] as [panels, 32, n]."""
+    halves = rows.view(2, -1, rows.size(1)) if is_paired else rows[None]
+    height = _PANEL // halves.size(0)
+    missing = -halves.size(1) % height
+    padded = torch.nn.functional.pad(halves, (0, 0, 0, missing)) if missing else halves
+    return padded.unflatten(1, (-1, height)).transpose(0, 1).reshape(-1, _PANEL, rows.size(1))
+
+
+def _interleave(panels: Tensor, unit: int) -> Tensor:
+    """[panels, 32, n] as [panels, n / unit, 32, unit], n padded to whole units."""
+    missing = -panels.size(2) % unit
+    padded = torch.nn.functional.pad(panels, (0, missing)) if missing else panels
+    return padded.unflatten(2, (-1, unit)).transpose(1, 2).contiguous()
 
 
 class NativeLinear:
-    """`Linear` of float32 or bfloat16 weights."""
+    """`Linear` on packed weights."""
 
-    def __init__(self, native: NativeLibrary, weight: Tensor, bias: Tensor | None, *, is_paired: bool = False) -> None:
-        """weight: [out, in]. bias: [out]. `is_paired`: two merged layers of equal size, whose outputs lie side by side in
-        a panel, so that SiLU-and-mul needs no pass of its own."""
+    def __init__(self, native: NativeLibrary, packed: PackedWeight, bias: Tensor | None) -> None:
+        """bias: [out]."""
         self._native = native
-        self._packed = pack(weight, is_paired=is_paired)
+        self._packed = packed
         self._bias = None if bias is None else bias.float().contiguous()
-        self._out = weight.size(0)
         self.struct = LinearStruct(
-            format=BFLOAT16 if weight.dtype == torch.bfloat16 else FLOAT32,
-            out=weight.size(0),
-            inputs=weight.size(1),
-            is_paired=is_paired,
-            weight=self._packed.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
+            packed.format,
+            packed.out,
+            packed.inputs,
+            packed.group,
+            packed.is_paired,
+            *(_address(each) for each in (packed.weight, packed.scale, packed.zero, self._bias)),
         )
-        self._address = ctypes.addressof(self.struct)
+        self._struct_address = ctypes.addressof(self.struct)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default that of `x`."""
         x = x if x.stride(-1) == 1 else x.contiguous()
-        y = torch.empty(x.size(0), self._out, dtype=dtype or x.dtype)
+        out = self._packed.out
+        y = torch.empty(x.size(0), out, dtype=dtype or x.dtype)
         native = self._native
         native.linear_forward(
             native.team,
-            self._address,
+            self._struct_address,
             x.data_ptr(),
             DTYPES[x.dtype],
             x.stride(0),
             y.data_ptr(),
             DTYPES[y.dtype],
-            self._out,
+            out,
             x.size(0),
             0,
         )
         return y
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -12,7 +12,7 @@ from common.base.errors import ConfigError
 from common.kernels.base import Kernels
 from common.kernels.float8 import E4M3
 from common.kernels.native.kernels import NativeKernels
-from common.kernels.native.linear import NativeLinear
+from common.kernels.native.linear import NativeLinear, pack_float
 from common.model.formats.base import LinearTarget, StoredTensor
 from common.model.precision import Precision, can_pack
 from common.model.tensor_files import TensorFiles
@@ -78,5 +78,5 @@ def float_linear(
     `is_paired`: gate and up layer of a gated MLP, merged.
     """
     if isinstance(kernels, NativeKernels):
-        return NativeLinear(kernels.native, weight.to(precision.wide), bias, is_paired=is_paired)
+        return NativeLinear(kernels.native, pack_float(weight.to(precision.wide), is_paired=is_paired), bias)
     return FloatLinear(weight, bias, precision)

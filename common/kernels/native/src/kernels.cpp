@@ -2,7 +2,7 @@
 #include <utility>
 
 #include "attention.h"
-#include "linear.h"
+#include "quantized.h"
 #include "rows.h"
 #include "variant.h"
 
@@ -37,18 +37,18 @@ T* scratch(kv_team& team, kv_team::Use use, int64_t count) {
 void linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
                     int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation) {
     const Output output{y, y_dtype, y_stride, activation != 0};
-    reserve_product(*team, *l, rows);
+    reserve_linear(*team, *l, rows);
     // float32 weights take float32 rows, whatever the model's dtype.
     const int32_t inside = l->format == KV_LINEAR_F32 ? KV_F32 : x_dtype;
     with_act(inside, [&](auto, auto act) {
         using Act = decltype(act);
         if (x_dtype == dtype_of<Act>())
-            return team->run([&](Worker& w) { product(w, *l, static_cast<const Act*>(x), x_stride, output, rows); });
+            return team->run([&](Worker& w) { linear(w, *l, static_cast<const Act*>(x), x_stride, output, rows); });
         const int64_t stride = padded(l->in);
         Act* converted = scratch<Act>(*team, kv_team::NORMED, rows * stride);
         team->run([&](Worker& w) {
             convert(w, rows, l->in, static_cast<const bf16*>(x), x_stride, converted, stride);
-            product(w, *l, converted, stride, output, rows);
+            linear(w, *l, converted, stride, output, rows);
         });
     });
 }
@@ -99,7 +99,7 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
     const int rows = batch->num_rows, width = (l->q_heads + 2 * l->kv_heads) * l->head_dim;
     const int64_t hidden_stride = padded(l->hidden), qkv_stride = padded(width);
     const int64_t query_stride = padded(l->q_heads * l->head_dim);
-    reserve_product(*team, l->qkv, rows);
+    reserve_linear(*team, l->qkv, rows);
     reserve_attention(*team, *cache, *batch, l->q_heads);
     with_act(l->dtype, [&](auto model, auto act) {
         using Model = decltype(model);
@@ -111,7 +111,7 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
         team->run([&](Worker& w) {
             add_norm(w, rows, l->hidden, l->input_norm, l->input_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
-            product(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride, false}, rows);
+            linear(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride, false}, rows);
             rotate_and_append(w, *l, *cache, *batch, *rotation, qkv, qkv_stride, queries, query_stride);
             attend(w, *cache, *batch, l->q_heads, l->attention_scale, queries, query_stride, attended, query_stride);
         });
@@ -119,20 +119,20 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
 }
 
 void layer_project(kv_team* team, const kv_layer* l, int32_t rows, void* delta) {
-    reserve_product(*team, l->output, rows);
+    reserve_linear(*team, l->output, rows);
     with_act(l->dtype, [&](auto, auto act) {
         using Act = decltype(act);
         const Act* attended = team->buffers[kv_team::ATTENDED].as<Act>();
         team->run([&](Worker& w) {
-            product(w, l->output, attended, padded(l->q_heads * l->head_dim), {delta, l->dtype, l->hidden, false}, rows);
+            linear(w, l->output, attended, padded(l->q_heads * l->head_dim), {delta, l->dtype, l->hidden, false}, rows);
         });
     });
 }
 
 void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, void* residual, void* delta) {
     const int64_t hidden_stride = padded(l->hidden), inner_stride = padded(l->down.in);
-    reserve_product(*team, l->gate_up, rows);
-    reserve_product(*team, l->down, rows);
+    reserve_linear(*team, l->gate_up, rows);
+    reserve_linear(*team, l->down, rows);
     with_act(l->dtype, [&](auto model, auto act) {
         using Model = decltype(model);
         using Act = decltype(act);
@@ -141,8 +141,8 @@ void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, void* residual, v
         team->run([&](Worker& w) {
             add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
-            product(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, true}, rows);
-            product(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden, false}, rows);
+            linear(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, true}, rows);
+            linear(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden, false}, rows);
         });
     });
 }

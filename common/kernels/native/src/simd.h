@@ -70,13 +70,25 @@ KV_INLINE Lanes max(Lanes a, Lanes b) {
     KV_PARTS a.v[p] = a.v[p] > b.v[p] ? a.v[p] : b.v[p];
     return a;
 }
-// a * b + c, in one rounding where the processor can.
+// a * b + c, in one rounding where the processor can. The compiler must not fuse others (-ffp-contract=off): whether it
+// does may differ between two copies of the same code, and with it the last bit of a row's result.
+KV_INLINE FloatPart fused(FloatPart a, FloatPart b, FloatPart c) {
+#if defined(__AVX512F__)
+    return (FloatPart)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (FloatPart)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (FloatPart)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 KV_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
-    KV_PARTS c.v[p] = a.v[p] * b.v[p] + c.v[p];
+    KV_PARTS c.v[p] = fused(a.v[p], b.v[p], c.v[p]);
     return c;
 }
 KV_INLINE Lanes multiply_add(float a, Lanes b, Lanes c) {
-    KV_PARTS c.v[p] = a * b.v[p] + c.v[p];
+    KV_PARTS c.v[p] = fused(FloatPart{} + a, b.v[p], c.v[p]);
     return c;
 }
 KV_INLINE Lanes as_floats(Words a) {
@@ -168,18 +180,19 @@ KV_INLINE Lanes exp(Lanes x) {
         FloatPart low = FloatPart{} - 87.3f, high = FloatPart{} + 88.7f;
         FloatPart b = a < low ? low : a;
         b = b > high ? high : b;
-        FloatPart n = b * 1.44269504f + magic.v[p];
+        const auto c = [](float x) { return FloatPart{} + x; };
+        FloatPart n = fused(b, c(1.44269504f), magic.v[p]);
         WordPart exponent = (WordPart)n << 23;
         n -= magic.v[p];
-        b = n * -0.693145752f + b;
-        b = n * -1.42860677e-6f + b;
-        FloatPart y = b * 1.98756915e-4f + 1.39819995e-3f;
-        y = y * b + 8.33345192e-3f;
-        y = y * b + 4.16657962e-2f;
-        y = y * b + 1.66666655e-1f;
-        y = y * b + 0.5f;
-        y = y * (b * b) + b + 1.0f;
-        // Two steps, because 2^128 alone is infinite.
+        b = fused(n, c(-0.693145752f), b);
+        b = fused(n, c(-1.42860677e-6f), b);
+        FloatPart y = fused(b, c(1.98756915e-4f), c(1.39819995e-3f));
+        y = fused(y, b, c(8.33345192e-3f));
+        y = fused(y, b, c(4.16657962e-2f));
+        y = fused(y, b, c(1.66666655e-1f));
+        y = fused(y, b, c(0.5f));
+        y = fused(y, b * b, b + 1.0f);
+        // Adding to the exponent's bits, because 2^128 alone is infinite.
         FloatPart scaled = (FloatPart)((WordPart)y + exponent);
         FloatPart result = a < low ? FloatPart{} : scaled;
         FloatPart infinite = FloatPart{} + __builtin_inff();
