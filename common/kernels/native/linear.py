@@ -19,8 +19,8 @@ class PackedWeight:
     """A matrix [out, in] in panels of 32 outputs; src/api.h says how. What panels have beyond `out` and `in` is zero."""
 
     format: int
-    out: int
-    inputs: int
+    shape: tuple[int, int]
+    """(out, in)."""
     weight: Tensor
     is_paired: bool = False
     """Two merged layers of equal size, whose outputs lie side by side in a panel, so that SiLU-and-mul needs no pass of
@@ -34,7 +34,7 @@ def pack_float(weight: Tensor, *, is_paired: bool = False) -> PackedWeight:
     """weight: [out, in], float32 or bfloat16."""
     is_bf16 = weight.dtype == torch.bfloat16
     packed = _interleave(_panels(weight, is_paired), 2 if is_bf16 else 1)
-    return PackedWeight(BFLOAT16 if is_bf16 else FLOAT32, *weight.shape, packed, is_paired)
+    return PackedWeight(BFLOAT16 if is_bf16 else FLOAT32, (weight.size(0), weight.size(1)), packed, is_paired)
 
 
 def pack_int8(codes: Tensor, scale: Tensor, *, is_paired: bool = False) -> PackedWeight:
@@ -42,7 +42,7 @@ def pack_int8(codes: Tensor, scale: Tensor, *, is_paired: bool = False) -> Packe
     packed = _interleave(_panels(codes, is_paired), 4)
     scales = _panels(scale[:, None], is_paired).flatten()
     sums = _panels(codes.sum(1, dtype=torch.float32)[:, None], is_paired).flatten()
-    return PackedWeight(INT8, *codes.shape, packed, is_paired, scales, sums)
+    return PackedWeight(INT8, (codes.size(0), codes.size(1)), packed, is_paired, scales, sums)
 
 
 def can_pack_int4(codes: Tensor, scale: Tensor) -> bool:
@@ -59,7 +59,7 @@ def pack_int4(codes: Tensor, scale: Tensor, zero: Tensor, *, is_paired: bool = F
     scales, zeros = (_panels(each, is_paired).transpose(1, 2).contiguous() for each in (scale, zero))
     packed = words.transpose(1, 2).contiguous()
     group = codes.size(1) // scale.size(1)
-    return PackedWeight(INT4, *codes.shape, packed, is_paired, scales, zeros, group)
+    return PackedWeight(INT4, (codes.size(0), codes.size(1)), packed, is_paired, scales, zeros, group)
 
 
 def _panels(rows: Tensor, is_paired: bool) -> Tensor:
@@ -88,8 +88,7 @@ class NativeLinear:
         self._bias = None if bias is None else bias.float().contiguous()
         self.struct = LinearStruct(
             packed.format,
-            packed.out,
-            packed.inputs,
+            *packed.shape,
             packed.group,
             packed.is_paired,
             *(_address(each) for each in (packed.weight, packed.scale, packed.zero, self._bias)),
@@ -99,7 +98,7 @@ class NativeLinear:
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default that of `x`."""
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out = self._packed.out
+        out = self._packed.shape[0]
         y = torch.empty(x.size(0), out, dtype=dtype or x.dtype)
         native = self._native
         native.linear_forward(

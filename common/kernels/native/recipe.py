@@ -12,7 +12,17 @@ from common.kernels.native.compiler import Compiler
 SOURCES = Path(__file__).parent / "src"
 _PER_VARIANT = "kernels.cpp"
 """Compiled once for each variant; every other source once."""
-_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+)
 _GLIBC_OF_WHEELS = "2.28"
 
 

@@ -1,0 +1,25 @@
+"""The native kernels in every variant that this processor runs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from common.kernels.native.build import find_library
+from common.kernels.native.library import NativeLibrary
+from common.kernels.native.recipe import this_machine, variants
+
+VARIANTS = [variant.name for variant in variants(this_machine())]
+
+
+@functools.cache
+def native(variant: str, threads: int = 2) -> NativeLibrary:
+    """Skips the test, with the reason, where the variant cannot run."""
+    found = find_library()
+    if not hasattr(found, "exists"):
+        pytest.skip(f"no native kernels: {found}")
+    library = NativeLibrary(found, variant, threads)  # pyright: ignore[reportArgumentType]
+    if library.variant != variant:
+        pytest.skip(f"the processor does not run the native kernels for {variant}")
+    return library

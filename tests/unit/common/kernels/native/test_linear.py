@@ -1,0 +1,120 @@
+"""Native linear layers against float64 products, in every variant, format and shape that matters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.native_variants import VARIANTS, native
+from torch import Tensor
+
+from common.kernels.native.linear import NativeLinear, PackedWeight, can_pack_int4, pack_float, pack_int4, pack_int8
+
+SHAPES = [(2, 16), (40, 40), (64, 32), (96, 8), (160, 200), (1152, 896)]
+ROWS = [1, 2, 3, 11, 12, 13, 25, 48, 70]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@dataclass
+class Made:
+    packed: Callable[[bool], PackedWeight]
+    """By whether it is paired."""
+    wide: Tensor
+    """[out, in] float64, what the codes mean."""
+    rounds_rows: bool = False
+
+
+def make_float(out: int, inputs: int, dtype: torch.dtype) -> Made:
+    weight = torch.randn(out, inputs).to(dtype)
+    return Made(lambda is_paired: pack_float(weight, is_paired=is_paired), weight.double())
+
+
+def make_int8(out: int, inputs: int, dtype: torch.dtype) -> Made:
+    codes, scale = torch.randint(-127, 128, (out, inputs), dtype=torch.int8), torch.rand(out) + 0.1
+    wide = codes.double() * scale[:, None].double()
+    return Made(lambda is_paired: pack_int8(codes, scale, is_paired=is_paired), wide, rounds_rows=True)
+
+
+def make_int4(out: int, inputs: int, dtype: torch.dtype) -> Made:
+    codes = torch.randint(0, 16, (out, inputs), dtype=torch.uint8)
+    groups = inputs // math.gcd(inputs, 32)
+    scale, zero = torch.rand(out, groups) + 0.1, torch.rand(out, groups) * 15
+    wide = (codes.view(out, groups, -1).double() - zero[..., None].double()) * scale[..., None].double()
+    return Made(lambda is_paired: pack_int4(codes, scale, zero, is_paired=is_paired), wide.view(out, inputs))
+
+
+MAKERS = {"float": make_float, "int8": make_int8, "int4": make_int4}
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """What int8 layers multiply in place of `x`, float64."""
+    scale = (x.float().abs().amax(1, keepdim=True) / 127).clamp_(min=1e-20)
+    return (x.float() / scale).round().double() * scale.double()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_products_equal_float64_ones(variant: str, dtype: torch.dtype, name: str, is_paired: bool) -> None:
+    torch.manual_seed(len(name))
+    library = native(variant)
+    for out, inputs in SHAPES:
+        made, bias = MAKERS[name](out, inputs, dtype), torch.randn(out)
+        layer = NativeLinear(library, made.packed(is_paired), bias)
+        for rows in ROWS:
+            x = torch.randn(rows, inputs).to(dtype)
+            expected = (rounded_rows(x) if made.rounds_rows else x.double()) @ made.wide.t() + bias.double()
+            error = (layer.forward(x, torch.float32).double() - expected).abs().max() / expected.abs().max()
+            assert error < 1e-5, (out, inputs, rows)
+            narrow = layer.forward(x)
+            assert narrow.dtype == dtype
+            assert (narrow.double() - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_result_does_not_depend_on_the_other_rows_or_the_threads(
+    variant: str, dtype: torch.dtype, name: str
+) -> None:
+    torch.manual_seed(1)
+    made = MAKERS[name](1152, 896, dtype)
+    x = torch.randn(70, 896).to(dtype)
+    two, one = (NativeLinear(native(variant, threads), made.packed(False), None) for threads in (2, 1))
+    whole = two.forward(x)
+    assert torch.equal(one.forward(x), whole)
+    for lo, hi in [(0, 1), (37, 38), (5, 7), (20, 33), (12, 60)]:
+        assert torch.equal(two.forward(x[lo:hi]), whole[lo:hi])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_rows_that_are_not_finite_stay_so_and_leave_the_others_alone(variant: str, name: str) -> None:
+    made = MAKERS[name](64, 64, torch.float32)
+    layer = NativeLinear(native(variant), made.packed(False), None)
+    x = torch.randn(4, 64)
+    expected = layer.forward(x)
+    x[1, 3], x[2, 5] = math.nan, math.inf
+    found = layer.forward(x)
+    assert not found[1].isfinite().any()
+    assert not found[2].isfinite().all()
+    assert torch.equal(found[[0, 3]], expected[[0, 3]])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_may_be_parts_of_a_wider_tensor(variant: str) -> None:
+    made = make_float(96, 64, torch.bfloat16)
+    layer = NativeLinear(native(variant), made.packed(False), None)
+    wide = torch.randn(5, 192).bfloat16()
+    assert torch.equal(layer.forward(wide[:, 64:128]), layer.forward(wide[:, 64:128].contiguous()))
+    assert torch.equal(layer.forward(wide[:, 0:128:2]), layer.forward(wide[:, 0:128:2].contiguous()))
+
+
+def test_int4_groups_are_multiples_of_eight_inputs() -> None:
+    codes = torch.zeros(8, 48, dtype=torch.uint8)
+    assert can_pack_int4(codes, torch.zeros(8, 3))
+    assert not can_pack_int4(codes, torch.zeros(8, 4))
