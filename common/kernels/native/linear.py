@@ -45,13 +45,9 @@ def pack_int8(codes: Tensor, scale: Tensor, *, is_paired: bool = False) -> Packe
     return PackedWeight(INT8, (codes.size(0), codes.size(1)), packed, is_paired, scales, sums)
 
 
-def can_pack_int4(codes: Tensor, scale: Tensor) -> bool:
-    """Whether `pack_int4` takes them: groups of 8, 16, 24... inputs."""
-    return codes.size(1) % scale.size(1) == 0 and codes.size(1) // scale.size(1) % 8 == 0
-
-
 def pack_int4(codes: Tensor, scale: Tensor, zero: Tensor, *, is_paired: bool = False) -> PackedWeight:
-    """weight = scale * (code - zero). codes: [out, in] uint8, 0 to 15; scale, zero: [out, in / group] float32."""
+    """weight = scale * (code - zero). codes: [out, in] uint8, 0 to 15; scale, zero: [out, in / group] float32, group a
+    multiple of 8."""
     panels = _panels(codes, is_paired)
     eights = panels.view(panels.size(0), _PANEL, -1, 8).int()
     shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.base.errors import ConfigError
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.linear import NativeLinear, pack_int4
 from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.floating import float_linear
 
@@ -117,6 +119,10 @@ def make_group_linear(weight: GroupWeight, bias: Tensor | None, target: LinearTa
     """The fastest implementation of `GroupLinear` here. bias: [out]."""
     if weight.codes.is_cuda:
         return GroupLinear(weight, bias)
+    kernels = target.kernels
+    if isinstance(kernels, NativeKernels) and weight.bits == 4:
+        packed = pack_int4(weight.codes, weight.scale, weight.zero, is_paired=target.is_paired)
+        return NativeLinear(kernels.native, packed, bias)
     dtype = target.precision.weight
     _log_widened(weight.bits, str(dtype))
     return float_linear(weight.widened(dtype), bias, target.precision, target.kernels, is_paired=target.is_paired)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.kernels.native.kernels import NativeKernels
+from common.kernels.native.linear import NativeLinear, pack_int8
 from common.model.formats.base import Linear, LinearTarget
 from common.model.tensor_files import Part
 
@@ -54,6 +56,9 @@ def stack_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
 
 def make_int8_linear(weight: Int8Weight, bias: Tensor | None, target: LinearTarget) -> Linear:
     """The fastest implementation of `Int8Linear` here. bias: [out]."""
+    kernels = target.kernels
+    if isinstance(kernels, NativeKernels):
+        return NativeLinear(kernels.native, pack_int8(weight.codes, weight.scale, is_paired=target.is_paired), bias)
     return Int8Linear(weight, bias)
 
 

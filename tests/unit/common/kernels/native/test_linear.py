@@ -11,7 +11,7 @@ import torch
 from support.native_variants import VARIANTS, native
 from torch import Tensor
 
-from common.kernels.native.linear import NativeLinear, PackedWeight, can_pack_int4, pack_float, pack_int4, pack_int8
+from common.kernels.native.linear import NativeLinear, PackedWeight, pack_float, pack_int4, pack_int8
 
 SHAPES = [(2, 16), (40, 40), (64, 32), (96, 8), (160, 200), (1152, 896)]
 ROWS = [1, 2, 3, 11, 12, 13, 25, 48, 70]
@@ -112,9 +112,3 @@ def test_rows_may_be_parts_of_a_wider_tensor(variant: str) -> None:
     wide = torch.randn(5, 192).bfloat16()
     assert torch.equal(layer.forward(wide[:, 64:128]), layer.forward(wide[:, 64:128].contiguous()))
     assert torch.equal(layer.forward(wide[:, 0:128:2]), layer.forward(wide[:, 0:128:2].contiguous()))
-
-
-def test_int4_groups_are_multiples_of_eight_inputs() -> None:
-    codes = torch.zeros(8, 48, dtype=torch.uint8)
-    assert can_pack_int4(codes, torch.zeros(8, 3))
-    assert not can_pack_int4(codes, torch.zeros(8, 4))
