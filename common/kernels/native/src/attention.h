@@ -48,7 +48,7 @@ class Attention {
           partials_(w.team.buffers[kv_team::ATTENTION_PARTIALS].as<float>()),
           cache_(cache),
           batch_(batch),
-          scale_(scale * cache.k_scale),
+          scale_(scale * cache.k_scale * 1.44269504f),
           q_(q),
           out_(out),
           q_stride_(q_stride),
@@ -72,11 +72,14 @@ class Attention {
             tokens = next;
             next.count = 0;
             if (i + 1 < task.last) next.find(cache_, blocks, item.head, (i + 1) * PARTITION, end);
-            pack(tokens, next);
+            const int number_bytes = cache_.dtype == KV_F32 ? 4 : cache_.dtype == KV_BF16 ? 2 : 1;
+            Ahead ahead{{static_cast<const char*>(cache_.k), static_cast<const char*>(cache_.v)},
+                        next, cache_.head_dim * number_bytes, number_bytes};
+            pack(tokens, ahead);
             // Rows whose position lies before the partition see nothing of it.
             const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group;
             const Partial partial = item.is_split ? partial_of(item, i) : i == 0 ? merged_ : latest_;
-            attend_rows(item, first, item.seen - i * PARTITION, partial);
+            attend_rows(item, first, item.seen - i * PARTITION, ahead, partial);
             if (!item.is_split && i > 0) merge(merged_, latest_, first, item.rows, sizes_.width);
         }
         if (!item.is_split)
@@ -110,24 +113,24 @@ class Attention {
         }
     }
 
-    void pack(const Tokens& tokens, const Tokens& next) {
+    void pack(const Tokens& tokens, Ahead& ahead) {
         with_cache_type(cache_, [&](auto number) {
             using T = decltype(number);
             const T *k = static_cast<const T*>(cache_.k), *v = static_cast<const T*>(cache_.v);
-            pack_keys<Act>(k, tokens, cache_.head_dim, v, reinterpret_cast<uint32_t*>(keys_));
-            pack_values<Act>(v, tokens, cache_.head_dim, k, next, reinterpret_cast<uint32_t*>(values_));
+            pack_keys<Act>(k, tokens, cache_.head_dim, ahead, reinterpret_cast<uint32_t*>(keys_));
+            pack_values<Act>(v, tokens, cache_.head_dim, ahead, reinterpret_cast<uint32_t*>(values_));
         });
     }
 
     // seen: by the item's first row, of this partition; may be less than 1 for rows before `first`.
-    void attend_rows(const Item& item, int first, int seen, Partial out) {
+    void attend_rows(const Item& item, int first, int seen, Ahead& ahead, Partial out) {
         const int tiles = (item.rows - first + TILE_ROWS - 1) / TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const int lo = first + (item.rows - first) * tile / tiles, hi = first + (item.rows - first) * (tile + 1) / tiles;
             const auto tokens_seen = [&](int m) { return std::min(PARTITION, seen + (lo + m) / plan_.group); };
             attend_tile(reinterpret_cast<const uint32_t*>(keys_), reinterpret_cast<const uint32_t*>(values_),
                         cache_.head_dim, queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_seen, scale_,
-                        Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
+                        ahead, Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
         }
     }
 

@@ -1,5 +1,6 @@
 // K and V of one partition of a context, turned from KV blocks into panels that products with rows can stream.
 #pragma once
+#include <algorithm>
 #include <bit>
 #include <utility>
 
@@ -13,6 +14,7 @@ namespace KV_VARIANT::attention {
 // context alone.
 constexpr int PARTITION = 128;
 constexpr int PANEL = 2 * LANES;
+constexpr int FETCHED_ROWS = 8;
 
 // Products take words of 32 bits: one float32, or two bfloat16 whose products are added.
 template <class Act>
@@ -81,34 +83,36 @@ KV_INLINE Words words_of(const fp8* x, bf16) {
 }
 #endif
 
-// Sixteen words of numbers of one token, or of two tokens in turns.
+// A panel's 32 words of one token's numbers, or of two tokens' in turns.
 template <class T>
-KV_INLINE Words words_of(const T* x, const T*, float) {
-    return as_words(load(x));
-}
-template <class T>
-KV_INLINE Lanes load_rounded(const T* x) {
-    return load(x);
-}
-KV_INLINE Lanes load_rounded(const float* x) {
-    bf16 narrow[LANES];
-    store(narrow, load(x));
-    return load(narrow);
+KV_INLINE void store_words(const T* x, const T*, uint32_t* out, float) {
+    store(reinterpret_cast<float*>(out), load(x));
+    store(reinterpret_cast<float*>(out) + LANES, load(x + LANES));
 }
 template <class T>
-KV_INLINE Words words_of(const T* x, const T* y, bf16) {
-    Words low = as_words(load_rounded(x));
-    const Words high = as_words(load_rounded(y));
-    KV_PARTS low.v[p] = low.v[p] >> 16 | high.v[p];
-    return low;
-}
+KV_INLINE void store_words(const T* x, const T* y, uint32_t* out, bf16) {
+    const Words a = words_of(x, bf16{}), b = words_of(y, bf16{});
 #if defined(__AVX512BW__)
-KV_INLINE Words words_of(const fp8* x, const fp8* y, bf16) {
-    const __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-    const __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(y)));
-    return widen_codes(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-}
+    static constexpr auto IN_TURNS = [] {
+        struct {
+            alignas(64) uint16_t from[4 * LANES];
+        } r{};
+        for (int i = 0; i < 4 * LANES; ++i) r.from[i] = uint16_t(i / 2 + i % 2 * 2 * LANES);
+        return r;
+    }();
+    for (int half = 0; half < 2; ++half) {
+        const __m512i from = _mm512_load_si512(IN_TURNS.from + half * 2 * LANES);
+        _mm512_storeu_si512(out + half * LANES,
+                            _mm512_permutex2var_epi16((__m512i)a.v[0], from, (__m512i)b.v[0]));
+    }
+#else
+    uint16_t first[2 * LANES], second[2 * LANES], both[4 * LANES];
+    std::memcpy(first, &a, sizeof a);
+    std::memcpy(second, &b, sizeof b);
+    for (int i = 0; i < 2 * LANES; ++i) both[2 * i] = first[i], both[2 * i + 1] = second[i];
+    std::memcpy(out, both, sizeof both);
 #endif
+}
 
 template <int STEP, size_t... I>
 KV_INLINE void swap_step(WordPart& a, WordPart& b, std::index_sequence<I...>) {
@@ -139,13 +143,23 @@ KV_INLINE void store_transposed(const Words (&rows)[LANES], uint32_t* out, int s
         }
 }
 
-// Memory that will be read soon: the numbers of sixteen tokens from `first` on.
-template <class T>
-KV_INLINE void prefetch(const T* plane, const Tokens& tokens, int first, int dim) {
-    for (int i = first; i < first + LANES && i < tokens.count; ++i)
-        for (size_t byte = 0; byte < dim * sizeof(T); byte += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(plane + tokens.at[i]) + byte, 0, 2);
-}
+// Fetches a partition's K and V into the cache, some rows at a time between other work: memory takes only so many
+// requests at once.
+struct Ahead {
+    const char* planes[2];
+    const Tokens& tokens;
+    int row_bytes;
+    int number_bytes;
+    int next = 0;
+
+    KV_INLINE void fetch(int rows) {
+        const int end = std::min(next + rows, 2 * tokens.count);
+        for (; next < end; ++next) {
+            const char* row = planes[next & 1] + tokens.at[next / 2] * number_bytes;
+            for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row + byte);
+        }
+    }
+};
 
 // The first `count` numbers of sixteen words, zeros behind them.
 template <class T>
@@ -156,11 +170,11 @@ struct Padded {
 
 // keys: [ceil(tokens / 32)][words of a head, rounded up to 16][32]. Tokens past the end are zero.
 template <class Act, class T>
-void pack_keys(const T* k, const Tokens& tokens, int dim, const T* v, uint32_t* keys) {
+void pack_keys(const T* k, const Tokens& tokens, int dim, Ahead& ahead, uint32_t* keys) {
     constexpr int STEP = LANES * PER_WORD<Act>;
     const int words = round_up(dim, STEP) / PER_WORD<Act>;
     for (int first = 0; first < tokens.count; first += LANES) {
-        prefetch(v, tokens, first, dim);
+        ahead.fetch(FETCHED_ROWS);
         uint32_t* out = keys + first / PANEL * PANEL * words + first % PANEL;
         for (int d = 0; d < dim; d += STEP, out += LANES * PANEL) {
             Words rows[LANES];
@@ -184,25 +198,23 @@ void pack_keys(const T* k, const Tokens& tokens, int dim, const T* v, uint32_t* 
 
 // values: [ceil(dim / 32)][words of a partition's tokens][32]. Numbers past `dim` and tokens past the end are zero.
 template <class Act, class T>
-void pack_values(const T* v, const Tokens& tokens, int dim, const T* next_k, const Tokens& next, uint32_t* values) {
+void pack_values(const T* v, const Tokens& tokens, int dim, Ahead& ahead, uint32_t* values) {
     constexpr int UNIT = PER_WORD<Act>;
     const int whole = tokens.count / UNIT * UNIT;
-    for (int t = 0; t < tokens.count; t += LANES) prefetch(next_k, next, t, dim);
     for (int d = 0; d < dim; d += PANEL, values += PARTITION / UNIT * PANEL) {
-        float* out = reinterpret_cast<float*>(values);
+        uint32_t* out = values;
         if (d + PANEL <= dim)
             for (int t = 0; t < whole; t += UNIT, out += PANEL) {
+                if (t % LANES == 0) ahead.fetch(FETCHED_ROWS / 2);
                 const T *x = v + tokens.at[t] + d, *y = v + tokens.at[t + UNIT - 1] + d;
-                store(out, as_floats(words_of(x, y, Act{})));
-                store(out + LANES, as_floats(words_of(x + LANES, y + LANES, Act{})));
+                store_words(x, y, out, Act{});
             }
         for (int t = d + PANEL <= dim ? whole : 0; t < tokens.count; t += UNIT, out += PANEL) {
             const int count = dim - d < PANEL ? dim - d : PANEL;
             const bool has_second = t + UNIT <= tokens.count;
             const Padded<T> x(v + tokens.at[t] + d, count);
             const Padded<T> y(has_second ? v + tokens.at[t + UNIT - 1] + d : v, has_second ? count : 0);
-            store(out, as_floats(words_of(x.numbers, y.numbers, Act{})));
-            store(out + LANES, as_floats(words_of(x.numbers + LANES, y.numbers + LANES, Act{})));
+            store_words(x.numbers, y.numbers, out, Act{});
         }
     }
 }

@@ -71,21 +71,38 @@ KV_INLINE Lanes keep_below(Lanes a, int count) {
     return a;
 }
 
-// scores: [padded] unscaled, of which `seen` are attended to, at least one. weights: e^(score - top), zero behind them.
+// 2^x for x up to 127, to within 2 units in the last place; 0 below -126.5.
+KV_INLINE Lanes exp2(Lanes x) {
+    Lanes r;
+    KV_PARTS {
+        // Adding 1.5 * 2^23 rounds to an integer in the low bits, and 127 more makes it a float's exponent.
+        const FloatPart magic = FloatPart{} + (12582912.0f + 127.0f), low = FloatPart{} - 127.0f;
+        const FloatPart a = low > x.v[p] ? low : x.v[p];
+        const FloatPart rounded = a + magic;
+        const FloatPart b = a - (rounded - magic);
+        FloatPart y = b * 1.5353362e-4f + 1.3398874e-3f;
+        y = y * b + 9.6184373e-3f;
+        y = y * b + 5.5503324e-2f;
+        y = y * b + 2.4022648e-1f;
+        y = y * b + 6.9314720e-1f;
+        y = y * b + 1.0f;
+        r.v[p] = y * (FloatPart)((WordPart)rounded << 23);
+    }
+    return r;
+}
+
+// scores: [padded], of which `seen` are attended to, at least one. weights: 2^(score * scale - top), zero behind them.
 template <class Act>
 KV_INLINE void weigh(float* scores, int seen, int padded, float scale, Act* weights, float& top, float& total) {
-    Lanes largest = splat(-__builtin_inff());
-    for (int t = 0; t < seen; t += LANES) {
-        Lanes a = load(scores + t) * splat(scale);
-        if (t + LANES > seen) a = keep_below(a, seen - t);
-        store(scores + t, a);
-        largest = max(largest, a);
-    }
-    top = reduce(largest, [](FloatPart a, FloatPart b) { return a > b ? a : b; });
+    const int last = (seen - 1) / LANES * LANES;
+    store(scores + last, keep_below(load(scores + last), seen - last));
+    Lanes largest = load(scores);
+    for (int t = LANES; t < seen; t += LANES) largest = max(largest, load(scores + t));
+    top = reduce(largest, [](FloatPart a, FloatPart b) { return a > b ? a : b; }) * scale;
     Lanes sums = zeros();
     int t = 0;
     for (; t < seen; t += LANES) {
-        const Lanes a = exp(load(scores + t) - splat(top));
+        const Lanes a = exp2(multiply_add(scale, load(scores + t), splat(-top)));
         sums = sums + a;
         store(weights + t, a);
     }
@@ -103,7 +120,7 @@ struct Partial {
 // Up to TILE_ROWS rows; row m attends to the partition's first seen(m) tokens, at least one, and no fewer than row m - 1.
 template <class Act, class Seen>
 void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Act* queries, int64_t query_stride,
-                 int num_rows, const Seen& seen, float scale, Partial out, int width) {
+                 int num_rows, const Seen& seen, float scale, Ahead& ahead, Partial out, int width) {
     constexpr auto COUNTS = std::make_integer_sequence<int, TILE_ROWS>{};
     alignas(64) float scores[TILE_ROWS * PARTITION];
     alignas(64) Act weights[TILE_ROWS * PARTITION];
@@ -111,13 +128,19 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
     const int words = (dim + PER_WORD<Act> - 1) / PER_WORD<Act>;
     const int padded_words = round_up(dim, LANES * PER_WORD<Act>) / PER_WORD<Act>;
     const int most = seen(num_rows - 1), padded = round_up(most, LANES);
-    for (int t = 0; t < most; t += PANEL)
+    for (int t = 0; t < most; t += PANEL) {
+        ahead.fetch(FETCHED_ROWS);
         multiply(keys + t * padded_words, words, queries, query_stride, scores + t, PARTITION);
-    for (int m = 0; m < num_rows; ++m)
+    }
+    for (int m = 0; m < num_rows; ++m) {
+        ahead.fetch(FETCHED_ROWS);
         weigh(scores + m * PARTITION, seen(m), padded, scale, weights + m * PARTITION, out.top[m], out.total[m]);
+    }
     const int token_words = (most + PER_WORD<Act> - 1) / PER_WORD<Act>;
-    for (int d = 0; d < dim; d += PANEL)
+    for (int d = 0; d < dim; d += PANEL) {
+        ahead.fetch(2 * FETCHED_ROWS);
         multiply(values + d * (PARTITION / PER_WORD<Act>), token_words, weights, PARTITION, out.results + d, width);
+    }
 }
 
 // Adds rows [first, last) of a later partition to what earlier ones gave. One function, so that the compiler cannot round
@@ -128,8 +151,8 @@ __attribute__((noinline)) inline void merge(Partial into, Partial from, int firs
         float keep[LANES], add[LANES];
         const Lanes old_top = load_some(into.top + row, count), new_top = load_some(from.top + row, count);
         const Lanes top = max(old_top, new_top);
-        store(keep, exp(old_top - top));
-        store(add, exp(new_top - top));
+        store(keep, exp2(old_top - top));
+        store(add, exp2(new_top - top));
         const Lanes total = load_some(into.total + row, count) * load(keep);
         store_some(into.total + row, multiply_add(load_some(from.total + row, count), load(add), total), count);
         store_some(into.top + row, top, count);
