@@ -348,6 +348,8 @@ class NodeRecord:
     """Maximum number of concurrent sequences."""
     admin_address: str = ""
     """URL of its admin port; empty without one."""
+    kernels: str = ""
+    """What computes its steps, for operators."""
 
 
 Message = (

@@ -8,7 +8,7 @@ from common.kernels.base import Kernels
 from common.kernels.flashinfer_kernels import DTYPES, FlashInferKernels
 from common.kernels.library import find_flashinfer
 from common.kernels.native.kernels import NativeKernels
-from common.kernels.native.library import find_native
+from common.kernels.native.library import describe_native, find_native
 from common.kernels.torch_kernels import TORCH
 
 
@@ -24,3 +24,13 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         return TORCH
     flashinfer = find_flashinfer(device).flashinfer
     return TORCH if flashinfer is None else FlashInferKernels(flashinfer)
+
+
+def describe_kernels(device: torch.device) -> str:
+    """For operators: where the kernels come from that run on `device`, and if they are PyTorch's, why."""
+    if device.type == "cpu":
+        return describe_native()
+    library = find_flashinfer(device)
+    return (
+        f"PyTorch ({library.reason})" if library.flashinfer is None else f"flashinfer {library.flashinfer.__version__}"
+    )

@@ -105,6 +105,7 @@ class NodeAdmin:
             "incarnation": record.peer.incarnation,
             "role": record.role,
             "model": record.model.name,
+            "kernels": record.kernels,
             "pid": os.getpid(),
             "up_s": round(time.time() - record.started_at, 1),
             "control_address": record.peer.control_address,

@@ -150,9 +150,20 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
     return replace(plan, model=replace(plan.model, max_model_len=longest))
 
 
-def make_record(role: Role, me: PeerRef, config: NodeConfig, plan: NodePlan, num_blocks: int) -> NodeRecord:
+def make_record(
+    role: Role, me: PeerRef, config: NodeConfig, plan: NodePlan, num_blocks: int, kernels: str
+) -> NodeRecord:
     """The node's registration in the membership."""
-    return NodeRecord(role, me, plan.model, plan.layout, num_blocks, time.time(), max_num_seqs=config.max_num_seqs)
+    return NodeRecord(
+        role,
+        me,
+        plan.model,
+        plan.layout,
+        num_blocks,
+        time.time(),
+        max_num_seqs=config.max_num_seqs,
+        kernels=kernels,
+    )
 
 
 def steps_ahead(config: NodeConfig, plan: NodePlan) -> int:

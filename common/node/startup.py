@@ -81,7 +81,7 @@ async def _serve(
             )
             await server.run(
                 role.core(config, parts, transfers),
-                make_record(role.name, me, config, plan, leader.num_blocks),
+                make_record(role.name, me, config, plan, leader.num_blocks, leader.worker.kernels),
                 parts.scheduler.pool.journal,
                 on_ready=lambda: log.info("%s node %s ready at %s", role.name, me.node_id, me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe()},

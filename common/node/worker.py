@@ -20,6 +20,7 @@ from common.engine.cuda_graphs import CudaGraphCapture, DecodeGraphs, EagerCaptu
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
+from common.kernels.choose import describe_kernels
 from common.kernels.library import find_flashinfer
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
@@ -54,6 +55,7 @@ class Worker:
         self._graph_capture = graph_capture
         self._spare_blocks = 0 if graph_capture is None else 1  # padding rows of captured steps write there
         self.device = model.device
+        self.kernels = describe_kernels(model.device)
         self.plan = plan
         self.config = config
         self.mesh = mesh

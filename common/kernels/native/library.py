@@ -16,7 +16,7 @@ import torch
 
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
-from common.kernels.native.build import find_library
+from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
@@ -130,22 +130,29 @@ def find_native() -> NativeLibrary | None:
 
     Raises: ConfigError for an unknown value of `CPU_KERNELS`.
     """
-    return _load(os.environ.get(CPU_KERNELS, ""), torch.get_num_threads())
+    found = _load(os.environ.get(CPU_KERNELS, ""), torch.get_num_threads())
+    return found if isinstance(found, NativeLibrary) else None
+
+
+def describe_native() -> str:
+    """What computes on this CPU, for operators: "native avx512bf16, 2 threads", or "PyTorch" and why."""
+    return str(_load(os.environ.get(CPU_KERNELS, ""), torch.get_num_threads()))
 
 
 @functools.cache
-def _load(limit: str, threads: int) -> NativeLibrary | None:
+def _load(limit: str, threads: int) -> NativeLibrary | str:
+    found = _find(limit, threads)
+    log.info("kernels: %s", found)
+    return found
+
+
+def _find(limit: str, threads: int) -> NativeLibrary | str:
     if limit == "torch":
-        log.info("kernels: PyTorch (%s=torch)", CPU_KERNELS)
-        return None
-    found = find_library()
-    if not isinstance(found, Path):
-        log.info("kernels: PyTorch (%s)", found)
-        return None
+        return f"PyTorch ({CPU_KERNELS}=torch)"
+    library = find_library()
+    if isinstance(library, Missing):
+        return f"PyTorch (native kernels: {library})"
     try:
-        native = NativeLibrary(found, limit, threads)
+        return NativeLibrary(library, limit, threads)
     except OSError as error:
-        log.warning("kernels: PyTorch (the native ones do not load: %s)", error)
-        return None
-    log.info("kernels: %s", native)
-    return native
+        return f"PyTorch (the native kernels do not load: {error})"

@@ -38,8 +38,11 @@ class Console:
             self._out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the process)
 
 
-def banner(urls: list[str], model: str, rows: list[tuple[str, int, str]], needs_key: bool, took_s: float) -> str:
-    """The text shown once everything is ready. `urls`: the routers' APIs; `rows`: (name, pid, address) of each child."""
+def banner(
+    urls: list[str], model: str, rows: list[tuple[str, int, str]], kernels: list[str], needs_key: bool, took_s: float
+) -> str:
+    """The text shown once everything is ready. `urls`: the routers' APIs; `rows`: (name, pid, address) of each child;
+    `kernels`: what computes, as the nodes report it, each once."""
     name_width = max(len(name) for name, _, _ in rows)
     pid_width = max(len(str(pid)) for _, pid, _ in rows)
     listing = "\n".join(f"  {name:<{name_width}}  pid {pid:<{pid_width}}  {address}" for name, pid, address in rows)
@@ -49,6 +52,8 @@ def banner(urls: list[str], model: str, rows: list[tuple[str, int, str]], needs_
 kvrelay is ready at {", ".join(urls)} (after {took_s:.1f} s), serving the model {model}:
 
 {listing}
+
+Kernels: {"; ".join(kernels)}
 
 Try it:
 

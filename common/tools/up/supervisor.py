@@ -218,7 +218,8 @@ class Supervisor:
         models = sorted({record.model.name for record in self._records.values()})
         model = models[0] if models else self._config.model
         urls = [spec.url for spec in self._routers]
-        self._console.plain(banner(urls, model, rows, self._config.api_key != "", took_s))
+        kernels = sorted({record.kernels for record in self._records.values()})
+        self._console.plain(banner(urls, model, rows, kernels, self._config.api_key != "", took_s))
 
     # ------------------------------------------------------------ watch
 

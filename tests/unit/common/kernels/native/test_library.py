@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.base.errors import ConfigError
+from common.base.variables import CPU_KERNELS
+from common.kernels.native import library
+from common.kernels.native.build import Missing
+from common.kernels.native.library import describe_native, find_native
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> Iterator[None]:
+    library._load.cache_clear()
+    yield
+    library._load.cache_clear()
+
+
+def test_without_a_library_pytorch_computes_and_one_line_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "find_library", lambda: Missing("no C++ compiler found"))
+    with caplog.at_level(logging.INFO):
+        assert find_native() is None
+        assert describe_native() == "PyTorch (native kernels: no C++ compiler found)"
+    assert caplog.messages == ["kernels: PyTorch (native kernels: no C++ compiler found)"]
+
+
+def test_a_library_that_does_not_load_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "broken.so"
+    file.write_bytes(b"no library")
+    monkeypatch.setattr(library, "find_library", lambda: file)
+    assert find_native() is None
+    assert "do not load" in describe_native()
+
+
+def test_the_variable_turns_native_kernels_off_or_limits_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_KERNELS, "torch")
+    assert find_native() is None
+    assert describe_native() == "PyTorch (KVRELAY_CPU_KERNELS=torch)"
+    monkeypatch.setenv(CPU_KERNELS, "portable")
+    native = find_native()
+    assert native is None or describe_native() == f"native portable, {native.threads} threads"
+
+
+def test_an_unknown_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_KERNELS, "sse9")
+    if isinstance(library.find_library(), Missing):
+        pytest.skip("no native kernels")
+    with pytest.raises(ConfigError, match="sse9"):
+        find_native()
