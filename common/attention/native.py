@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from itertools import accumulate, chain
 
 import numpy as np
@@ -54,8 +55,10 @@ class NativeAttention:
         return self._addresses[layer]
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare for the next step's `forward` calls, one per layer. Raises: ValueError for a block or slot outside the
-        cache."""
+        """Prepare for the next step's `forward` calls, one per layer.
+
+        Raises: ValueError for a block or slot outside the cache, or for more rows than a context has.
+        """
         num_entries = len(metadata.query_lens)
         sizes = [blocks_for(context_len, self._shape.block_size) for context_len in metadata.context_lens]
         first_rows = [0, *accumulate(metadata.query_lens)]
@@ -70,6 +73,8 @@ class NativeAttention:
         num_blocks = self._kv.num_blocks
         if blocks.size != first_blocks[-1] or int(blocks.min()) < 0 or int(blocks.max()) >= num_blocks:
             raise ValueError(f"a KV block is missing or outside the cache of {num_blocks}")
+        if any(map(operator.gt, metadata.query_lens, metadata.context_lens)) or min(metadata.query_lens) < 1:
+            raise ValueError("an entry has no rows, or more than its context")
         low, high = slots.aminmax()
         if slots.numel() != first_rows[-1] or int(low) < 0 or int(high) >= num_blocks * self._shape.block_size:
             raise ValueError(f"a slot is missing or outside the cache of {num_blocks} blocks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import pytest
@@ -13,9 +14,17 @@ from common.kernels.native.recipe import this_machine, variants
 VARIANTS = [variant.name for variant in variants(this_machine())]
 
 
-@functools.cache
 def native(variant: str, threads: int = 2) -> NativeLibrary:
-    """Skips the test, with the reason, where the variant cannot run."""
+    """The library with `variant` chosen, for the whole process, until the next call. Skips the test, with the reason,
+    where the variant cannot run."""
+    library = _load(variant, threads)
+    found = find_library()
+    ctypes.CDLL(str(found)).kv_select_variant(variant.encode())
+    return library
+
+
+@functools.cache
+def _load(variant: str, threads: int) -> NativeLibrary:
     found = find_library()
     if not hasattr(found, "exists"):
         pytest.skip(f"no native kernels: {found}")

@@ -80,12 +80,9 @@ KV_INLINE Lanes exp2(Lanes x) {
         const FloatPart a = low > x.v[p] ? low : x.v[p];
         const FloatPart rounded = a + magic;
         const FloatPart b = a - (rounded - magic);
-        FloatPart y = b * 1.5353362e-4f + 1.3398874e-3f;
-        y = y * b + 9.6184373e-3f;
-        y = y * b + 5.5503324e-2f;
-        y = y * b + 2.4022648e-1f;
-        y = y * b + 6.9314720e-1f;
-        y = y * b + 1.0f;
+        FloatPart y = FloatPart{} + 1.5353362e-4f;
+        for (const float c : {1.3398874e-3f, 9.6184373e-3f, 5.5503324e-2f, 2.4022648e-1f, 6.9314720e-1f, 1.0f})
+            y = fused(y, b, FloatPart{} + c);
         r.v[p] = y * (FloatPart)((WordPart)rounded << 23);
     }
     return r;
@@ -143,9 +140,8 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
     }
 }
 
-// Adds rows [first, last) of a later partition to what earlier ones gave. One function, so that the compiler cannot round
-// differently in two places.
-__attribute__((noinline)) inline void merge(Partial into, Partial from, int first, int last, int width) {
+// Adds rows [first, last) of a later partition to what earlier ones gave.
+inline void merge(Partial into, Partial from, int first, int last, int width) {
     for (int row = first; row < last; row += LANES) {
         const int count = last - row < LANES ? last - row : LANES;
         float keep[LANES], add[LANES];

@@ -12,18 +12,27 @@ import pytest
 import torch
 from support import fake_flashinfer
 from support.attention_cases import LENS, Case, MakeBackend
+from support.native_variants import VARIANTS, native
 
 from common.attention import sdpa
+from common.attention.base import AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention
+from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
 from common.kernels.flashinfer_kernels import HEAD_DIMS
 from common.kv.rank_layout import blocks_for
+
+
+def _native(variant: str, kv: Any, shape: AttentionShape) -> NativeAttention:
+    return NativeAttention(kv, shape, native(variant))
+
 
 BACKENDS: dict[str, MakeBackend] = {
     "cpu": CpuAttention,
     "sdpa": SdpaAttention,
     "flashinfer": partial(FlashInferAttention, flashinfer=fake_flashinfer),
+    **{variant: partial(_native, variant) for variant in VARIANTS},
 }
 """All on a CPU, flashinfer as a stand-in of plain operations; tests/gpu tests the real one."""
 SHAPES = {"1:1": (4, 4, 16), "2:1": (4, 2, 32), "7:1": (14, 2, 64), "one kv head": (3, 1, 8)}
