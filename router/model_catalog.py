@@ -15,7 +15,7 @@ from common.config.option_groups import GenerationConfig
 from common.control.messages import ModelInfo, NodeRecord
 from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest
-from common.model.hub import resolve_model
+from common.model.hub import model_folder, model_name, resolve_model
 from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.text.tokenizer import Tokenizer
 
@@ -44,15 +44,16 @@ def load(
 
     Raises: ConfigError with one sentence.
     """
-    folder = resolve_model(name_or_path)
-    config = load_model_config(folder)
+    path = resolve_model(name_or_path)
+    folder = model_folder(path)
+    config = load_model_config(path)
     tokenizer = Tokenizer(folder, chat_template=chat_template)
     eos = set(config.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
-    shown = name or Path(name_or_path).name
+    shown = name or model_name(Path(name_or_path))
     defaults = read_sampling_defaults(folder) if generation_config == "auto" else NEUTRAL
-    digest = tokenizer_digest(folder)
+    digest = tokenizer_digest(path)
     eos_ids = frozenset(eos)
     return ServedModel(shown, folder, tokenizer, config.max_context, config.vocab_size, eos_ids, defaults, digest)
 

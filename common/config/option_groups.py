@@ -78,7 +78,7 @@ class ModelOptions:
     """The model and how its weights are loaded."""
 
     model: str = option(
-        "demo", "Model folder or hub name; demo is a small model that is included.", "Model", "--model-path"
+        "demo", "Model folder, GGUF file or hub name; demo is a small model that is included.", "Model", "--model-path"
     )
     served_model_name: str | None = option(
         None, "Name of the model in the API; by default the name of its folder.", "Model"

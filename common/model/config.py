@@ -15,6 +15,7 @@ from common.model.description import USUAL_NAMES, AttentionDescription, LayerDes
 from common.model.families.base import Family, read_norm
 from common.model.families.registry import FAMILIES
 from common.model.formats.quantization import Quantization, parse_quantization
+from common.model.hub import is_gguf, model_folder
 from common.model.rope import RopeConfig, read_rope
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -98,12 +99,20 @@ class ModelConfig:
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """The config of the model in directory `path`.
+    """The config of the model in directory or GGUF file `path`.
 
     Raises: ConfigError, one sentence, for a missing or corrupt file, an unsupported architecture or feature.
     """
-    config = ConfigFile(path / "config.json")
-    generation_file = path / "generation_config.json"
+    if is_gguf(path):
+        # Imported here because it costs a fifth of a second, which other models need not pay.
+        from common.model.gguf.config import GGUF_NAMES, read_gguf_config
+
+        return _describe(ConfigFile(path, read_gguf_config(path)), model_folder(path), GGUF_NAMES)
+    return _describe(ConfigFile(path / "config.json"), path, None)
+
+
+def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None) -> ModelConfig:
+    generation_file = folder / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
     architecture, family = _find_family(config)
     layers = family.describe(config)
@@ -123,7 +132,7 @@ def load_model_config(path: Path) -> ModelConfig:
         eos_token_ids=_token_ids(config, generation, "eos_token_id"),
         bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id")), None),
         quantization=_read_quantization(config),
-        weight_names=family.weight_names,
+        weight_names=weight_names or family.weight_names,
     )
 
 

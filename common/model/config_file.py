@@ -31,9 +31,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 class ConfigFile:
     """A `config.json`. A key that is null counts as missing. Raises: ConfigError for an invalid value."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, raw: dict[str, Any] | None = None) -> None:
+        """`raw`: the object where the file at `path` holds it in another form."""
         self._path = path
-        self.raw = read_json_object(path)
+        self.raw = read_json_object(path) if raw is None else raw
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""

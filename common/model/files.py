@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from common.base.errors import ConfigError
 from common.model.config_file import read_json_object
+from common.model.hub import is_gguf
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
@@ -29,10 +30,12 @@ class Header:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that hold the model in directory `path`, in a fixed order.
+    """The safetensors files that hold the model in directory `path`, in a fixed order; or the GGUF file `path`.
 
     Raises: ConfigError if there are none, or if the index names one that is missing.
     """
+    if is_gguf(path):
+        return [path]
     index = path / INDEX_NAME
     if index.exists():
         weight_map = read_json_object(index).get("weight_map")

@@ -13,7 +13,8 @@ from pathlib import Path
 from common.base.errors import ConfigError
 from common.config.option_groups import Quantization
 from common.model.config import ModelConfig
-from common.model.files import read_header, weight_files
+from common.model.files import Header, read_header, weight_files
+from common.model.hub import is_gguf, model_folder
 
 _SAMPLE_BYTES = 64
 _NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_token_ids", "bos_token_id", "weight_names")
@@ -31,7 +32,7 @@ def fingerprint(
 ) -> str:
     """Identity of what a node computes with: two nodes whose fingerprints agree produce interchangeable KV.
 
-    Covers the config, the tokenizer (`tokenizer_digest`), and of every safetensors file its header, its size and a
+    Covers the config, the tokenizer (`tokenizer_digest`), and of every weight file its header, its size and a
     sample of each tensor's bytes (start, middle, end), so that fine-tunes of one model differ; for dummy weights,
     config, seed and `drawn_on`, the kind of device that drew them. Independent of the directory's path and of file times.
     What `--quantization` makes of the weights is appended by name, so that a refusal says it.
@@ -57,7 +58,7 @@ def tokenizer_digest(path: Path) -> str:
 
     Raises: ConfigError for a file that cannot be read.
     """
-    file = path / "tokenizer.json"
+    file = model_folder(path) / "tokenizer.json"
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
     except FileNotFoundError:
@@ -66,8 +67,17 @@ def tokenizer_digest(path: Path) -> str:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
 
 
+def _header_of(file: Path) -> Header:
+    if not is_gguf(file):
+        return read_header(file)
+    # Imported here because it costs a fifth of a second, which other models need not pay.
+    from common.model.gguf.file import open_gguf
+
+    return open_gguf(file).header
+
+
 def _file_digest(file: Path) -> bytes:
-    header = read_header(file)
+    header = _header_of(file)
     digest = hashlib.sha256(header.raw)
     digest.update(header.size_bytes.to_bytes(8, "little"))
     try:

@@ -1,4 +1,7 @@
-"""Where a model's files are: a directory, the Hugging Face hub, or the model that comes with kvrelay. No torch."""
+"""Where a model's files are: a directory, a GGUF file, the Hugging Face hub, or the model that comes with kvrelay.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,36 @@ DEMO_MODEL_PATH = Path(__file__).resolve().parent / "demo_model"
 """The model that comes with kvrelay (`--model demo`), in Hugging Face format; trained by `common.tools.demo`."""
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether the model is a GGUF file."""
+    return path.suffix == ".gguf"
+
+
+def model_folder(path: Path) -> Path:
+    """The directory that holds the model's tokenizer and generation config."""
+    return path.parent if is_gguf(path) else path
+
+
+def model_name(path: Path) -> str:
+    """The model's name in the API, unless another one is given."""
+    return path.stem if is_gguf(path) else path.name
+
+
 def resolve_model(name_or_path: str) -> Path:
-    """The model's directory: `name_or_path` itself if it exists, else a hub snapshot of its small and safetensors files.
+    """The model's directory or GGUF file: `name_or_path` itself if it exists, else a hub snapshot of its small and
+    safetensors files.
 
     "demo" is the small model that comes with kvrelay.
 
     Raises: ConfigError if there is neither a directory nor a snapshot.
     """
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and is_gguf(path)):
         return path
     if name_or_path == "demo":
         return DEMO_MODEL_PATH
     if path.exists():
-        raise ConfigError(f"model path {name_or_path} is not a directory")
+        raise ConfigError(f"model path {name_or_path} is neither a directory nor a GGUF file")
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
         raise ConfigError(f"model directory {name_or_path} does not exist")
     # Imported here because it costs half a second, which a start from a local directory need not pay.

@@ -65,6 +65,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope.kind == "linear":
         return inv_freq / rope.factor
+    if rope.kind == "factors":
+        if len(rope.factors) != inv_freq.numel():
+            raise ConfigError(f"the model gives {len(rope.factors)} rope factors for {inv_freq.numel()} frequencies")
+        return inv_freq / torch.tensor(rope.factors)
     if rope.kind != "llama3":
         return inv_freq
     wavelength = 2 * math.pi / inv_freq

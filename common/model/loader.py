@@ -22,9 +22,10 @@ from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
 from common.model.formats.on_the_fly import weight_bits
+from common.model.hub import is_gguf
 from common.model.precision import Precision
 from common.model.sharding import check_parallel
-from common.model.weights import CheckpointWeights, DummyWeights
+from common.model.weights import CheckpointWeights, DummyWeights, WeightSource
 from common.parallel.mesh import SOLO, Mesh
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,7 @@ def load_model(
     )
     # Hosts may differ in the dtypes that they choose, and a stage expects hidden states of one dtype.
     mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
-    weights = (
-        DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(path, config.quantization, device)
-    )
+    weights = _open_weights(path, config, load_format, seed, device)
     kernels = choose_kernels(device, precision.wide)
     build = Build(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization))
     started = time.monotonic()
@@ -78,6 +77,18 @@ def load_model(
         model = DecoderModel(build, on_progress)
     log.info("loaded %s from %s in %.1f s", config.architecture, path.name, time.monotonic() - started)
     return model
+
+
+def _open_weights(path: Path, config: ModelConfig, load_format: str, seed: int, device: torch.device) -> WeightSource:
+    if load_format == "dummy":
+        return DummyWeights(seed, device)
+    if is_gguf(path):
+        # Imported here because it costs a fifth of a second, which other models need not pay.
+        from common.model.gguf.file import open_gguf
+        from common.model.gguf.weights import GgufWeights
+
+        return GgufWeights(open_gguf(path), config.attention, device)
+    return CheckpointWeights(path, config.quantization, device)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from common.model.packed_file import PackedTensors, map_packed, write_packed
 
 log = logging.getLogger(__name__)
 
-_CODE = ("model", "model/formats", "kernels/native")
+_CODE = ("model", "model/formats", "model/gguf", "kernels/native")
 """Folders below common/ whose code decides what is packed, and how."""
 _STRIPES = 16
 _WAIT_S = 60.0

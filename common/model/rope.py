@@ -10,7 +10,7 @@ from common.model.config_file import ConfigFile
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: `inv_freq` derives from these alone. `kind` is "default", "linear" or "llama3"."""
+    """Rotary embedding: `inv_freq` derives from these alone. `kind` is "default", "linear", "llama3" or "factors"."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -18,6 +18,8 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    factors: tuple[float, ...] = ()
+    """Of "factors": what each frequency is divided by, [head_dim / 2]."""
 
 
 def read_rope(config: ConfigFile) -> RopeConfig:
@@ -30,6 +32,8 @@ def read_rope(config: ConfigFile) -> RopeConfig:
     theta = config.number("rope_theta", config.number("rope_theta", 10000.0), within=scaling)
     if kind == "default":
         return RopeConfig(theta)
+    if kind == "factors":
+        return RopeConfig(theta, kind, factors=tuple(scaling["factors"]))
     factor = config.number("factor", within=scaling)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)

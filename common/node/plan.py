@@ -24,7 +24,7 @@ from common.model.config import ModelConfig, load_model_config
 from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.formats.quantization import Fp8Quantization
 from common.model.formats.quantization import Quantization as CheckpointQuantization
-from common.model.hub import resolve_model
+from common.model.hub import model_name, resolve_model
 from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
 from common.parallel.mesh import RankPlace
@@ -82,7 +82,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
         tp_size=config.tensor_parallel_size,
         pp_layers=stages,
     )
-    name = config.served_model_name or (config.model if config.model == "demo" else path.name)
+    name = config.served_model_name or (config.model if config.model == "demo" else model_name(path))
     max_model_len = model_config.fit_context(config.max_model_len)
     info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer_digest(path))
     return NodePlan(path, model_config, layout, info, dtype, device)

@@ -1,0 +1,95 @@
+"""A GGUF file's metadata as the keys of a config.json, and the names of its tensors. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from common.base.errors import ConfigError
+from common.model.description import WeightNames
+from common.model.gguf.file import GgufFile, open_gguf
+
+GGUF_NAMES = WeightNames(
+    embedding="token_embd",
+    layer="blk.{number}",
+    final_norm="output_norm",
+    lm_head="output",
+    input_norm="attn_norm",
+    attention="attn",
+    q="attn_q",
+    k="attn_k",
+    v="attn_v",
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    output="attn_output",
+    mlp_norm="ffn_norm",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+)
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+}
+"""Keys of config.json, and what they are called in the metadata, after the architecture."""
+_DTYPES = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """What config.json would say. Raises: ConfigError for a broken file or an unsupported model."""
+    file = open_gguf(path)
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{path}: architecture {architecture!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+        )
+    own = {key: file.metadata.get(f"{architecture}.{name}") for key, name in _KEYS.items()}
+    # A float32 is written as the shortest decimal number that config.json would have for it.
+    raw = {
+        key: float(f"{value:.7g}") if isinstance(value, float) else value
+        for key, value in own.items()
+        if value is not None
+    }
+    if file.metadata.get(f"{architecture}.expert_count"):
+        raise ConfigError(f"{path}: mixtures of experts are not supported")
+    vocabulary = file.tensors.get("token_embd.weight")
+    if vocabulary is None:
+        raise ConfigError(f"{path} holds no tensor token_embd.weight")
+    weight = file.tensors.get("blk.0.attn_q.weight", vocabulary)
+    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    raw.update(
+        architectures=[_ARCHITECTURES[architecture]],
+        vocab_size=vocabulary.shape[0],
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        dtype=_DTYPES.get(weight.kind, "bfloat16"),
+        eos_token_id=[*dict.fromkeys(end for end in ends if end is not None)] or None,
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        rope_scaling=_read_scaling(file, architecture),
+    )
+    return raw
+
+
+def _read_scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        if factors.kind != GGMLQuantizationType.F32:
+            raise ConfigError(f"{file.path}: tensor rope_freqs.weight is {factors.kind.name}, not F32")
+        numbers = np.fromfile(file.path, "<f4", (factors.hi - factors.lo) // 4, offset=factors.lo)
+        return {"rope_type": "factors", "factors": numbers.tolist()}
+    kind = file.metadata.get(f"{architecture}.rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    return {"rope_type": kind, "factor": file.metadata.get(f"{architecture}.rope.scaling.factor")}
