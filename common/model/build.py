@@ -5,6 +5,7 @@ Used by a rank's main thread while it loads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from common.base.device import CPU
 from common.kernels.base import Kernels
+from common.kernels.native.kernels import NativeKernels
 from common.kernels.torch_kernels import TORCH
 from common.model.config import ModelConfig
 from common.model.description import AttentionDescription, MlpDescription, WeightNames
@@ -19,8 +21,11 @@ from common.model.formats.base import Linear, LinearTarget, StoredTensor
 from common.model.formats.floating import float_linear
 from common.model.formats.int8 import make_int8_linear, quantize_int8
 from common.model.formats.on_the_fly import WeightBits, quantize_linear
+from common.model.packed_file import PackedTensors
+from common.model.packed_weights import PackedWeights
 from common.model.precision import Precision
 from common.model.sharding import HeadRange, even_range, head_range, vocab_range, vocab_rows
+from common.model.shared_linear import shared_linear
 from common.model.tensor_files import Part
 from common.model.weights import WeightSource
 from common.parallel.mesh import SOLO, Mesh
@@ -56,6 +61,8 @@ class Build:
     kernels: Kernels = TORCH
     quantize: WeightBits | None = None
     """What weights of linear layers that are stored as floating-point numbers become."""
+    packed: PackedWeights | None = None
+    """Where packed weights are shared with other processes; None: nowhere."""
 
     @property
     def names(self) -> WeightNames:
@@ -105,7 +112,18 @@ class Build:
     def _linear(
         self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool = False
     ) -> Linear:
-        """The layer of these weights, stacked to `num_rows` rows, in the checkpoint's format if that can multiply."""
+        """The layer of these weights, stacked to `num_rows` rows."""
+        key = f"linear {stacked} {is_paired}"
+        return self._shared(key, bias, lambda: self._make_linear(stacked, num_rows, bias, is_paired))
+
+    def _shared(self, key: str, bias: Tensor | None, make: Callable[[], Linear]) -> Linear:
+        if self.packed is None or not isinstance(self.kernels, NativeKernels):
+            return make()
+        key = f"{key} {self.precision} {self.quantize}"
+        return shared_linear(self.packed, self.kernels.native, key, bias, make)
+
+    def _make_linear(self, stacked: list[StoredTensor], num_rows: int, bias: Tensor | None, is_paired: bool) -> Linear:
+        """The layer in the checkpoint's format if that can multiply."""
         target = LinearTarget(self.precision, self.kernels, is_paired)
         linear = self.weights.linear(stacked, bias, target)
         if linear is not None:
@@ -128,11 +146,17 @@ class Build:
             at += count
         return float_linear(weight, bias, self.precision, self.kernels, is_paired=is_paired)
 
-    def lm_head_linear(self, weight: Tensor) -> Linear:
-        """The LM head on this rank's rows of it; int8 suffices for its share of a step, and int4 would show."""
-        if self.quantize is None:
-            return float_linear(weight, None, self.precision, self.kernels)
-        return make_int8_linear(quantize_int8(weight), None, LinearTarget(self.precision, self.kernels))
+    def lm_head_linear(self, name: str, tied: Tensor | None) -> Linear:
+        """The LM head on this rank's rows of the matrix `name`, which `tied` holds if the embedding is the same; int8
+        suffices for its share of a step, and int4 would show."""
+
+        def make() -> Linear:
+            weight = self._read_vocabulary(name) if tied is None else tied
+            if self.quantize is None:
+                return float_linear(weight, None, self.precision, self.kernels)
+            return make_int8_linear(quantize_int8(weight), None, LinearTarget(self.precision, self.kernels))
+
+        return self._shared(f"LM head {name} {self._vocabulary_rows}", None, make)
 
     def kv_scales(self, attention: str) -> tuple[float, float]:
         """The scales of K and V that the checkpoint gives one layer's `attention` for an FP8 cache; 1 where it has none."""
@@ -147,13 +171,30 @@ class Build:
         return k, v
 
     def vocabulary(self, name: str) -> Tensor:
-        """This rank's rows of a [vocab, hidden] matrix, padded with zeros to as many as every rank has."""
-        config, place = self.config, self.mesh.place
-        lo, hi = vocab_range(config.vocab_size, place.tp_size, place.tp_rank)
-        own = self.read(name, config.vocab_size, config.hidden_size, part=Part(0, lo, hi))
-        rows = vocab_rows(config.vocab_size, place.tp_size)
-        if hi - lo == rows:
+        """This rank's rows of a [vocab, hidden] matrix, padded with zeros to as many as every rank has. Not to be written:
+        where possible it is a view of the checkpoint's file, of which only what is used takes memory."""
+        own, rows = self._vocabulary_rows
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        if self.device.type == "cpu" and own.hi - own.lo == rows:
+            view = self.weights.view(name, shape, self.precision.weight, own)
+            if view is not None:
+                return view
+        if self.packed is None:
+            return self._read_vocabulary(name)
+        key = f"vocabulary {name} {own} {rows} {self.precision.weight}"
+        return self.packed.get(key, lambda: PackedTensors({"rows": self._read_vocabulary(name)})).tensors["rows"]
+
+    @property
+    def _vocabulary_rows(self) -> tuple[Part, int]:
+        """This rank's rows of the vocabulary, and how many every rank has."""
+        size, place = self.config.vocab_size, self.mesh.place
+        return Part(0, *vocab_range(size, place.tp_size, place.tp_rank)), vocab_rows(size, place.tp_size)
+
+    def _read_vocabulary(self, name: str) -> Tensor:
+        part, rows = self._vocabulary_rows
+        own = self.read(name, self.config.vocab_size, self.config.hidden_size, part=part)
+        if own.size(0) == rows:
             return own
-        padded = own.new_zeros(rows, config.hidden_size)
-        padded[: hi - lo] = own
+        padded = own.new_zeros(rows, self.config.hidden_size)
+        padded[: own.size(0)] = own
         return padded

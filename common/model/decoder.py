@@ -53,8 +53,7 @@ class DecoderModel:
         self._lm_head: LMHead | None = None
         if place.is_last_stage:
             self._norm = make_norm(build, names.final_norm, config.final_norm)
-            own = vocabulary if tied else None
-            self._lm_head = LMHead(build, build.vocabulary(f"{names.lm_head}.weight") if own is None else own)
+            self._lm_head = LMHead(build, f"{names.lm_head}.weight", vocabulary if tied else None)
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(build.device)
         self._rope = build.kernels.rotary(frequencies, config.max_context)
         on_progress(parts, parts)

@@ -182,10 +182,10 @@ class Embedding:
 class LMHead:
     """Hidden states to logits; each rank of the stage computes those of its range of the vocabulary."""
 
-    def __init__(self, build: Build, weight: Tensor) -> None:
-        """weight: [vocab_rows, hidden], of `Build.vocabulary`."""
+    def __init__(self, build: Build, name: str, tied: Tensor | None) -> None:
+        """`name`: of the matrix. tied: [vocab_rows, hidden], the embedding where that is the same matrix."""
         self._mesh = build.mesh
-        self._linear = build.lm_head_linear(weight)
+        self._linear = build.lm_head_linear(name, tied)
         self._vocab_size = build.config.vocab_size
 
     def forward(self, x: Tensor) -> Tensor | None:

@@ -23,6 +23,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
 from common.model.formats.on_the_fly import weight_bits
 from common.model.hub import is_gguf
+from common.model.packed_weights import PackedWeights
 from common.model.precision import Precision
 from common.model.sharding import check_parallel
 from common.model.weights import CheckpointWeights, DummyWeights, WeightSource
@@ -46,12 +47,16 @@ def load_model(
     pp_layers: tuple[int, ...] = (),
     device: torch.device = CPU,
     quantization: Quantization = "auto",
+    packed: PackedWeights | None = None,
 ) -> DecoderModel:
     """Build this rank's part of the model of `config`, with the weights in `path` or random ones (format "dummy").
 
     `dtype` "auto" means that of the files. `small_batches` False leaves out what only single-row steps need
     (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one
-    stage. `quantization` "int8" or "int4" quantizes weights that are stored as floating-point numbers. All ranks of `mesh` load at the same time, with the same arguments; each reads only the bytes of its own part.
+    stage. `quantization` "int8" or "int4" quantizes weights that are stored as floating-point numbers.
+    `packed` shares packed weights with other processes. All ranks of `mesh` load at the same time, with the same
+    arguments; each reads only the bytes of its own part.
+
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
     cannot be split into and for ranks that would compute in different dtypes; RankLost.
     """
@@ -71,7 +76,7 @@ def load_model(
     mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
     weights = _open_weights(path, config, load_format, seed, device)
     kernels = choose_kernels(device, precision.wide)
-    build = Build(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization))
+    build = Build(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization), packed)
     started = time.monotonic()
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         model = DecoderModel(build, on_progress)

@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from common.base.errors import ConfigError
 from common.base.file_lock import locked, try_lock
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _CODE = ("model", "model/formats", "model/gguf", "kernels/native")
 """Folders below common/ whose code decides what is packed, and how."""
+PackedT = TypeVar("PackedT", PackedTensors, PackedTensors | None)
+
 _STRIPES = 16
 _WAIT_S = 60.0
 """How long to wait for another process that packs the same weights, before packing them for this process alone."""
@@ -89,8 +92,9 @@ class PackedWeights:
         """From now on the model may be removed; what is mapped stays."""
         os.close(self._in_use)
 
-    def get(self, key: str, make: Callable[[], PackedTensors]) -> PackedTensors:
-        """The tensors of `key`, shared with other processes; made by `make` and written where the cache lacks them.
+    def get(self, key: str, make: Callable[[], PackedT]) -> PackedTensors | PackedT:
+        """The tensors of `key`, shared with other processes; made by `make` and written where the cache lacks them. `make`
+        may return None for what cannot be shared.
 
         What is made is private to this process, with a line in the log, where it cannot be written or another process
         takes too long to pack it. Raises: what `make` raises.
@@ -110,7 +114,7 @@ class PackedWeights:
                     log.warning("packed weights: another process took over %.0f s; not shared: %s", _WAIT_S, key)
                     return make()
                 made = make()
-                return self._write(file, key, made) or made
+                return (None if made is None else self._write(file, key, made)) or made
         except OSError as error:
             self._stop(str(error))
             return make()

@@ -31,6 +31,10 @@ class WeightSource(Protocol):
         """
         ...
 
+    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> Tensor | None:
+        """As `read`, but a contiguous view of the mapped file, which must not be written; None if it cannot be one."""
+        ...
+
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """As `LinearFormat.linear`."""
         ...
@@ -52,6 +56,13 @@ class CheckpointWeights:
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part | None = None) -> Tensor:
         return self._format_of(name).read(StoredTensor(name, shape, part), dtype)
+
+    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> Tensor | None:
+        """None for what is stored in another dtype."""
+        if not isinstance(self._format_of(name), FloatFormat):
+            return None
+        stored = self._tensors.read(name, shape, part)
+        return stored if stored.dtype == dtype and stored.is_contiguous() else None
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """None also if the tensors are of several formats."""
@@ -96,6 +107,10 @@ class DummyWeights:
         if part is not None:
             tensor = tensor.narrow(part.dim, part.lo, part.hi - part.lo).contiguous()
         return tensor.to(dtype)
+
+    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> None:
+        """None: nothing is stored."""
+        return
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> None:
         """None: weights are drawn as floating-point numbers."""

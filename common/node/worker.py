@@ -22,9 +22,11 @@ from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
 from common.kernels.choose import describe_kernels
 from common.kernels.library import find_flashinfer
+from common.kernels.native.library import find_native
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
 from common.model.loader import load_model
+from common.model.packed_weights import PackedWeights, open_packed_weights
 from common.node.kv_budget import KvMemoryRequest, kv_blocks_on_gpu, staging_bytes
 from common.node.plan import NodePlan, batched_tokens, steps_ahead
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
@@ -182,6 +184,7 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
             pp_layers=plan.layout.pp_layers,
             device=device,
             quantization=config.quantization,
+            packed=_packed_weights(plan, config, device),
         )
         if device.type == "cpu":
             return Worker(plan, config, mesh, model)
@@ -190,6 +193,13 @@ def load_worker(plan: NodePlan, config: NodeConfig, mesh: Mesh, *, small_batches
         return Worker(plan, config, mesh, model, meter=CudaMeter(device), graph_capture=capture)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit on {device}: {_sentence(error)}") from error
+
+
+def _packed_weights(plan: NodePlan, config: NodeConfig, device: torch.device) -> PackedWeights | None:
+    """Where the native kernels' weights are shared with other processes; nowhere without these kernels."""
+    if device.type != "cpu" or find_native() is None:
+        return None
+    return open_packed_weights(plan.layout.fingerprint, plan.path, config.load_format, config.packed_cache_gb)
 
 
 def _sentence(error: BaseException) -> str:

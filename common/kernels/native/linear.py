@@ -80,7 +80,7 @@ class NativeLinear:
     def __init__(self, native: NativeLibrary, packed: PackedWeight, bias: Tensor | None) -> None:
         """bias: [out]."""
         self._native = native
-        self._packed = packed
+        self.packed = packed
         self._bias = None if bias is None else bias.float().contiguous()
         self.struct = LinearStruct(
             packed.format,
@@ -94,7 +94,7 @@ class NativeLinear:
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x: [T, in]. Returns a fresh [T, out] of `dtype`, by default that of `x`."""
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out = self._packed.shape[0]
+        out = self.packed.shape[0]
         y = torch.empty(x.size(0), out, dtype=dtype or x.dtype)
         native = self._native
         native.linear_forward(

@@ -109,6 +109,10 @@ class GgufWeights:
             out[at : at + step] = chunk
         return self._own(tensor, out.view(shape), part).contiguous().to(self._device)
 
+    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: Part) -> None:
+        """None: tensors are read."""
+        return
+
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
         """None also if the matrices are stored in different ways."""
         tensors = [self._find(stored.name, stored.shape) for stored in stacked]

@@ -192,6 +192,9 @@ class _Counting:
         self.names.append(name)
         return self._source.read(name, *rest, **options)
 
+    def view(self, *_: Any) -> None:
+        return None
+
     def linear(self, stacked: Any, bias: Any, target: Any) -> None:
         return None
 

@@ -79,8 +79,8 @@ def test_perplexity_of_the_demo_model_stays_near_that_of_its_bf16_weights(
 def test_the_lm_head_becomes_int8_and_layers_of_odd_width_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with torch.inference_mode():
         build = build_of("int4")
-        assert isinstance(build.lm_head_linear(torch.randn(32, 256)), Int8Linear)
-        assert isinstance(build_of(None).lm_head_linear(torch.randn(32, 256)), FloatLinear)
+        assert isinstance(build.lm_head_linear("lm_head.weight", torch.randn(32, 256)), Int8Linear)
+        assert isinstance(build_of(None).lm_head_linear("lm_head.weight", torch.randn(32, 256)), FloatLinear)
         source = DummyWeights(0)
         with caplog.at_level(logging.INFO):
             layer = quantize_linear(
