@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.base.errors import KvRelayError
@@ -14,14 +14,16 @@ from router.http.openai_format import error_body, to_json
 from router.http.response_headers import RawHeaders
 
 
-class EventStream(StreamingResponse):
+_STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+class EventStream(Response):
     """An SSE response that owns its answer: however it ends, the answer is closed."""
 
-    raw_headers: RawHeaders
-
     def __init__(self, answer: Answer, body: AsyncIterator[tuple[bytes, bool]], headers: RawHeaders) -> None:
-        super().__init__((), headers={"cache-control": "no-cache"}, media_type="text/event-stream")
-        self.raw_headers += headers
+        self.status_code = 200
+        self.raw_headers = _STREAM_HEADERS + headers
+        self.background = None
         self._answer = answer
         self._body = body
 

@@ -30,8 +30,6 @@ EXPECTATION_S = 4.0
 """How long a block that a node is only expected to hold counts as held: at least this long, at most twice as long."""
 _EXPECTED_BLOCKS = 1_000_000
 """Maximum number of blocks expected in that time."""
-_SPREAD, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
-"""2^64 / golden ratio, odd (Fibonacci hashing): the upper bits of the product select the segment."""
 _FEW_MASKS = 16_384
 """A round only to free mask numbers starts above this many masks, and above twice the number that the last round left."""
 _CLEANED_AT_ONCE = 32 * SEGMENT
@@ -41,14 +39,13 @@ _LAST_USE = 2**32 - 1
 
 
 def block_keys(hashes: Hashes) -> KeyArray:
-    """64 well-distributed bits of each hash, never 0. Raises: ValueError for hashes of another length."""
+    """64 bits of each hash, never 0. Raises: ValueError for hashes of another length."""
     if isinstance(hashes, np.ndarray):
         return hashes
     blob = hashes if isinstance(hashes, bytes) else b"".join(hashes)
     if len(blob) % HASH_BYTES:
         raise ValueError(f"{len(blob)} bytes are not hashes of {HASH_BYTES} each")
-    words = np.frombuffer(blob, dtype="<u8")
-    return np.maximum((words[::2] ^ words[1::2]) * _SPREAD, _ONE)
+    return np.maximum(np.frombuffer(blob, dtype="<u8")[1::2], 1)
 
 
 class PrefixIndex:

@@ -124,7 +124,8 @@ class Generation:
         try:
             while pending or self._events:
                 if pending:
-                    self._carry_out(pending.popleft())
+                    instruction = pending.popleft()
+                    self._HOW[type(instruction)](self, instruction)
                 else:
                     event = self._events.popleft()
                     if type(event) is f.Placed:
@@ -155,7 +156,7 @@ class Generation:
                 isinstance(instruction, f.Send) and isinstance(instruction.message, Abort)
             ):
                 try:
-                    self._carry_out(instruction)
+                    self._HOW[type(instruction)](self, instruction)
                 except Exception:
                     log.exception("%s: closing a leg failed", self.request_id)
         self._events.clear()
@@ -163,9 +164,6 @@ class Generation:
             self._end(Outcome(error=error))
         else:
             self._on_news()
-
-    def _carry_out(self, instruction: f.Instruction) -> None:
-        self._HOW[type(instruction)](self, instruction)
 
     def _send(self, send: f.Send) -> None:
         peer, message = send

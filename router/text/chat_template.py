@@ -65,6 +65,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
+        # Every rendering copies the globals; jinja2's `ChainMap` takes several Python calls for each name.
+        self._template.globals = dict(self._template.globals)
 
     def render(
         self,
