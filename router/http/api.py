@@ -16,7 +16,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.base.errors import ClientError, KvRelayError, RequestTimeout
-from router.fast.http_connection import DISCONNECT
 from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.api_keys import KeyGuard
@@ -135,7 +134,7 @@ async def _serve(
         answer.generations = services.dispatcher.submit(
             ids.own, wanted, form.tokenizer.pieces, answer.on_news, ids.client
         )
-        answer.watch(request.scope[DISCONNECT])
+        answer.watch(request.receive)
         if body.stream:
             await answer.begun()
             stream = EventStream(answer, answer.events(form, options), headers(ids, answer.generations[0]))

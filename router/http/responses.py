@@ -13,7 +13,6 @@ from router.http.answer import Answer
 from router.http.openai_format import error_body, to_json
 from router.http.response_headers import RawHeaders
 
-
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"content-type", b"text/event-stream; charset=utf-8")]
 
 

@@ -13,10 +13,10 @@ from common.base.process import allow_files
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from router.fast.endpoints import DirectEndpoints
-from router.fast.http_connection import HttpConnection
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
+from router.http.connection import HttpConnection
 from router.router import Router
 
 BODY_TIMEOUT_S = 60.0

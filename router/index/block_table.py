@@ -143,20 +143,16 @@ class BlockTable:
 
     def cut(self, keys: KeyArray, becomes: Becomes) -> int:
         """As `put`, but only for keys that are present; a key whose new value is 0 is removed."""
-        if len(keys) <= self._few:
-            return self._cut_few(keys.tolist(), becomes)
         at = self.places(keys)
         return self._replace(_distinct(at[self.values[at] != 0]), becomes)
 
     def _put_few(self, keys: list[int], becomes: Becomes, stamp: int) -> int:
-        """`put` for small batches, with `place` inlined: most batches are small, and this loop takes most of their time."""
+        """`put` one by one."""
         next_of: dict[int, int] = {}
         news = 0
-        key_at, value_at, stamp_at, room_at = self.key_at, self.value_at, self.stamp_at, self._room_at
+        key_at, value_at, room_at = self.key_at, self.value_at, self._room_at
         for key in keys:
-            at = self._begin_at[key >> self._shift] | key & _INSIDE
-            while (found := key_at[at]) and found != key:
-                at = at & ~_INSIDE | at + 1 & _INSIDE
+            at = self.place(key)
             old = value_at[at]
             new = next_of.get(old)
             if new is None:
@@ -171,30 +167,10 @@ class BlockTable:
                     key_at[at] = key
                     room_at[at >> _BITS] -= 1
                 self.live += 1
-            stamp_at[at] = stamp
+            self.stamp_at[at] = stamp
             if new != old:
                 value_at[at] = new
                 news += 1
-        return news
-
-    def _cut_few(self, keys: list[int], becomes: Becomes) -> int:
-        next_of: dict[int, int] = {}
-        news = 0
-        key_at, value_at, begin_at, shift = self.key_at, self.value_at, self._begin_at, self._shift
-        for key in keys:
-            at = begin_at[key >> shift] | key & _INSIDE
-            while (found := key_at[at]) and found != key:
-                at = at & ~_INSIDE | at + 1 & _INSIDE
-            old = value_at[at]
-            if old:
-                new = next_of.get(old)
-                if new is None:
-                    new = next_of[old] = becomes(old)
-                if new != old:
-                    value_at[at] = new
-                    news += 1
-                    if not new:
-                        self.live -= 1
         return news
 
     def _replace(self, at: Places, becomes: Becomes) -> int:

@@ -10,7 +10,6 @@ import pytest
 from support.router_bench import Bench, play
 
 import router.http.server
-from router.fast.http_connection import DisconnectListener
 
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
 """What Java's HttpClient and `curl --http2` send along."""
@@ -102,13 +101,6 @@ def test_a_connection_is_kept_while_its_request_is_answered(
         writer.close()
 
     play(model_folder, scene)
-
-
-def test_who_asks_too_late_whether_the_client_is_gone_is_told_at_once() -> None:
-    client, told = DisconnectListener(), list[str]()
-    client.leave()
-    client.watch(lambda: told.append("gone"))
-    assert told == ["gone"]
 
 
 def test_requests_sent_ahead_are_answered_in_order(model_folder: Path) -> None:

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from starlette.types import Message, Receive
 from tokenizers import Tokenizer, models
 
 from common.base.errors import Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
-from router.fast.http_connection import DisconnectListener
 from router.http.answer import Answer
 from router.http.openai_format import ChatFormat, FormatOptions, TextFormat
 from router.metrics import Metrics
@@ -41,10 +41,19 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def _begin(dispatcher: Dispatcher, name: str, client: DisconnectListener) -> Answer:
+async def _connected() -> Message:
+    """`receive` of a client that stays."""
+    return await asyncio.get_running_loop().create_future()
+
+
+async def _disconnected() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _begin(dispatcher: Dispatcher, name: str, receive: Receive = _connected) -> Answer:
     answer, request = Answer(), GenerationRequest(EngineRequest([0] * 100, SamplingParams(seed=0, max_tokens=2)))
     answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
-    answer.watch(client)
+    answer.watch(receive)
     return answer
 
 
@@ -73,13 +82,11 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     left = list[weakref.ref[Answer] | weakref.ref[Generation]]()
 
     async def play(dispatcher: Dispatcher, scene: Callable[[Answer], Awaitable[None]]) -> None:
-        answer = _begin(dispatcher, f"r{len(left)}", client)
+        answer = _begin(dispatcher, f"r{len(left)}")
         await asyncio.sleep(0)  # it is placed
         left.extend([weakref.ref(answer), weakref.ref(answer.generations[0])])
         await scene(answer)
         answer.close()
-
-    client = DisconnectListener()
 
     async def main() -> None:
         dispatcher = Dispatcher(RouterConfig(), Metrics())
@@ -93,6 +100,20 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
         await asyncio.sleep(0.01)
         assert dispatcher.running == 0
         assert [each() for each in left] == [None] * 6
+        dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_client_that_left_before_it_was_watched_cancels_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NodeTable, "rejoining", True)  # the request waits for a node
+
+    async def main() -> None:
+        dispatcher = Dispatcher(RouterConfig(), Metrics())
+        answer = _begin(dispatcher, "r", _disconnected)
+        await answer.finished()
+        assert answer.abandoned
+        answer.close()
         dispatcher.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))

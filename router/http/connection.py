@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-DISCONNECT = "kvrelay.client"
-"""Key of a request's `DisconnectListener` in its ASGI scope."""
-
 _MOST_HEAD_BYTES = 65_536
 """Approximate limit for a request's line and headers, or for trailers: the parser buffers them until they are complete."""
-
-
-class DisconnectListener:
-    """Calls back when the client disconnects, so that no task per request has to wait for ASGI's disconnect message."""
-
-    def __init__(self) -> None:
-        self._gone = False
-        self._on_gone: Callable[[], None] | None = None
-
-    def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call `on_gone` when the client disconnects, at once if it already has; None stops this. One request at a time."""
-        self._on_gone = on_gone
-        if self._gone and on_gone is not None:
-            on_gone()
-
-    def leave(self) -> None:
-        """The client has disconnected."""
-        self._gone = True
-        if self._on_gone is not None:
-            self._on_gone()
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -45,7 +21,6 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-        self._client = DisconnectListener()
         self._endless_bytes = 0
         """Bytes received since headers or a part of a body were last complete."""
         self._got_somewhere = False
@@ -76,14 +51,6 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response("The request's headers are too large.")
         else:
             self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._client.leave()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        cast("dict[str, Any]", self.scope)[DISCONNECT] = self._client
 
     def _should_upgrade(self) -> bool:
         return any(name == b"upgrade" for name, _ in self.headers)  # `_Parser` then parses the request again
