@@ -83,7 +83,8 @@ struct ShiftedWeights {
     }
 
     // One panel as Float32Weights take it. out: [in][32].
-    static void expand(const kv_linear& l, const char* w, float* out) {
+    static void expand(const kv_linear& l, const char* w, char* expanded) {
+        float* out = reinterpret_cast<float*>(expanded);
         for (int k = 0; k < l.in; k += 2, w += PANEL * 4)
             for (int half = 0; half < 2; ++half) {
                 const Words pairs = load_words(w + half * CACHE_LINE);
@@ -217,13 +218,22 @@ void multiply(Worker& w, const kv_linear& l, Rows<typename Weights::Act> rows, c
     });
 }
 
-// Many rows on shifted weights: each panel becomes float32 once, in the member's own part of the buffer.
-inline void multiply_expanded(Worker& w, const kv_linear& l, Rows<float> rows, const Output& output, int num_rows) {
-    const int64_t bytes = ShiftedWeights::panel_bytes(l);
-    float* own = w.team.buffers[kv_team::PARTIAL].as<float>() + int64_t(w.index) * (l.in + 1) * PANEL;
+// Bytes of a panel that was expanded to float32.
+inline int64_t expanded_bytes(const kv_linear& l) { return int64_t(l.in + 1) * PANEL * 4; }
+
+// Called outside of run().
+inline void reserve_expanded(kv_team& team, const kv_linear& l) {
+    team.buffers[kv_team::PARTIAL].reserve(team.size() * expanded_bytes(l));
+}
+
+// Many rows: each panel is expanded once, in the member's own part of a buffer, to what Weights multiply.
+template <class From, class Weights>
+void multiply_expanded(Worker& w, const kv_linear& l, int64_t panel_bytes, Rows<typename Weights::Act> rows,
+                       const Output& output, int num_rows) {
+    char* own = w.team.buffers[kv_team::PARTIAL].as<char>() + expanded_bytes(l) * w.index;
     w.for_each(num_panels(l), [&](int p) {
-        ShiftedWeights::expand(l, static_cast<const char*>(l.weight) + p * bytes, own);
-        multiply_panel<Float32Weights>(l, p, reinterpret_cast<const char*>(own), 0, rows, output, 0, num_rows);
+        From::expand(l, static_cast<const char*>(l.weight) + p * panel_bytes, own);
+        multiply_panel<Weights>(l, p, own, 0, rows, output, 0, num_rows);
     });
 }
 
@@ -231,15 +241,15 @@ constexpr int EXPAND_FROM_ROWS = 4 * MAX_ROWS;
 
 // Called outside of run(), before `product`.
 inline void reserve_product(kv_team& team, const kv_linear& l, int num_rows) {
-    if (l.format == KV_LINEAR_BF16 && num_rows >= EXPAND_FROM_ROWS)
-        team.buffers[kv_team::PARTIAL].reserve(size_t(team.size()) * (l.in + 1) * PANEL * 4);
+    if (l.format == KV_LINEAR_BF16 && num_rows >= EXPAND_FROM_ROWS) reserve_expanded(team, l);
 }
 
 inline void product(Worker& w, const kv_linear& l, const float* x, int64_t stride, const Output& output, int num_rows) {
     if (l.format == KV_LINEAR_F32)
         multiply<Float32Weights>(w, l, {x, stride}, output, num_rows);
     else if (num_rows >= EXPAND_FROM_ROWS)
-        multiply_expanded(w, l, {x, stride}, output, num_rows);
+        multiply_expanded<ShiftedWeights, Float32Weights>(w, l, ShiftedWeights::panel_bytes(l), {x, stride}, output,
+                                                          num_rows);
     else
         multiply<ShiftedWeights>(w, l, {x, stride}, output, num_rows);
 }

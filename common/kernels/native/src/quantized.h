@@ -108,29 +108,44 @@ void quantize_rows(Worker& w, const kv_linear& l, const Act* x, int64_t stride, 
     });
 }
 
-// Codes of two inputs per output become floating-point numbers; Act says which.
+// int4 codes of two inputs at a time as numbers that rows multiply. ADDED is what each number is above its code.
 template <class Act>
 struct Int4Weights;
 
 template <>
 struct Int4Weights<float> {
     using Act = float;
-    static constexpr float ADDED = 0;  // to each code
-    static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in) / 8 * PANEL * 4; }
+    static constexpr float ADDED = 0;
 
-    template <int ROWS>
-    static KV_INLINE void add_pair(Tile<ROWS>& acc, int half, Words codes, Rows<float> rows, int k) {
-        Ints even, odd;
-        KV_PARTS even.v[p] = (IntPart)(codes.v[p] & 0xf);
-        KV_PARTS odd.v[p] = (IntPart)((codes.v[p] >> 16) & 0xf);
-        const Lanes w0 = as_lanes(even), w1 = as_lanes(odd);
-        for (int m = 0; m < ROWS; ++m) acc[m][half] = multiply_add(rows[m][k], w0, acc[m][half]);
-        for (int m = 0; m < ROWS; ++m) acc[m][half] = multiply_add(rows[m][k + 1], w1, acc[m][half]);
+    static KV_INLINE Lanes number(Words codes, int shift) {
+        Ints number;
+        KV_PARTS number.v[p] = (IntPart)((codes.v[p] >> shift) & 0xf);
+        return as_lanes(number);
     }
-
     template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* w, int64_t ahead, Rows<Act> rows,
-                                   Tile<ROWS>& acc);
+    static KV_INLINE void add_pair(Tile<ROWS>& sums, int half, Words codes, int shift, Rows<float> rows, int k) {
+        const Lanes w0 = number(codes, shift), w1 = number(codes, shift + 16);
+        for (int m = 0; m < ROWS; ++m) sums[m][half] = multiply_add(rows[m][k], w0, sums[m][half]);
+        for (int m = 0; m < ROWS; ++m) sums[m][half] = multiply_add(rows[m][k + 1], w1, sums[m][half]);
+    }
+    // A pair of inputs of 16 outputs as `multiply_expanded_pair` takes them.
+    static KV_INLINE void expand(Words codes, int shift, char* pair, int half) {
+        float* out = reinterpret_cast<float*>(pair) + half * LANES;
+        store(out, number(codes, shift));
+        store(out + PANEL, number(codes, shift + 16));
+    }
+    static constexpr int EXPANDED_PAIR_BYTES = 2 * PANEL * 4;
+    template <int ROWS>
+    static KV_INLINE void add_expanded_pair(Tile<ROWS>& sums, const char* pair, Rows<float> rows, int k) {
+        const float* w = reinterpret_cast<const float*>(pair);
+        for (int i = 0; i < 2; ++i, w += PANEL) {
+            const Lanes w0 = load(w), w1 = load(w + LANES);
+            for (int m = 0; m < ROWS; ++m) {
+                sums[m][0] = multiply_add(rows[m][k + i], w0, sums[m][0]);
+                sums[m][1] = multiply_add(rows[m][k + i], w1, sums[m][1]);
+            }
+        }
+    }
 };
 
 #ifdef KV_HAS_BF16_DOT
@@ -138,63 +153,106 @@ template <>
 struct Int4Weights<bf16> {
     using Act = bf16;
     static constexpr float ADDED = 128;  // 128 + code is a bfloat16 whose low bits are the code
-    static int64_t panel_bytes(const kv_linear& l) { return Int4Weights<float>::panel_bytes(l); }
 
-    template <int ROWS>
-    static KV_INLINE void add_pair(Tile<ROWS>& acc, int half, Words codes, Rows<bf16> rows, int k) {
-        KV_PARTS codes.v[p] = (codes.v[p] & 0x000f000fu) | 0x43004300u;
-        for (int m = 0; m < ROWS; ++m) acc[m][half] = dot_pairs(acc[m][half], codes, load_pair(rows[m] + k));
+    static KV_INLINE Words number(Words codes, int shift) {
+        KV_PARTS codes.v[p] = ((codes.v[p] >> shift) & 0x000f000fu) | 0x43004300u;
+        return codes;
     }
-
     template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* w, int64_t ahead, Rows<Act> rows,
-                                   Tile<ROWS>& acc);
+    static KV_INLINE void add_pair(Tile<ROWS>& sums, int half, Words codes, int shift, Rows<bf16> rows, int k) {
+        const Words w = number(codes, shift);
+        for (int m = 0; m < ROWS; ++m) sums[m][half] = dot_pairs(sums[m][half], w, load_pair(rows[m] + k));
+    }
+    static KV_INLINE void expand(Words codes, int shift, char* pair, int half) {
+        const Words w = number(codes, shift);
+        std::memcpy(pair + half * CACHE_LINE, &w, CACHE_LINE);
+    }
+    static constexpr int EXPANDED_PAIR_BYTES = PANEL * 4;
+    template <int ROWS>
+    static KV_INLINE void add_expanded_pair(Tile<ROWS>& sums, const char* pair, Rows<bf16> rows, int k) {
+        const Words w0 = load_words(pair), w1 = load_words(pair + CACHE_LINE);
+        for (int m = 0; m < ROWS; ++m) {
+            const uint32_t x = load_pair(rows[m] + k);
+            sums[m][0] = dot_pairs(sums[m][0], w0, x);
+            sums[m][1] = dot_pairs(sums[m][1], w1, x);
+        }
+    }
 };
 #endif
 
-// For each group: acc += scale * (sum of row * (code + ADDED) - (zero + ADDED) * sum of row).
-template <class Weights, int ROWS>
-KV_INLINE void multiply_groups(const kv_linear& l, int panel_index, const char* w, int64_t ahead,
-                               Rows<typename Weights::Act> rows, Tile<ROWS>& acc) {
+inline int64_t int4_panel_bytes(const kv_linear& l) { return int64_t(l.in) / 8 * PANEL * 4; }
+
+// For each group, whose sums of row * (code + ADDED) `add_group` adds up:
+// acc += scale * (sum - (zero + ADDED) * sum of the row).
+template <int ROWS, class F>
+KV_INLINE void multiply_groups(const kv_linear& l, int panel_index, float added, const float* row_sums,
+                               Tile<ROWS>& acc, const F& add_group) {
     const int groups = l.in / l.group;
     for (int g = 0; g < groups; ++g) {
         Tile<ROWS> sums;
         for (int m = 0; m < ROWS; ++m) sums[m][0] = sums[m][1] = zeros();
-        for (int k = g * l.group; k < (g + 1) * l.group; k += 8, w += PANEL * 4) {
-            __builtin_prefetch(w + ahead);
-            __builtin_prefetch(w + ahead + CACHE_LINE);
-            for (int half = 0; half < 2; ++half) {
-                Words codes = load_words(w + half * CACHE_LINE);
-                for (int j = 0; j < 8; j += 2) {
-                    Weights::template add_pair<ROWS>(sums, half, codes, rows, k + j);
-                    KV_PARTS codes.v[p] >>= 4;
-                }
-            }
-        }
+        add_group(g * l.group, sums);
         const int64_t at = (int64_t(panel_index) * groups + g) * PANEL;
         for (int half = 0; half < 2; ++half) {
             const Lanes scale = load(l.scale + at + half * LANES);
-            const Lanes zero = load(l.zero + at + half * LANES) + splat(Weights::ADDED);
+            const Lanes zero = load(l.zero + at + half * LANES) + splat(added);
             for (int m = 0; m < ROWS; ++m) {
-                const Lanes row_sum = splat(rows.sums[m * groups + g]);
+                const Lanes row_sum = splat(row_sums[m * groups + g]);
                 acc[m][half] = multiply_add(scale, sums[m][half] - zero * row_sum, acc[m][half]);
             }
         }
     }
 }
 
-template <int ROWS>
-KV_INLINE void Int4Weights<float>::multiply(const kv_linear& l, int panel_index, const char* w, int64_t ahead,
-                                            Rows<float> rows, Tile<ROWS>& acc) {
-    multiply_groups<Int4Weights<float>, ROWS>(l, panel_index, w, ahead, rows, acc);
-}
-#ifdef KV_HAS_BF16_DOT
-template <int ROWS>
-KV_INLINE void Int4Weights<bf16>::multiply(const kv_linear& l, int panel_index, const char* w, int64_t ahead,
-                                           Rows<bf16> rows, Tile<ROWS>& acc) {
-    multiply_groups<Int4Weights<bf16>, ROWS>(l, panel_index, w, ahead, rows, acc);
-}
-#endif
+// Few rows: codes become numbers in registers, for each tile.
+template <class T>
+struct CodedInt4 {
+    using Act = T;
+    static int64_t panel_bytes(const kv_linear& l) { return int4_panel_bytes(l); }
+
+    template <int ROWS>
+    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* panel, int64_t ahead, Rows<T> rows,
+                                   Tile<ROWS>& acc) {
+        multiply_groups<ROWS>(l, panel_index, Int4Weights<T>::ADDED, rows.sums, acc, [&](int first, Tile<ROWS>& sums) {
+            const char* w = panel + int64_t(first) / 8 * PANEL * 4;
+            for (int k = first; k < first + l.group; k += 8, w += PANEL * 4) {
+                __builtin_prefetch(w + ahead);
+                __builtin_prefetch(w + ahead + CACHE_LINE);
+                for (int half = 0; half < 2; ++half) {
+                    const Words codes = load_words(w + half * CACHE_LINE);
+                    for (int j = 0; j < 4; ++j)
+                        Int4Weights<T>::template add_pair<ROWS>(sums, half, codes, 4 * j, rows, k + 2 * j);
+                }
+            }
+        });
+    }
+};
+
+// Many rows: each panel's codes become numbers once, in the same order of sums as above.
+template <class T>
+struct ExpandedInt4 {
+    using Act = T;
+
+    static void expand(const kv_linear& l, const char* w, char* out) {
+        for (int k = 0; k < l.in; k += 8, w += PANEL * 4)
+            for (int half = 0; half < 2; ++half) {
+                const Words codes = load_words(w + half * CACHE_LINE);
+                for (int j = 0; j < 4; ++j)
+                    Int4Weights<T>::expand(codes, 4 * j, out + (k / 2 + j) * Int4Weights<T>::EXPANDED_PAIR_BYTES, half);
+            }
+    }
+    template <int ROWS>
+    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* panel, int64_t, Rows<T> rows,
+                                   Tile<ROWS>& acc) {
+        multiply_groups<ROWS>(l, panel_index, Int4Weights<T>::ADDED, rows.sums, acc, [&](int first, Tile<ROWS>& sums) {
+            const char* pair = panel + int64_t(first) / 2 * Int4Weights<T>::EXPANDED_PAIR_BYTES;
+            for (int k = first; k < first + l.group; k += 2, pair += Int4Weights<T>::EXPANDED_PAIR_BYTES)
+                Int4Weights<T>::template add_expanded_pair<ROWS>(sums, pair, rows, k);
+        });
+    }
+};
+
+constexpr int EXPAND_INT4_FROM_ROWS = MAX_ROWS / 2;
 
 // The sum of each group of each row.
 template <class Act>
@@ -219,6 +277,7 @@ inline void reserve_linear(kv_team& team, const kv_linear& l, int num_rows) {
         team.buffers[kv_team::SUMS].reserve(num_rows * sizeof(float));
     } else if (l.format == KV_LINEAR_INT4) {
         team.buffers[kv_team::SUMS].reserve(size_t(num_rows) * (l.in / l.group) * sizeof(float));
+        if (num_rows >= EXPAND_INT4_FROM_ROWS) reserve_expanded(team, l);
     }
 }
 
@@ -232,7 +291,9 @@ void linear(Worker& w, const kv_linear& l, const Act* x, int64_t stride, const O
         multiply<Int8Weights>(w, l, {codes, code_stride(l), sums}, output, num_rows);
     } else if (l.format == KV_LINEAR_INT4) {
         sum_groups(w, l, x, stride, num_rows, sums);
-        multiply<Int4Weights<Act>>(w, l, {x, stride, nullptr, sums}, output, num_rows);
+        const Rows<Act> rows{x, stride, nullptr, sums};
+        if (num_rows < EXPAND_INT4_FROM_ROWS) return multiply<CodedInt4<Act>>(w, l, rows, output, num_rows);
+        multiply_expanded<ExpandedInt4<Act>, ExpandedInt4<Act>>(w, l, int4_panel_bytes(l), rows, output, num_rows);
     } else {
         product(w, l, x, stride, output, num_rows);
     }
