@@ -25,6 +25,7 @@ BENCHES = {
     "decode_single": "bench.decode:run_single",
     "decode_batch": "bench.decode:run_batch",
     "prefill": "bench.prefill:run",
+    "attention": "bench.attention:run",
     "engine_overhead": "bench.overhead:run",
     "interference": "bench.interference:run",
     "relay": "bench.relay:run",
