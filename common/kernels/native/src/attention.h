@@ -37,6 +37,9 @@ inline void reserve_attention(kv_team& team, const kv_cache& cache, const kv_bat
 
 namespace attention {
 
+// Of the next partition, fetched at each of about 30 points of the work on this one.
+constexpr int TOKENS_PER_CALL = 5;
+
 // One member's attention to the items of a plan.
 template <class Act>
 class Attention {
@@ -72,10 +75,9 @@ class Attention {
             tokens = next;
             next.count = 0;
             if (i + 1 < task.last) next.find(cache_, blocks, item.head, (i + 1) * PARTITION, end);
-            const int number_bytes = cache_.dtype == KV_F32 ? 4 : cache_.dtype == KV_BF16 ? 2 : 1;
-            Ahead ahead{{static_cast<const char*>(cache_.k), static_cast<const char*>(cache_.v)},
-                        next, cache_.head_dim * number_bytes, number_bytes};
-            pack(tokens, ahead);
+            Ahead ahead = fetch_ahead(next, TOKENS_PER_CALL, true);
+            Ahead own_values = fetch_ahead(tokens, LANES, false);
+            pack(tokens, i == task.first ? own_values : ahead, ahead);
             // Rows whose position lies before the partition see nothing of it.
             const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group;
             const Partial partial = item.is_split ? partial_of(item, i) : i == 0 ? merged_ : latest_;
@@ -113,12 +115,19 @@ class Attention {
         }
     }
 
-    void pack(const Tokens& tokens, Ahead& ahead) {
+    Ahead fetch_ahead(const Tokens& tokens, int tokens_per_call, bool with_keys) const {
+        const int number_bytes = cache_.dtype == KV_F32 ? 4 : cache_.dtype == KV_BF16 ? 2 : 1;
+        const char* planes[] = {static_cast<const char*>(cache_.k), static_cast<const char*>(cache_.v)};
+        return {tokens, {with_keys ? planes[0] : nullptr, planes[1]}, cache_.head_dim * number_bytes, number_bytes,
+                tokens_per_call};
+    }
+
+    void pack(const Tokens& tokens, Ahead& beside_keys, Ahead& beside_values) {
         with_cache_type(cache_, [&](auto number) {
             using T = decltype(number);
             const T *k = static_cast<const T*>(cache_.k), *v = static_cast<const T*>(cache_.v);
-            pack_keys<Act>(k, tokens, cache_.head_dim, ahead, reinterpret_cast<uint32_t*>(keys_));
-            pack_values<Act>(v, tokens, cache_.head_dim, ahead, reinterpret_cast<uint32_t*>(values_));
+            pack_keys<Act>(k, tokens, cache_.head_dim, beside_keys, reinterpret_cast<uint32_t*>(keys_));
+            pack_values<Act>(v, tokens, cache_.head_dim, beside_values, reinterpret_cast<uint32_t*>(values_));
         });
     }
 

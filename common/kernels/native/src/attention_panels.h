@@ -14,7 +14,6 @@ namespace KV_VARIANT::attention {
 // context alone.
 constexpr int PARTITION = 128;
 constexpr int PANEL = 2 * LANES;
-constexpr int FETCHED_ROWS = 8;
 
 // Products take words of 32 bits: one float32, or two bfloat16 whose products are added.
 template <class Act>
@@ -143,21 +142,21 @@ KV_INLINE void store_transposed(const Words (&rows)[LANES], uint32_t* out, int s
         }
 }
 
-// Fetches a partition's K and V into the cache, some rows at a time between other work: memory takes only so many
+// Fetches a partition's K, V or both into the cache, some tokens at a time between other work: memory takes only so many
 // requests at once.
 struct Ahead {
-    const char* planes[2];
     const Tokens& tokens;
-    int row_bytes;
-    int number_bytes;
+    const char* planes[2];  // either may be null
+    int row_bytes, number_bytes;
+    int tokens_per_call;
     int next = 0;
 
-    KV_INLINE void fetch(int rows) {
-        const int end = std::min(next + rows, 2 * tokens.count);
-        for (; next < end; ++next) {
-            const char* row = planes[next & 1] + tokens.at[next / 2] * number_bytes;
-            for (int byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row + byte);
-        }
+    KV_INLINE void fetch() {
+        const int end = std::min(next + tokens_per_call, tokens.count);
+        for (; next < end; ++next)
+            for (const char* plane : planes)
+                for (int byte = 0; plane && byte < row_bytes; byte += 64)
+                    __builtin_prefetch(plane + tokens.at[next] * number_bytes + byte);
     }
 };
 
@@ -174,19 +173,19 @@ void pack_keys(const T* k, const Tokens& tokens, int dim, Ahead& ahead, uint32_t
     constexpr int STEP = LANES * PER_WORD<Act>;
     const int words = round_up(dim, STEP) / PER_WORD<Act>;
     for (int first = 0; first < tokens.count; first += LANES) {
-        ahead.fetch(FETCHED_ROWS);
+        ahead.fetch();
         uint32_t* out = keys + first / PANEL * PANEL * words + first % PANEL;
         for (int d = 0; d < dim; d += STEP, out += LANES * PANEL) {
             Words rows[LANES];
-            const bool is_whole = d + STEP <= dim && first + LANES <= tokens.count;
-            if (is_whole)
-                for (int i = 0; i < LANES; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Act{});
+            const int count = std::min(LANES, tokens.count - first);
+            for (int i = count; i < LANES; ++i) rows[i] = as_words(zeros());
+            if (d + STEP > dim)
+                for (int i = 0; i < count; ++i)
+                    rows[i] = words_of(Padded<T>(k + tokens.at[first + i] + d, dim - d).numbers, Act{});
+            else if (count < LANES)
+                for (int i = 0; i < count; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Act{});
             else
-                for (int i = 0; i < LANES; ++i) {
-                    const int count = first + i >= tokens.count ? 0 : dim - d < STEP ? dim - d : STEP;
-                    const Padded<T> padded(count ? k + tokens.at[first + i] + d : k, count);
-                    rows[i] = words_of(padded.numbers, Act{});
-                }
+                for (int i = 0; i < LANES; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Act{});
             store_transposed(rows, out, PANEL);
         }
     }
@@ -205,7 +204,7 @@ void pack_values(const T* v, const Tokens& tokens, int dim, Ahead& ahead, uint32
         uint32_t* out = values;
         if (d + PANEL <= dim)
             for (int t = 0; t < whole; t += UNIT, out += PANEL) {
-                if (t % LANES == 0) ahead.fetch(FETCHED_ROWS / 2);
+                if (t % PANEL == 0) ahead.fetch();
                 const T *x = v + tokens.at[t] + d, *y = v + tokens.at[t + UNIT - 1] + d;
                 store_words(x, y, out, Act{});
             }

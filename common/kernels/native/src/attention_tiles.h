@@ -126,16 +126,17 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
     const int padded_words = round_up(dim, LANES * PER_WORD<Act>) / PER_WORD<Act>;
     const int most = seen(num_rows - 1), padded = round_up(most, LANES);
     for (int t = 0; t < most; t += PANEL) {
-        ahead.fetch(FETCHED_ROWS);
+        ahead.fetch();
         multiply(keys + t * padded_words, words, queries, query_stride, scores + t, PARTITION);
     }
     for (int m = 0; m < num_rows; ++m) {
-        ahead.fetch(FETCHED_ROWS);
+        ahead.fetch();
         weigh(scores + m * PARTITION, seen(m), padded, scale, weights + m * PARTITION, out.top[m], out.total[m]);
     }
     const int token_words = (most + PER_WORD<Act> - 1) / PER_WORD<Act>;
     for (int d = 0; d < dim; d += PANEL) {
-        ahead.fetch(2 * FETCHED_ROWS);
+        ahead.fetch();
+        ahead.fetch();
         multiply(values + d * (PARTITION / PER_WORD<Act>), token_words, weights, PARTITION, out.results + d, width);
     }
 }

@@ -1,0 +1,83 @@
+// Attention over random batches in memory of exactly the sizes that the interface names, for address and
+// undefined-behaviour sanitizers. Arguments: a variant, the number of batches.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "api.h"
+
+namespace {
+
+std::mt19937 generator(1);
+
+int below(int n) { return int(generator() % unsigned(n)); }
+int one_of(std::initializer_list<int> values) { return values.begin()[below(int(values.size()))]; }
+
+size_t size_of(int dtype) { return dtype == KV_F32 ? 4 : dtype == KV_BF16 ? 2 : 1; }
+
+// Memory without slack, so that reading past its end is seen.
+struct Numbers {
+    Numbers(size_t count, int dtype) : size(count * size_of(dtype)), memory(static_cast<char*>(std::malloc(size))) {
+        for (size_t i = 0; i < count; ++i) {
+            const float x = float(below(2001) - 1000) / 500;
+            uint32_t bits;
+            std::memcpy(&bits, &x, 4);
+            if (dtype == KV_F32) std::memcpy(memory + 4 * i, &x, 4);
+            if (dtype == KV_BF16) std::memcpy(memory + 2 * i, reinterpret_cast<char*>(&bits) + 2, 2);
+            if (dtype == KV_FP8) memory[i] = char(below(0x7f));
+        }
+    }
+    ~Numbers() { std::free(memory); }
+
+    size_t size;
+    char* memory;
+};
+
+void run(kv_team* team) {
+    const int kv_heads = 1 + below(3), q_heads = kv_heads * one_of({1, 2, 7, 13}), block_size = one_of({1, 5, 16, 32});
+    const int dim = one_of({2, 6, 16, 30, 64, 80, 128, 512}), dtype = below(2), cache_dtype = below(3);
+    std::vector<int32_t> first_rows{0}, context_lens, first_blocks{0};
+    const int num_entries = 1 + below(5);
+    for (int i = 0; i < num_entries; ++i) {
+        const int rows = one_of({1, 1, 2, 1 + below(70)});
+        context_lens.push_back(rows + one_of({0, 0, 1, 15, 127, 128, below(700)}));
+        first_rows.push_back(first_rows.back() + rows);
+        first_blocks.push_back(first_blocks.back() + (context_lens.back() + block_size - 1) / block_size);
+    }
+    std::vector<int32_t> block_ids(size_t(first_blocks.back()));
+    std::iota(block_ids.begin(), block_ids.end(), 0);
+    std::shuffle(block_ids.begin(), block_ids.end(), generator);
+    std::vector<int64_t> slots;
+    for (int i = 0; i < num_entries; ++i)
+        for (int row = first_rows[i]; row < first_rows[i + 1]; ++row) {
+            const int position = context_lens[i] - (first_rows[i + 1] - row);
+            slots.push_back(int64_t(block_ids[first_blocks[i] + position / block_size]) * block_size +
+                            position % block_size);
+        }
+    const size_t rows = slots.size(), plane = block_ids.size() * size_t(kv_heads * block_size * dim);
+    Numbers k(plane, cache_dtype), v(plane, cache_dtype), out(rows * q_heads * dim, dtype);
+    Numbers q(rows * q_heads * dim, dtype), new_k(rows * kv_heads * dim, dtype), new_v(rows * kv_heads * dim, dtype);
+    const kv_cache cache{k.memory, v.memory, cache_dtype, kv_heads, dim, block_size, 1, 1};
+    const kv_batch batch{num_entries,         int(rows),        first_rows.data(), context_lens.data(),
+                         first_blocks.data(), block_ids.data(), slots.data()};
+    kv_attention_forward(team, &cache, &batch, q_heads, 1 / std::sqrt(float(dim)), dtype, q.memory, q_heads * dim,
+                         new_k.memory, kv_heads * dim, new_v.memory, kv_heads * dim, out.memory);
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    const char* chosen = kv_select_variant(arguments[1]);
+    if (!chosen || std::strcmp(chosen, arguments[1])) return 77;  // this processor does not run it
+    for (int threads : {1, 3}) {
+        kv_team* team = kv_team_new(threads, 20);
+        for (int i = 0; i < std::atoi(arguments[2]); ++i) run(team);
+        kv_team_free(team);
+    }
+    std::puts("done");
+}

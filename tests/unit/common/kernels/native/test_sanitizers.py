@@ -1,0 +1,56 @@
+"""Native attention under address and undefined-behaviour sanitizers, in memory of exactly the right sizes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.native_variants import VARIANTS
+from support.paths import TESTS
+
+from common.kernels.native.compiler import find_compilers, run_all
+from common.kernels.native.recipe import SOURCES, make_recipe, this_machine
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
+
+DRIVER = TESTS / "support" / "data" / "attention_driver.cpp"
+FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+COMPILE_S, RUN_S = 800.0, 120.0
+BATCHES = 60
+NOT_SUPPORTED = 77
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = next((found for found in find_compilers(os.environ) if not found.is_zig), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler with sanitizers: ziglang has none")
+    folder = tmp_path_factory.mktemp("sanitized")
+    recipe = make_recipe(compiler, SOURCES, this_machine())
+    compiled = [(*command, *FLAGS) for command in recipe.compile]
+    run_all(compiled, folder, os.environ, time.monotonic() + COMPILE_S)
+    objects = [command[-1] for command in recipe.compile]
+    command = (
+        *compiler.command,
+        "-std=c++20",
+        "-pthread",
+        *FLAGS,
+        f"-I{SOURCES}",
+        str(DRIVER),
+        *objects,
+        "-o",
+        "driver",
+    )
+    run_all([command], folder, os.environ, time.monotonic() + COMPILE_S)
+    return folder / "driver"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_stays_inside_its_memory(driver: Path, variant: str) -> None:
+    done = subprocess.run([driver, variant, str(BATCHES)], capture_output=True, text=True, timeout=RUN_S, check=False)
+    if done.returncode == NOT_SUPPORTED:
+        pytest.skip(f"the processor does not run the native kernels for {variant}")
+    assert done.stdout == "done\n", done.stderr[-3000:]
