@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from common.tools.load.stream import RequestFailed, Stream, post, run
 
-__all__ = ["RequestFailed", "Stream", "complete", "decode_rate", "gaps", "post", "run"]
+__all__ = ["RequestFailed", "Stream", "complete", "decode_rate", "gaps", "gaps_of", "post", "run"]
 
 
 async def complete(url: str, model: str, prompt: list[int] | str, max_tokens: int) -> Stream:
@@ -18,6 +19,7 @@ async def complete(url: str, model: str, prompt: list[int] | str, max_tokens: in
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
     return await post(f"{url}/v1/completions", body)
@@ -25,11 +27,12 @@ async def complete(url: str, model: str, prompt: list[int] | str, max_tokens: in
 
 def gaps(streams: list[Stream], since_s: float = 0.0, until_s: float = float("inf")) -> list[tuple[float, float]]:
     """(arrival, seconds since the one before) for everything with tokens that arrived in [since, until)."""
-    found = []
-    for stream in streams:
-        times = [arrived for arrived, _ in stream.token_times()]
-        found += [(b, b - a) for a, b in itertools.pairwise(times) if since_s <= b < until_s]
-    return found
+    return gaps_of([[arrived for arrived, _ in stream.token_times()] for stream in streams], since_s, until_s)
+
+
+def gaps_of(arrivals: Iterable[list[float]], since_s: float, until_s: float) -> list[tuple[float, float]]:
+    """The same for the arrival times of each stream."""
+    return [(b, b - a) for times in arrivals for a, b in itertools.pairwise(times) if since_s <= b < until_s]
 
 
 def decode_rate(stream: Stream) -> float:

@@ -80,11 +80,11 @@ class Result:
         figures = [
             {
                 "name": f.name,
-                "value": _finite(f.value),
+                "value": finite(f.value),
                 "unit": f.unit,
-                "limit": _finite(f.limit),
+                "limit": finite(f.limit),
                 "limit_name": f.limit_name,
-                "share": _finite(f.share),
+                "share": finite(f.share),
                 "target": None if f.target is None else vars(f.target),
                 "met": f.met,
                 "note": f.note,
@@ -125,7 +125,7 @@ def print_table(results: Sequence[Result], machine: dict[str, Any], console: Con
 
 def _cells(figure: Figure) -> list[str]:
     name = f"  {figure.name}" + (f"\n  [dim]{figure.note}[/dim]" if figure.note else "")
-    limit = "" if figure.limit is None else f"{figure.limit_name} {_number(figure.limit)}"
+    limit = "" if figure.limit is None else f"{figure.limit_name} {number(figure.limit)}"
     share = "" if figure.share is None else f"{figure.share:.1%}" if figure.share < 10 else f"{figure.share:.0f} x"
     target = ""
     if figure.target is not None:
@@ -140,10 +140,11 @@ def _cells(figure: Figure) -> list[str]:
         text += " x it" if figure.target.of_share and bound >= 1 else ""
         target = ("<= " if figure.target.at_most else ">= ") + text
     met = {None: "", True: "[green]met[/green]", False: "[red]not met[/red]"}[figure.met]
-    return [name, f"{_number(figure.value)} {figure.unit}", limit, share, target, met]
+    return [name, f"{number(figure.value)} {figure.unit}", limit, share, target, met]
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Three significant digits; "-" for NaN."""
     if math.isnan(value):
         return "-"
     if abs(value) >= 1000:
@@ -151,7 +152,8 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """For JSON: null for what is not a number."""
     return None if value is None or not math.isfinite(value) else value
 
 

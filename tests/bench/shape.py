@@ -51,6 +51,8 @@ class Shape:
 SHAPES = {
     "0.5b": Shape("0.5b", hidden=896, layers=24, q_heads=14, kv_heads=2, intermediate=4864, vocab=151_936),
     "8b": Shape("8b", 4096, 32, 32, 8, intermediate=14_336, vocab=128_256, head_dim=128, is_llama=True),
+    # 67 MB of weights in bfloat16.
+    "33m": Shape("33m", 512, 8, 8, 4, intermediate=1536, vocab=8192, is_llama=True),
     # Only shows that the benchmarks run; its figures mean nothing.
     "tiny": Shape("tiny", hidden=256, layers=2, q_heads=4, kv_heads=2, intermediate=512, vocab=20_000),
 }

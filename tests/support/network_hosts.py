@@ -126,6 +126,11 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self._names = names
 
+    @property
+    def address(self) -> str:
+        """Our own address on this network."""
+        return f"{_PREFIX}.{self.third}.254"
+
     def unplug(self, name: str) -> None:
         """From now on, all packets from and to a host are lost silently; its own interface stays up."""
         _ip("-n", self.switch, "link", "set", name, "nomaster")
@@ -143,7 +148,7 @@ class Network:
                 self.hosts[name] = Host(self, name, index)
             _ip("link", "add", "name", self.tag, *_CABLE_TO, "here", "netns", self.switch)
             _ip("-n", self.switch, "link", "set", "here", "master", "br0", "up")
-            _ip("addr", "add", f"{_PREFIX}.{self.third}.254/24", "dev", self.tag)
+            _ip("addr", "add", f"{self.address}/24", "dev", self.tag)
             _ip("link", "set", self.tag, "up")
         except BaseException:
             self._remove()
