@@ -64,20 +64,27 @@ class Attention {
         latest_ = sizes_.partial_at(merged + sizes_.partial, plan_.max_rows);
     }
 
-    void run(const Task& task) {
+    void run(int index) {
+        const int first = index ? plan_.run_ends[index - 1] : 0, end = plan_.run_ends[index];
+        for (int i = first; i < end; ++i) run(plan_.tasks[i], i > first, i + 1 < end ? &plan_.tasks[i + 1] : nullptr);
+    }
+
+    // is_fetched: whether the first partition was `following` of the task before.
+    void run(const Task& task, bool is_fetched, const Task* following) {
         const Item& item = plan_.items[task.item];
-        const int32_t* blocks = batch_.block_ids + batch_.first_blocks[item.entry];
-        const int end = item.seen + item.num_rows - 1;
         load_queries(item);
         Tokens tokens, next;
-        next.find(cache_, blocks, item.head, task.first * PARTITION, end);
+        find(task, task.first, next);
         for (int i = task.first; i < task.last; ++i) {
             tokens = next;
             next.count = 0;
-            if (i + 1 < task.last) next.find(cache_, blocks, item.head, (i + 1) * PARTITION, end);
+            if (i + 1 < task.last)
+                find(task, i + 1, next);
+            else if (following)
+                find(*following, following->first, next);
             Ahead ahead = fetch_ahead(next, TOKENS_PER_CALL, true);
             Ahead own_values = fetch_ahead(tokens, LANES, false);
-            pack(tokens, i == task.first ? own_values : ahead, ahead);
+            pack(tokens, i == task.first && !is_fetched ? own_values : ahead, ahead);
             // Rows whose position lies before the partition see nothing of it.
             const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group;
             const Partial partial = item.is_split ? partial_of(item, i) : i == 0 ? merged_ : latest_;
@@ -100,6 +107,12 @@ class Attention {
   private:
     Partial partial_of(const Item& item, int partition) const {
         return sizes_.partial_at(partials_ + item.partials + partition * sizes_.partial_size(item.rows), item.rows);
+    }
+
+    void find(const Task& task, int partition, Tokens& tokens) const {
+        const Item& item = plan_.items[task.item];
+        tokens.find(cache_, batch_.block_ids + batch_.first_blocks[item.entry], item.head, partition * PARTITION,
+                    item.seen + item.num_rows - 1);
     }
 
     int64_t column(const Item& item, int row) const {
@@ -174,7 +187,7 @@ void attend(Worker& w, const kv_cache& cache, const kv_batch& batch, int, float 
             Act* out, int64_t out_stride) {
     attention::Attention<Act> attention(w, cache, batch, scale, q, q_stride, out, out_stride);
     const attention::Plan& plan = *w.team.buffers[kv_team::ATTENTION_PLAN].as<attention::Plan>();
-    w.for_each(plan.num_tasks, [&](int i) { attention.run(plan.tasks[i]); });
+    w.for_each(plan.num_runs, [&](int i) { attention.run(i); });
     if (plan.num_split_rows) w.for_each(plan.num_split_rows, [&](int i) { attention.finish_split(plan.split_rows[i]); });
 }
 

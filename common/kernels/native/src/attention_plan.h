@@ -37,11 +37,12 @@ struct Sizes {
 };
 
 struct Plan {
-    int32_t group, num_items, num_tasks, num_split_rows, max_rows;
+    int32_t group, num_items, num_tasks, num_runs, num_split_rows, max_rows;
     int64_t partials;
     Item* items;
     Task* tasks;
     Task* split_rows;  // item; first: the row
+    int32_t* run_ends;  // A run of tasks is one member's: it fetches a task's first partition while it works on the last's.
 };
 
 constexpr int MOST_ROWS = 192, FEWEST_ROWS = 24, MOST_NUMBERS = 24576;
@@ -59,14 +60,17 @@ class Planner {
     void plan() {
         count();
         team_.buffers[kv_team::ATTENTION_PLAN].reserve(sizeof(Plan) + num_items_ * sizeof(Item) +
-                                                       (num_tasks_ + num_split_rows_) * sizeof(Task));
+                                                       (num_tasks_ + num_split_rows_) * sizeof(Task) +
+                                                       num_tasks_ * sizeof(int32_t));
         Plan& plan = *team_.buffers[kv_team::ATTENTION_PLAN].as<Plan>();
         plan = {};
         plan.group = group_;
         plan.items = reinterpret_cast<Item*>(&plan + 1);
         plan.tasks = reinterpret_cast<Task*>(plan.items + num_items_);
         plan.split_rows = plan.tasks + num_tasks_;
+        plan.run_ends = reinterpret_cast<int32_t*>(plan.split_rows + num_split_rows_);
         for_each_item([&](Item item) { add(plan, item); });
+        join(plan);
         team_.buffers[kv_team::ATTENTION_PARTIALS].reserve(plan.partials * sizeof(float));
         const Sizes sizes(cache_.head_dim, max_rows_);
         plan.max_rows = max_rows_;
@@ -104,13 +108,12 @@ class Planner {
     }
 
     void count() {
-        int64_t total = 0;
         for_each_item([&](const Item& item) {
-            total += cost(item);
+            total_ += cost(item);
             ++num_items_;
             max_rows_ = std::max(max_rows_, item.rows);
         });
-        share_ = team_.size() == 1 ? total : total / (TASKS_PER_MEMBER * team_.size());
+        share_ = team_.size() == 1 ? total_ : total_ / (TASKS_PER_MEMBER * team_.size());
         for_each_item([&](const Item& item) {
             const int tasks = (item.partitions + span(item) - 1) / span(item);
             num_tasks_ += tasks;
@@ -131,13 +134,27 @@ class Planner {
         plan.items[plan.num_items++] = item;
     }
 
+    // Runs become shorter towards the end, so that all members end together.
+    void join(Plan& plan) const {
+        int64_t left = total_, joined = 0;
+        for (int i = 0; i < plan.num_tasks; ++i) {
+            const Task& task = plan.tasks[i];
+            const Item& item = plan.items[task.item];
+            joined += cost(item) * (task.last - task.first) / item.partitions;
+            if (i + 1 < plan.num_tasks && joined < left / (2 * team_.size())) continue;
+            plan.run_ends[plan.num_runs++] = i + 1;
+            left -= joined;
+            joined = 0;
+        }
+    }
+
     kv_team& team_;
     const kv_cache& cache_;
     const kv_batch& batch_;
     int group_, rows_per_item_;
     Sizes sizes_;
     int num_items_ = 0, num_tasks_ = 0, num_split_rows_ = 0, max_rows_ = 0;
-    int64_t share_ = 0;
+    int64_t total_ = 0, share_ = 0;
 };
 
 }  // namespace KV_VARIANT::attention
