@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+from support.gguf_files import Kind, write_gguf
 from support.oracle import make_tiny
+from support.quantized_checkpoints import STYLES, quantize
 
 from common.cluster.redis_server import free_port
 
@@ -42,3 +45,17 @@ def test_corrupt_weights_are_named(model: Path, tmp_path: Path) -> None:
 
 def test_kv_cache_too_small_for_any_request_is_refused(model: Path) -> None:
     assert "kv" in failed_start(model, "--kv-memory-gb", "0.000001").lower()
+
+
+def test_quantized_weights_without_their_scales_are_named(model: Path, tmp_path: Path) -> None:
+    quantized, _ = quantize(model, STYLES["gptq"], tmp_path)
+    tensors = load_file(quantized / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.scales"]
+    save_file(tensors, quantized / "model.safetensors")
+    assert "holds the tensor model.layers.0.mlp.up_proj.scales" in failed_start(quantized)
+
+
+def test_a_truncated_gguf_file_is_named(model: Path, tmp_path: Path) -> None:
+    file, _ = write_gguf(model, tmp_path, lambda name, weight: Kind.F16)
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"{file} is not a GGUF file, or is truncated" in failed_start(file)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 INT4_GROUP = 64
 """Inputs that share a scale where kvrelay itself quantizes."""
 _MIN_GROUP = 8
-_CLIPS = (1.0, 0.95, 0.9, 0.85)
+_CLIPS = (1.0, 0.95, 0.9)
 """Parts of a group's range that `quantize_int4` tries."""
 _CHUNK_WEIGHTS = 2**19
 """Weights that are quantized at a time, so that they stay in a processor's cache."""
