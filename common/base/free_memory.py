@@ -1,8 +1,9 @@
-"""Free memory of this machine. Does not import torch, because the supervisor uses it."""
+"""Free memory, of this machine and of this process. Does not import torch, because the supervisor uses it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 from pathlib import Path
 
@@ -18,3 +19,10 @@ def free_memory_bytes() -> float:
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
         left = min(left, int(_CGROUP_LIMIT.read_text()))
     return left
+
+
+def release_free_memory() -> None:
+    """Give memory that this process has freed back to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -147,11 +147,12 @@ class Build:
         return float_linear(weight, bias, self.precision, self.kernels, is_paired=is_paired)
 
     def lm_head_linear(self, name: str, tied: Tensor | None) -> Linear:
-        """The LM head on this rank's rows of the matrix `name`, which `tied` holds if the embedding is the same; int8
-        suffices for its share of a step, and int4 would show."""
+        """The LM head on this rank's rows of the matrix `name`, which `tied` holds if it is the embedding's; int8 suffices
+        for its share of a step, and int4 would show."""
 
         def make() -> Linear:
-            weight = self._read_vocabulary(name) if tied is None else tied
+            # Where packed weights are shared, `tied` is a view of a file: reading all of it would make it memory.
+            weight = self._read_vocabulary(name) if tied is None or self.packed is not None else tied
             if self.quantize is None:
                 return float_linear(weight, None, self.precision, self.kernels)
             return make_int8_linear(quantize_int8(weight), None, LinearTarget(self.precision, self.kernels))

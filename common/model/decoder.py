@@ -53,7 +53,8 @@ class DecoderModel:
         self._lm_head: LMHead | None = None
         if place.is_last_stage:
             self._norm = make_norm(build, names.final_norm, config.final_norm)
-            self._lm_head = LMHead(build, f"{names.lm_head}.weight", vocabulary if tied else None)
+            lm_head = names.embedding if tied else names.lm_head
+            self._lm_head = LMHead(build, f"{lm_head}.weight", vocabulary if tied else None)
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(build.device)
         self._rope = build.kernels.rotary(frequencies, config.max_context)
         on_progress(parts, parts)

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from common.base.device import CPU
 from common.base.errors import ConfigError
+from common.base.free_memory import release_free_memory
 from common.config.option_groups import Quantization
 from common.kernels.choose import choose_kernels
 from common.kernels.native.library import find_native
@@ -80,6 +81,7 @@ def load_model(
     started = time.monotonic()
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         model = DecoderModel(build, on_progress)
+    release_free_memory()
     log.info("loaded %s from %s in %.1f s", config.architecture, path.name, time.monotonic() - started)
     return model
 

@@ -64,6 +64,14 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file}: cannot read tensor {name}: {error}") from error
 
+    def view(self, name: str, shape: tuple[int, ...], part: Part) -> Tensor:
+        """The part of a tensor as a view of a mapping of its own: the mappings of `read`, whose pages count as this
+        process's memory once they are read, end with this object.
+
+        Raises: as `read`.
+        """
+        return TensorFiles(self._path).read(name, shape, part)
+
     def file_of(self, name: str) -> Path:
         """The file that holds the tensor. Raises: ConfigError if none does."""
         file = self._file_of.get(name)

@@ -61,7 +61,7 @@ class CheckpointWeights:
         """None for what is stored in another dtype."""
         if not isinstance(self._format_of(name), FloatFormat):
             return None
-        stored = self._tensors.read(name, shape, part)
+        stored = self._tensors.view(name, shape, part)
         return stored if stored.dtype == dtype and stored.is_contiguous() else None
 
     def linear(self, stacked: Sequence[StoredTensor], bias: Tensor | None, target: LinearTarget) -> Linear | None:
