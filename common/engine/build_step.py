@@ -22,10 +22,11 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
     placeholder_step = 0
     placeholders: list[tuple[int, int]] = []
     for index, (seq, count) in enumerate(rows):
-        start, stop = seq.num_scheduled, seq.num_scheduled + count
-        first_row = len(token_ids)
+        start, known, blocks = seq.num_scheduled, seq.num_expected, seq.blocks
+        stop = start + count
+        row_of = len(token_ids) - start  # row of position p: p + row_of
         token_ids += seq.token_ids[start:stop]
-        if stop > len(seq.token_ids):
+        if len(token_ids) - row_of < stop:
             if seq.num_pending:
                 source, sample = seq.last_draw
                 assert placeholder_step in (0, source), f"tokens of steps {placeholder_step} and {source} are pending"
@@ -35,11 +36,10 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
             else:
                 token_ids += seq.draft_ids
         positions += range(start, stop)
-        slots += [seq.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
-        known = seq.num_expected
+        slots += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
         for end in range(known, stop + 1):  # `end`: number of tokens up to the row that is sampled
-            row, seen = first_row + end - 1 - start, seq.seen_tokens(end - known)
-            samples.append(SampleSpec(index, row, seq.sampling, end, end - seq.prompt_len, seen))
+            seen = seq.seen_tokens(end - known)
+            samples.append(SampleSpec(index, end - 1 + row_of, seq.sampling, end, end - seq.prompt_len, seen))
     return StepInput(
         step_id=step_id,
         token_ids=token_ids,

@@ -219,7 +219,7 @@ class Scheduler:
             seq.in_flight += 1
             seq.num_scheduled += count
         for index, spec in enumerate(step.samples):
-            seq, _ = rows[spec.seq_index]
+            seq = rows[spec.seq_index][0]
             seq.num_pending += 1
             seq.last_draw = (self._steps, index)
         return Plan(step, [seq for seq, _ in rows], admitted, group)
@@ -230,17 +230,17 @@ class Scheduler:
         A finished sequence is removed, and tokens drawn after its end are dropped.
         """
         self._in_flight[plan.group] -= 1
-        drawn: dict[int, list[SampledToken]] = {}
+        drawn: list[list[SampledToken]] = [[] for _ in plan.seqs]
         for spec, token in zip(plan.step.samples, sampled, strict=True):
-            drawn.setdefault(spec.seq_index, []).append(token)
+            drawn[spec.seq_index].append(token)
         progress: list[Progress] = []
-        for index, (seq, query_len) in enumerate(zip(plan.seqs, plan.step.query_lens, strict=True)):
+        for seq, query_len, tokens in zip(plan.seqs, plan.step.query_lens, drawn, strict=True):
             seq.in_flight -= 1
             if seq.over:
                 self.num_wasted_rows += query_len
                 self._leave(seq)
             else:
-                progress.append(self._advance(seq, query_len, drawn.get(index, [])))
+                progress.append(self._advance(seq, query_len, tokens))
         return progress
 
     def _advance(self, seq: Sequence, num_rows: int, tokens: list[SampledToken]) -> Progress:

@@ -113,9 +113,10 @@ class Sequence:
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Why the sequence ends with its last token, or None if it goes on."""
-        if self.token_ids[-1] in self.sampling.stop_token_ids:
+        sampling, length = self.sampling, len(self.token_ids)
+        if self.token_ids[-1] in sampling.stop_token_ids:
             return "stop"
-        if self.num_generated >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
+        if length - self.prompt_len >= sampling.max_tokens or length >= max_model_len:
             return "length"
         return None
 
