@@ -18,7 +18,7 @@ from common.base.clock import Clock, monotonic
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.05
+_IDLE_WAIT_S = 0.2
 """Longest sleep of an idle loop before it checks deadlines again."""
 
 

@@ -177,7 +177,7 @@ class Supervisor:
                     self._supervisors[child.spec.name] = asyncio.create_task(self._guard(self._supervise(child)))
                     while child.spec.role == "redis" and not child.ready:
                         await asyncio.sleep(_PROBE_S / 4)
-                self._spawn_watcher(Directory(self._redis_url, self._config.cluster, self._on_nodes, _PROBE_S).run())
+                self._spawn_watcher(Directory(self._redis_url, self._config.cluster, self._on_nodes).run())
                 while self._unready() or await self._find_waiting_routers():
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
