@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -26,7 +27,7 @@ def serving(command: Sequence[str], env: Mapping[str, str], url: str, log: Path)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(
-            tied_command(list(command)),
+            tied_command([shutil.which(command[0]) or command[0], *command[1:]]),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench.peers.environments import Environment, install_llama_cpp, install_openvino, install_vllm, run_step
+from bench.peers.environments import (
+    Environment,
+    Unavailable,
+    install_llama_cpp,
+    install_openvino,
+    install_vllm,
+    reason_in,
+    run_step,
+)
 from bench.peers.serving import serving
 from support.system import running_system
 
@@ -25,6 +34,7 @@ MODEL_NAME = "bench"
 MAX_STREAMS, MAX_TOKENS = 16, 8448
 """Most requests at once and most tokens of one, prompt included, in any measurement."""
 _KV_GB = 2
+_START_S = 300.0
 _SMALL_STEP = 256
 _HERE = Path(__file__).resolve().parent
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
@@ -81,12 +91,17 @@ class KvRelay:
     @contextlib.contextmanager
     def served(self, checkpoint: Path, log: Path) -> Iterator[str]:
         arguments = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--prefill", str(self.prefill)]
+        log.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="kvrelay-peers-") as folder:
-            with running_system(Path(folder), *arguments) as system:
-                system.wait_usable(prefill=self.prefill, timeout_s=300.0)
-                yield system.url
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_bytes(system.log_file.read_bytes())
+            try:
+                with running_system(Path(folder), *arguments) as system:
+                    try:
+                        system.wait_usable(prefill=self.prefill, timeout_s=_START_S)
+                    except AssertionError:
+                        raise Unavailable(f"it does not serve: {reason_in(system.log_tail())}; see {log}") from None
+                    yield system.url
+            finally:
+                shutil.copy(Path(folder) / "up.log", log)
 
 
 @dataclass(frozen=True)
