@@ -23,7 +23,7 @@ from bench.peers.comparison import GOODPUT, Comparison, Options  # noqa: E402
 from bench.peers.goodput import RATES, Objectives  # noqa: E402
 from bench.peers.report import OURS  # noqa: E402
 from bench.peers.rows import ROWS, ROWS_OF_SHAPE  # noqa: E402
-from bench.peers.systems import KvRelay, every_system  # noqa: E402
+from bench.peers.systems import every_system  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -93,35 +93,38 @@ def main() -> int:
     comparison = Comparison(options, console)
     try:
         comparison.prepare()
-        if not arguments.install_only:
-            comparison.compare()
-            comparison.judge_disaggregation()
-    finally:
+        if arguments.install_only:
+            return 0
+        comparison.compare()
+        comparison.judge_disaggregation()
+        page = arguments.docs or (None if options.quick else _DOCS)
+        if page is not None:
+            written = section.write_section(comparison.samples, options, comparison.about, comparison.systems)
+            page.write_text(section.replace_section(page.read_text("utf-8"), written), "utf-8")
+    finally:  # an interrupted run keeps what it has
         comparison.close()
-    if not arguments.install_only:
-        _publish(comparison, options, arguments, console)
+        if not arguments.install_only:
+            _print(comparison, options, arguments.json, console)
     return int(any(what.startswith(OURS) for what in comparison.samples.left_out))
 
 
-def _publish(comparison: Comparison, options: Options, arguments: argparse.Namespace, console: Console) -> None:
-    samples, about = comparison.samples, comparison.about
-    titles = {system.name: system.title for system in [*comparison.systems.values(), KvRelay(prefill=0)]}
-    for caption, (header, *rows) in section.tables(samples, titles).items():
+def _print(comparison: Comparison, options: Options, whole_json: Path | None, console: Console) -> None:
+    """Tables to the console, everything as JSON into files."""
+    samples = comparison.samples
+    if options.quick:
+        console.print("[yellow]--quick: shows that everything serves; the figures mean nothing[/yellow]")
+    for caption, (header, *rows) in section.tables(samples, comparison.systems).items():
         printed = Table(*header, title=caption, title_justify="left")
         for row in rows:
             printed.add_row(*row)
         console.print(printed)
     for what, reason in samples.left_out.items():
         console.print(f"left out: {what}: {reason}", markup=False, highlight=False)
-    text = json.dumps(section.as_json(samples, about, titles), indent=1) + "\n"
-    for target in filter(None, (_RESULTS, arguments.json)):
+    text = json.dumps(section.as_json(samples, comparison.about, comparison.systems), indent=1) + "\n"
+    for target in filter(None, (_RESULTS, whole_json)):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, "utf-8")
     console.print(f"JSON: {_RESULTS}", highlight=False)
-    page = arguments.docs or (None if options.quick else _DOCS)
-    if page is not None:
-        written = section.write_section(samples, options, about, comparison.systems, titles)
-        page.write_text(section.replace_section(page.read_text("utf-8"), written), "utf-8")
 
 
 if __name__ == "__main__":

@@ -77,9 +77,11 @@ LINES = (
     Line("batch_itl_p99", f"{_BURST}: ITL p99", "ms", True, scale=1e3),
     Line("itl_p99_quiet", f"{STREAMS} streams: ITL p99, quiet", "ms", True, scale=1e3),
     Line("itl_p99_disturbed", f"{STREAMS} streams: ITL p99, 4k prompts every 2 s", "ms", True, scale=1e3),
+    Line("itl_p99_growth", f"{STREAMS} streams: ITL p99, disturbed / quiet", "x", True),
     Line("answered", f"4k prompts answered in {_LONG_S:g} s", "%", scale=100),
     Line("long_ttft_quiet", "TTFT of 4k prompts, quiet", "ms", True, scale=1e3),
     Line("long_ttft", "TTFT of 4k prompts, beside the streams", "ms", True, scale=1e3),
+    Line("long_ttft_growth", "TTFT of 4k prompts, beside the streams / quiet", "x", True),
 )
 
 

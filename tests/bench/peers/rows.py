@@ -129,12 +129,17 @@ async def _interference(probe: Probe) -> Figures:
             stream.close()
     arrivals = [arrival_times(read_outcome(0, stream, 0.0)) for stream in streams]
     ttfts = [math.inf if o is None or o.ttft_s is None else o.ttft_s for o in prompts]
+    quiet_itl = percentile([gap for _, gap in gaps_of(arrivals, begun_s, loaded_s)], 0.99)
+    disturbed_itl = percentile([gap for _, gap in gaps_of(arrivals, loaded_s, until_s)], 0.99)
+    quiet_ttft, loaded_ttft = median(quiet), sorted(ttfts)[len(ttfts) // 2]
     return {
-        "itl_p99_quiet": percentile([gap for _, gap in gaps_of(arrivals, begun_s, loaded_s)], 0.99),
-        "itl_p99_disturbed": percentile([gap for _, gap in gaps_of(arrivals, loaded_s, until_s)], 0.99),
+        "itl_p99_quiet": quiet_itl,
+        "itl_p99_disturbed": disturbed_itl,
+        "itl_p99_growth": disturbed_itl / quiet_itl,
         "answered": answered_until(prompts, until_s) / count,
-        "long_ttft_quiet": median(quiet),
-        "long_ttft": sorted(ttfts)[len(ttfts) // 2],
+        "long_ttft_quiet": quiet_ttft,
+        "long_ttft": loaded_ttft,
+        "long_ttft_growth": loaded_ttft / quiet_ttft,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.peers import goodput, report
 from bench.peers.comparison import Options, Samples
-from bench.peers.systems import System
+from bench.peers.systems import KvRelay, System
 from bench.results import finite
 from bench.shape import SHAPES
 
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- bench-peers: begin -->", "<!-- bench-peers: end -->"
 
 _HOW = """\
 Every system serves the same random weights in bfloat16 over HTTP to the same client, one system after the other, with
-all cores and its default options except those listed. Medians of {rounds} rounds. In brackets: how many times better
+all cores and its default options except those listed. Medians, rounds: {rounds}. In brackets: how many times better
 kvrelay is (a higher rate, a shorter time), the median of the ratios within each round. Bounds of one decode step are
 reading all weights once, or their products; of a prompt its arithmetic; at the rates measured in the same round ({limits})."""
 _GOODPUT = """\
@@ -29,13 +29,18 @@ _PLACEMENTS = {
     "shared cores": "On one shared set of cores:",
     "two hosts": (
         "On two hosts with one core each (network namespaces; the client and kvrelay's router beside them on both): "
-        "a prefill and a decode node; two decode nodes; two vLLM servers that get every second request:"
+        "a prefill and a decode node; two decode nodes; two vLLM servers that get half of the requests each:"
     ),
 }
 
 
-def tables(samples: Samples, titles: Mapping[str, str]) -> dict[str, list[list[str]]]:
+def _titles(systems: Mapping[str, System]) -> dict[str, str]:
+    return {system.name: system.title for system in [*systems.values(), KvRelay(prefill=0)]}
+
+
+def tables(samples: Samples, systems: Mapping[str, System]) -> dict[str, list[list[str]]]:
     """Every table by its caption."""
+    titles = _titles(systems)
     found: dict[str, list[list[str]]] = {}
     for shape, rounds in samples.figures.items():
         if any(any(figures) for figures in rounds.values()):
@@ -45,20 +50,14 @@ def tables(samples: Samples, titles: Mapping[str, str]) -> dict[str, list[list[s
     return found
 
 
-def write_section(
-    samples: Samples,
-    options: Options,
-    about: Mapping[str, Any],
-    systems: Mapping[str, System],
-    titles: Mapping[str, str],
-) -> str:
+def write_section(samples: Samples, options: Options, about: Mapping[str, Any], systems: Mapping[str, System]) -> str:
     """The documents' section, in Markdown, without the markers."""
     limits = [found for by_shape in samples.limits.values() for found in by_shape]
     words = report.bounds_in_words(limits) if limits else "not measured"
     parts = [f"{about['cpu']}, {about['cores']} cores, PyTorch {about['torch']}."]
     parts.append(_HOW.format(rounds=options.rounds, limits=words))
     parts.append("\n".join(f"- {system.title}: {system.options}" for system in systems.values()))
-    every = tables(samples, titles)
+    every = tables(samples, systems)
     parts += [report.markdown(rows) for caption, rows in every.items() if caption.startswith("Shape")]
     if samples.goodput:
         parts.append("### Is disaggregation worth it here?")
@@ -99,11 +98,11 @@ def replace_section(page: str, section: str) -> str:
     return f"{before}{begin}\n\n{section}\n\n{end}{after}"
 
 
-def as_json(samples: Samples, about: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, Any]:
+def as_json(samples: Samples, about: Mapping[str, Any], systems: Mapping[str, System]) -> dict[str, Any]:
     """Everything that was measured, as plain data; what is not a number becomes null."""
     return {
         "machine": dict(about),
-        "systems": dict(titles),
+        "systems": {system.name: f"{system.title}: {system.options}" for system in systems.values()},
         "limits": {shape: [asdict(found) for found in limits] for shape, limits in samples.limits.items()},
         "figures": {
             shape: {

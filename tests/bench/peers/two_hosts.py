@@ -48,13 +48,13 @@ def kvrelay(checkpoint: Path, roles: Sequence[str], logs: Path) -> Iterator[list
     """One node of the given role on each host, and a router for both. Yields its URL."""
     logs.mkdir(parents=True, exist_ok=True)
     with Network(*_NAMES) as network, contextlib.ExitStack() as stack:
-        redis_url = f"redis://{network.address}:6379/0"
+        redis_port, port = free_port(), free_port()
+        redis_url = f"redis://{network.address}:{redis_port}/0"
         cli = [sys.executable, "-m", "common.cli"]
         shared = ["--redis-url", redis_url, "--cluster", "peers"]
-        redis = ["--bind", network.address, "--protected-mode", "no", "--save", "", "--dir", str(logs)]
-        port = free_port()
+        redis = ["--bind", network.address, "--port", str(redis_port), "--protected-mode", "no", "--save", ""]
         router = [*cli, "router", "--port", str(port), "--served-model-name", MODEL_NAME, *shared]
-        services = [Service("redis", [find_redis_binary(), *redis], None, logs / "redis.log")]
+        services = [Service("redis", [find_redis_binary(), *redis, "--dir", str(logs)], None, logs / "redis.log")]
         services.append(Service("router", router, None, logs / "router.log"))
         for index, (role, host) in enumerate(zip(roles, network.hosts.values(), strict=True)):
             node = [*cli, role, "--model", str(checkpoint), "--host", host.address, "--port", "5000", *shared]

@@ -17,7 +17,7 @@ from support.paths import ROOT
 from common.base.errors import ConfigError
 
 ABOUT = {"cpu": "Some Processor", "cores": 2, "torch": "2.13.0"}
-TITLES = {"kvrelay": "kvrelay", "vllm": "vLLM", "vllm-256": "vLLM, 256-token steps"}
+SYSTEMS = every_system(Path())
 
 
 def samples() -> Samples:
@@ -31,7 +31,7 @@ def samples() -> Samples:
 
 def test_the_section_names_processor_options_figures_and_what_was_left_out() -> None:
     options = Options(cache=Path(), peers=["vllm"], shapes=["33m"], only=[])
-    text = write_section(samples(), options, ABOUT, every_system(Path()), TITLES)
+    text = write_section(samples(), options, ABOUT, SYSTEMS)
     for expected in (
         "Some Processor, 2 cores",
         "memory read 31 to 31 GB/s",
@@ -64,7 +64,7 @@ def test_the_benchmarks_page_has_the_markers() -> None:
 
 
 def test_what_is_not_a_number_is_null_in_the_json() -> None:
-    whole = json.loads(json.dumps(as_json(samples(), ABOUT, TITLES)), parse_constant=pytest.fail)
+    whole = json.loads(json.dumps(as_json(samples(), ABOUT, SYSTEMS)), parse_constant=pytest.fail)
     assert whole["figures"]["33m"]["kvrelay"] == [{"one_stream": 56.0, "long_ttft": None}]
     assert whole["goodput"]["two hosts"]["kvrelay"][0]["itl_p99"] is None
     assert whole["limits"]["33m"] == [{"read": 31e9, "product": 420e9}]
