@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
 """Pause between two reads, so that one answer contains the entries of many nodes."""
-_BLOCK_MS = 500
+_BLOCK_MS = 200
 """A read waits at most this long for entries; newly listed nodes wait for its end."""
 _READ_ENTRIES = 64
 _SCAN_BLOCKS = 2000
