@@ -12,8 +12,9 @@ from starlette.types import Receive
 
 from common.base.errors import KvRelayError
 from router.fast.yield_turn import yield_turn
-from router.http.openai_format import DONE, Format, FormatOptions, Json, error_body, sse, to_json, usage
-from router.http.response_headers import serving_details
+from router.http.format import Format
+from router.http.json_body import Json, to_json
+from router.http.openai.base_format import usage
 from router.requests.generation import Generation
 from router.requests.request import Delta
 
@@ -124,20 +125,20 @@ class Answer:
         failed = (each for each in self.generations if each.outcome is not None and each.outcome.error is error)
         return next(failed, self.generations[0] if self.generations else None)
 
-    async def events(self, form: Format, options: FormatOptions) -> AsyncIterator[tuple[bytes, bool]]:
+    async def events(self, form: Format) -> AsyncIterator[tuple[bytes, bool]]:
         """The parts of the stream's body, each with whether more follows. Text that arrived together is one write, even if
         it has many events.
         """
         opened: set[int] = set()
-        text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
         open_choices = dict(enumerate(self.generations))
         sent = 0
         """Tokens in the chunks so far."""
 
-        def event(chunk: Json) -> bytes:
-            if options.continuous_usage:
-                chunk["usage"] = usage(self.generations, sent)
-            return sse(chunk)
+        def framed(chunks: list[Json]) -> list[bytes]:
+            if form.options.continuous_usage:
+                for chunk in chunks:
+                    chunk["usage"] = usage(self.generations, sent)
+            return [form.frame(chunk) for chunk in chunks]
 
         while open_choices:
             await self._news.wait()
@@ -147,15 +148,15 @@ class Answer:
                 deltas, outcome = generation.take(), generation.outcome
                 if (deltas or outcome is not None) and index not in opened:
                     opened.add(index)
-                    parts += [event(chunk) for chunk in form.opening(generation, index)]
-                if text_only:
+                    parts += framed(form.opening(generation, index))
+                ended = outcome is not None and outcome.finish_reason is not None
+                last = _last(deltas) if ended else None
+                if form.text_only:
                     parts += [form.text_event(delta.text, index) for delta in deltas if delta.text]
                     deltas = ()
                 for delta in deltas:
                     sent += len(delta.token_ids)
-                    chunk = form.delta(delta, index)
-                    if chunk is not None:
-                        parts.append(event(chunk))
+                    parts += framed(form.delta(delta, index))
                     if len(parts) >= _PORTION:
                         yield b"".join(parts), True
                         parts.clear()
@@ -163,21 +164,29 @@ class Answer:
                 if outcome is None:
                     continue
                 if outcome.error is not None:
-                    told = {**error_body(outcome.error), "kvrelay": serving_details(generation)}
-                    yield b"".join([*parts, sse(told), DONE]), False
+                    parts += [form.frame(form.failure(outcome.error, generation)), form.done]
+                    yield b"".join(parts), False
                     return
-                if outcome.finish_reason is None:
+                if last is None:
                     yield b"", False
                     return
                 del open_choices[index]
-                # The headers were sent with the first token; only now are the details complete.
-                parts.append(event({**form.closing(outcome, index), "kvrelay": serving_details(generation)}))
+                sent += len(last.token_ids)
+                parts += framed(form.closing(generation, index, last))
             if not open_choices:
-                if options.usage_in_stream:
-                    parts.append(sse(form.usage_chunk(self.generations)))
-                parts.append(DONE)
+                parts += [form.frame(chunk) for chunk in form.ending(self.generations)]
+                parts.append(form.done)
             if parts:
                 yield b"".join(parts), bool(open_choices)
+
+
+def _last(deltas: list[Delta]) -> Delta:
+    """Take the new tokens that came with the end: the last ones, and text that waited for them."""
+    rest = deltas.pop() if deltas else Delta("", [], None)
+    if rest.token_ids or not deltas:
+        return rest
+    tokens = deltas.pop()
+    return Delta(tokens.text + rest.text, tokens.token_ids, tokens.logprobs)
 
 
 def _joined(lists: list[bytes]) -> bytes:

@@ -20,9 +20,14 @@ from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.api_keys import KeyGuard
 from router.http.body import read_body
-from router.http.build_request import caller_of, chat_generation, text_generation
-from router.http.openai_format import ChatFormat, Format, FormatOptions, TextFormat
-from router.http.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase, RequestT, parse_body
+from router.http.format import Format, FormatOptions
+from router.http.openai.build_request import caller_of, chat_generation, completion_generation
+from router.http.openai.chat_format import ChatFormat
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.completion_format import CompletionFormat
+from router.http.openai.completion_request import CompletionRequest
+from router.http.openai.parse_body import RequestT, parse_body
+from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.operator_routes import add_operator_routes, version
 from router.http.request_headers import header
 from router.http.response_headers import RequestIds, headers, printable
@@ -63,7 +68,7 @@ def build(services: Services) -> FastAPI:
         services.dispatcher.check_room(1, caller.tenant)
         generation = await _maybe_on_thread(size, lambda: chat_generation(body, model, caller))
         options = _options(request, body, model)
-        return await _serve(request, services, body, [generation], ChatFormat(options, model.tokenizer), options)
+        return await _serve(request, services, body, [generation], ChatFormat(options, model.tokenizer))
 
     @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -74,11 +79,11 @@ def build(services: Services) -> FastAPI:
         caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
         services.dispatcher.check_room(len(body.prompt), caller.tenant)
         generations = await _maybe_on_thread(
-            size, lambda: [text_generation(body, model, prompt, caller) for prompt in body.prompt]
+            size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]
         )
         options = _options(request, body, model)
-        form = TextFormat(options, model.tokenizer, len(generations))
-        return await _serve(request, services, body, generations, form, options)
+        form = CompletionFormat(options, model.tokenizer, len(generations))
+        return await _serve(request, services, body, generations, form)
 
     return app
 
@@ -122,14 +127,13 @@ async def _serve(
     body: CompletionRequestBase,
     wanted: list[GenerationRequest],
     form: Format,
-    options: FormatOptions,
 ) -> Response:
     """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
     await yield_turn()
     answer = Answer()
     ids: RequestIds = request.scope[_IDS]
     handed_over = False
-    services.metrics.set_model(options.model)
+    services.metrics.set_model(form.options.model)
     try:
         answer.generations = services.dispatcher.submit(
             ids.own, wanted, form.tokenizer.pieces, answer.on_news, ids.client
@@ -137,7 +141,7 @@ async def _serve(
         answer.watch(request.receive)
         if body.stream:
             await answer.begun()
-            stream = EventStream(answer, answer.events(form, options), headers(ids, answer.generations[0]))
+            stream = EventStream(answer, answer.events(form), headers(ids, answer.generations[0]))
             handed_over = True
             return stream
         deltas = await answer.finished()

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from common.base.errors import KvRelayError
 from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
-from router.http.openai_format import error_body, to_json
+from router.http.json_body import error_body, to_json
 from router.http.response_headers import RawHeaders
 
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"content-type", b"text/event-stream; charset=utf-8")]

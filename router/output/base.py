@@ -11,7 +11,8 @@ class ToolCallDelta(NamedTuple):
     """A part of one tool call. A call's first delta has its id and name; the `arguments` of all its deltas, joined, are one
     JSON object."""
 
-    index: int
+    call: int
+    """Number of the call in the answer, from 0."""
     id: str | None = None
     name: str | None = None
     arguments: str = ""
@@ -53,12 +54,12 @@ class ParsedMessage:
         """Append a delta."""
         self.content += delta.content
         self.reasoning += delta.reasoning
-        for call in delta.tool_calls:
-            if call.index == len(self.tool_calls):
-                self.tool_calls.append(call)
+        for part in delta.tool_calls:
+            if part.call == len(self.tool_calls):
+                self.tool_calls.append(part)
             else:
-                known = self.tool_calls[call.index]
-                self.tool_calls[call.index] = known._replace(arguments=known.arguments + call.arguments)
+                known = self.tool_calls[part.call]
+                self.tool_calls[part.call] = known._replace(arguments=known.arguments + part.arguments)
 
 
 def parse_whole(parser: OutputParser, text: str) -> ParsedMessage:

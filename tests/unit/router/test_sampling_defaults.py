@@ -14,8 +14,10 @@ from common.base.errors import BadRequest, ConfigError
 from common.config.option_groups import GenerationConfig
 from common.control.messages import SamplingParams
 from common.model.hub import DEMO_MODEL_PATH
-from router.http.build_request import Caller, _generation_request
-from router.http.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase
+from router.http.openai.build_request import Caller, _generation_request
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.completion_request import CompletionRequest
+from router.http.openai.shared_fields import CompletionRequestBase
 from router.model_catalog import ModelCatalog, ServedModel, load
 from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 

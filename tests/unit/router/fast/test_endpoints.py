@@ -16,7 +16,10 @@ from starlette.types import ASGIApp
 from common.base.errors import BadRequest
 from router.fast.endpoints import DirectEndpoints
 from router.http.api_keys import KeyGuard
-from router.http.openai_format import ChatFormat, FormatOptions, TextFormat, sse, to_json
+from router.http.format import FormatOptions
+from router.http.json_body import sse, to_json
+from router.http.openai.chat_format import ChatFormat
+from router.http.openai.completion_format import CompletionFormat
 from router.http.responses import JsonResponse
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
@@ -79,10 +82,9 @@ def test_the_short_way_wants_a_key() -> None:
 @pytest.mark.parametrize("text", ["a", ' "quoted" \\ ', "\n\t\x00\x1f\x7f", "äß漢🙂", "\u2028</script>", "text"])
 def test_a_text_event_is_the_event_of_its_chunk(text: str, usage: bool) -> None:
     options = FormatOptions('cmpl-"1"', "text", usage_in_stream=usage)
-    for form in (ChatFormat(options, cast("Tokenizer", None)), TextFormat(options, cast("Tokenizer", None), 2)):
+    for form in (ChatFormat(options, cast("Tokenizer", None)), CompletionFormat(options, cast("Tokenizer", None), 2)):
         for index in (0, 1, 0):
-            chunk = form.delta(Delta(text, [5], None), index)
-            assert chunk is not None
+            (chunk,) = form.delta(Delta(text, [5], None), index)
             assert form.text_event(text, index) == sse(chunk)
 
 

@@ -19,7 +19,9 @@ from common.base.errors import Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router.http.answer import Answer
-from router.http.openai_format import ChatFormat, FormatOptions, TextFormat
+from router.http.format import FormatOptions
+from router.http.openai.chat_format import ChatFormat
+from router.http.openai.completion_format import CompletionFormat
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests import flow_events as f
@@ -125,7 +127,7 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
     """With twenty for each token, those of thousands take seconds; all streams and the nodes' leases would wait."""
     tokenizer, tokens = cast("Any", SimpleNamespace(pieces=PIECES, text_of=lambda token_id: "ab"[token_id])), 333
     options = FormatOptions("r", "m", with_logprobs=True)
-    form = ChatFormat(options, tokenizer) if call == "chat" else TextFormat(options, tokenizer, 2)
+    form = ChatFormat(options, tokenizer) if call == "chat" else CompletionFormat(options, tokenizer, 2)
     names = ["content"] if call == "chat" else ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
     turns = 0
 
@@ -148,7 +150,7 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
         answer.on_news()
         counting = asyncio.create_task(count_turns())
         if streamed:
-            events = b"".join([data async for data, _ in answer.events(form, options)]).decode()
+            events = b"".join([data async for data, _ in answer.events(form)]).decode()
             bodies = [json.loads(event) for event in events.split("data: ")[1:-1]]
         else:
             bodies = [json.loads(await answer.whole(form, await answer.finished()))]

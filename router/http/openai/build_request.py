@@ -12,7 +12,10 @@ from starlette.types import Scope
 
 from common.base.errors import BadRequest
 from common.control.messages import EngineRequest
-from router.http.openai_types import ChatRequest, CompletionRequest, CompletionRequestBase
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.completion_request import CompletionRequest
+from router.http.openai.sampling_params import sampling_params
+from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.request_headers import api_key, header
 from router.model_catalog import ServedModel
 from router.requests.request import GenerationRequest
@@ -45,7 +48,7 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ge
     return _generation_request(body, model, prompt_ids, "messages", caller)
 
 
-def text_generation(
+def completion_generation(
     body: CompletionRequest, model: ServedModel, prompt: str | list[int], caller: Caller
 ) -> GenerationRequest:
     if isinstance(prompt, str):
@@ -89,7 +92,7 @@ def _generation_request(
     defaults = model.sampling_defaults
     usual = defaults.max_tokens and max(defaults.max_tokens, body.min_tokens or 0)
     max_tokens = min(wanted or usual or room, room)
-    sampling = body.sampling(max_tokens=max_tokens, eos_token_ids=model.eos_token_ids, defaults=defaults)
+    sampling = sampling_params(body, max_tokens=max_tokens, eos_token_ids=model.eos_token_ids, defaults=defaults)
     beyond = [token_id for token_id in body.stop_token_ids or () if token_id >= model.vocab_size]
     if beyond:
         raise BadRequest(f"token id {beyond[0]} is not below {model.vocab_size}", param="stop_token_ids")

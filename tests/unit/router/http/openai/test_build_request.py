@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.http.build_request import caller_of
-from router.http.openai_types import CompletionRequest
+from router.http.openai.build_request import caller_of
+from router.http.openai.completion_request import CompletionRequest
 
 
 def tenant(authorization: str, user: str | None = None, *, with_keys: bool = True) -> str:

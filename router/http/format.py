@@ -1,0 +1,75 @@
+"""What a call's response shape must be able to do, so that one driver (`router.http.answer`) serves every call. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.base.errors import KvRelayError
+from router.http.json_body import Json
+from router.requests.generation import Generation
+from router.requests.request import Delta
+from router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class FormatOptions:
+    """The response options that the client chose."""
+
+    request_id: str
+    model: str
+    with_logprobs: bool = False
+    with_token_ids: bool = False
+    skip_special_tokens: bool = True
+    usage_in_stream: bool = False
+    continuous_usage: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Format(Protocol):
+    """The response shape of one call, for one request: it may keep state between the chunks of its choices."""
+
+    tokenizer: Tokenizer
+    options: FormatOptions
+    text_only: bool
+    """Whether `text_event` serves for all chunks except the opening and closing ones."""
+    done: bytes
+    """The last bytes of every stream."""
+
+    def opening(self, generation: Generation, index: int) -> list[Json]:
+        """The stream's first chunks for this choice, before its text."""
+        ...
+
+    def delta(self, delta: Delta, index: int) -> list[Json]:
+        """The chunks for some new tokens; none if there is nothing to show."""
+        ...
+
+    def text_event(self, text: str, index: int) -> bytes:
+        """The framed chunk of `delta` for a client that gets only text; built without the chunk's dict."""
+        ...
+
+    def closing(self, generation: Generation, index: int, last: Delta) -> list[Json]:
+        """The choice's last chunks. `last`: the new tokens that came with its end."""
+        ...
+
+    def ending(self, generations: Sequence[Generation]) -> list[Json]:
+        """The stream's last chunks, after those of all choices."""
+        ...
+
+    def failure(self, error: KvRelayError, generation: Generation) -> Json:
+        """The chunk that ends a stream with an error."""
+        ...
+
+    def frame(self, chunk: Json) -> bytes:
+        """A chunk as a server-sent event."""
+        ...
+
+    def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
+        """The log-probabilities of these tokens, which must follow those of the last call."""
+        ...
+
+    def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
+        """The non-streamed response without log-probabilities, of which there can be millions (`router.http.answer`)."""
+        ...

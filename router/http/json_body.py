@@ -1,0 +1,46 @@
+"""JSON bodies, server-sent events and errors in OpenAI's shape. Pure; `to_json` is on the router's hot path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pydantic_core
+
+from common.base.errors import ClientError, KvRelayError, Overloaded
+
+Json = dict[str, Any]
+
+
+def to_json(value: object) -> bytes:
+    """Compact JSON in UTF-8."""
+    try:
+        return pydantic_core.to_json(value)
+    except pydantic_core.PydanticSerializationError:  # an unpaired surrogate, which can only come from a client
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def sse(data: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + to_json(data) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error_body(error: KvRelayError) -> Json:
+    """An error in OpenAI's shape."""
+    if isinstance(error, ClientError):
+        kind = "invalid_request_error"
+    elif isinstance(error, Overloaded):
+        kind = "rate_limit_error"
+    else:
+        kind = "server_error"
+    return {
+        "error": {
+            "message": error.message or error.code,
+            "type": kind,
+            "param": getattr(error, "param", None),
+            "code": error.code,
+        }
+    }

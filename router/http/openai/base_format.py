@@ -1,0 +1,83 @@
+"""What the chunks of both completion calls share. Pure; the per-chunk functions are on the router's hot path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.base.errors import KvRelayError
+from router.fast.text_events import TextEvents
+from router.http.format import FormatOptions
+from router.http.json_body import DONE, Json, error_body, sse, to_json
+from router.http.response_headers import serving_details
+from router.requests.generation import Generation
+from router.requests.request import Delta, Outcome
+from router.text.tokenizer import Tokenizer
+
+
+def usage(generations: Sequence[Generation], completion: int | None = None) -> Json:
+    """Token counts over all choices. `completion`: number of tokens sent so far; None: all."""
+    prompt = sum(len(generation.request.engine.prompt_ids) for generation in generations)
+    if completion is None:
+        completion = sum(generation.completion_tokens for generation in generations)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens for generation in generations)},
+    }
+
+
+class BaseFormat:
+    """The parts that all chunks of a stream share."""
+
+    done = DONE
+
+    def __init__(self, options: FormatOptions, tokenizer: Tokenizer, chunk_kind: str) -> None:
+        self.options = options
+        self.tokenizer = tokenizer
+        self.text_only = not (options.with_logprobs or options.with_token_ids or options.continuous_usage)
+        self._head: Json = {
+            "id": options.request_id,
+            "object": chunk_kind,
+            "created": options.created,
+            "model": options.model,
+        }
+        self._text_events = TextEvents()
+
+    def delta(self, delta: Delta, index: int) -> list[Json]:
+        raise NotImplementedError
+
+    def text_event(self, text: str, index: int) -> bytes:
+        return self._text_events.event(index, to_json(text), self._whole_text_event)
+
+    def _whole_text_event(self, text: str, index: int) -> bytes:
+        (chunk,) = self.delta(Delta(text, [], None), index)
+        return sse(chunk)
+
+    def chunk(self, choice: Json) -> Json:
+        body: Json = {**self._head, "choices": [choice]}
+        if self.options.usage_in_stream:
+            body["usage"] = None
+        return body
+
+    def ending(self, generations: Sequence[Generation]) -> list[Json]:
+        return [{**self._head, "choices": [], "usage": usage(generations)}] if self.options.usage_in_stream else []
+
+    def failure(self, error: KvRelayError, generation: Generation) -> Json:
+        return {**error_body(error), "kvrelay": serving_details(generation)}
+
+    def frame(self, chunk: Json) -> bytes:
+        return sse(chunk)
+
+    def closing_chunk(self, choice: Json, generation: Generation) -> Json:
+        """The chunk with the reason. The headers were sent with the first token; only now are the details complete."""
+        return {**self.chunk({**choice, **reasons(generation.outcome)}), "kvrelay": serving_details(generation)}
+
+
+def all_ids(deltas: Sequence[Delta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def reasons(outcome: Outcome | None) -> Json:
+    assert outcome is not None
+    return {"finish_reason": outcome.finish_reason, "stop_reason": outcome.stop_reason}

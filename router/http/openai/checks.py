@@ -1,0 +1,40 @@
+"""What the checks of request bodies share: bounds, and how error messages quote a client's input. Pure."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, cast
+
+ECHO_CHARS = 200
+"""Error messages quote at most this much of the client's input."""
+
+MAX_INT = 2**31 - 1
+"""Upper limit for all integers except the seed: those of JSON are unbounded, those of the wire protocol are not."""
+
+_excerpt = reprlib.Repr()
+_excerpt.maxlevel = 3
+_excerpt.maxlist = _excerpt.maxdict = 8
+_excerpt.maxlong = 40
+
+
+def shorten(value: object) -> str:
+    """`value` as error messages show it. The cost does not depend on its size."""
+    text = repr(value[: ECHO_CHARS + 1]) if isinstance(value, str) else _excerpt.repr(value)
+    return text if len(text) <= ECHO_CHARS else text[:ECHO_CHARS] + "..."
+
+
+def items(value: Any) -> list[Any] | None:
+    """`value` if it is a list."""
+    return cast("list[Any]", value) if isinstance(value, list) else None
+
+
+def as_object(value: Any) -> dict[str, Any] | None:
+    """`value` if it is a JSON object."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def bounded(value: Any, limit: int, what: str) -> Any:
+    """`value`, unless it is too long a list. Checked before the items, because each wrong item creates an error object."""
+    if len(items(value) or ()) > limit:
+        raise ValueError(f"at most {limit} {what} are allowed")
+    return value

@@ -1,0 +1,46 @@
+"""Body of `POST /v1/completions`. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from router.http.openai.checks import MAX_INT, items
+from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
+
+MAX_PROMPTS = 64
+
+
+class CompletionRequest(CompletionRequestBase):
+    """Body of `POST /v1/completions`. `prompt` is a list of prompts once validated."""
+
+    prompt: list[str] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = True
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        prompts = [value] if isinstance(value, str) else items(value)
+        if prompts and _are_token_ids(prompts):
+            prompts = [prompts]
+        if len(prompts or ()) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed in one request")
+        if prompts is None or not (
+            all(isinstance(item, str) for item in prompts) or all(_are_token_ids(item) for item in prompts)
+        ):
+            raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+        if not prompts or not all(prompts):
+            raise ValueError("must not be empty")
+        return prompts
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+def _are_token_ids(value: Any) -> bool:
+    tokens = items(value)
+    return tokens is not None and set(map(type, tokens)) <= {int}

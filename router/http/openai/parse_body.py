@@ -1,0 +1,42 @@
+"""From the bytes of a body to a validated request. Pure."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from common.base.errors import BadRequest
+from router.http.openai.checks import ECHO_CHARS, as_object, shorten
+from router.http.openai.shared_fields import CompletionRequestBase
+from router.http.openai.unsupported import UNSUPPORTED
+
+RequestT = TypeVar("RequestT", bound=CompletionRequestBase)
+
+
+def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
+    """The request in a body.
+
+    Raises: BadRequest naming the first field that is wrong.
+    """
+    try:
+        body = as_object(from_json(data, allow_inf_nan=False, cache_strings=False))
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {str(error)[:ECHO_CHARS]}", code="invalid_json") from error
+    if body is None:
+        raise BadRequest("the body must be a JSON object")
+    for name in sorted(body.keys() & UNSUPPORTED.keys()):
+        if not UNSUPPORTED[name](body[name]):
+            raise BadRequest(
+                f"{name}={shorten(body[name])} is not supported yet", param=name, code="unsupported_parameter"
+            )
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = [str(part) for part in first["loc"]]
+        message = first["msg"].removeprefix("Value error, ")
+        where = ".".join(place) + ": " if place else ""
+        got = "" if first["type"] in ("missing", "value_error") else f" (got {shorten(first['input'])})"
+        raise BadRequest(f"{where}{message}{got}", param=place[0] if place else None) from error

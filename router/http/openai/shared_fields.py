@@ -1,0 +1,111 @@
+"""The request fields that both completion calls share, with their limits.
+
+Pure. Bodies are bounded and checked before any tokenization. Every field that reaches the wire protocol is validated here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from router.http.openai.checks import MAX_INT, as_object, bounded, items
+
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_REQUEST_ID = 256
+MAX_PRIORITY = 1000
+"""Allowed range: -MAX_PRIORITY to MAX_PRIORITY."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream contains in addition to the answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class CompletionRequestBase(BaseModel):
+    """Fields that both calls share."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    stop: list[str] = Field(default_factory=lambda: [])
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] | None = None
+    ignore_eos: bool | None = False
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = 0
+    skip_special_tokens: bool | None = True
+    return_token_ids: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    """Lower is served earlier."""
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
+    """The client's own id of the request. It is echoed, never used as a key."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _check_stop(cls, value: Any) -> list[str]:
+        stops = [] if value is None else [value] if isinstance(value, str) else items(value)
+        if stops is None or not all(isinstance(stop, str) for stop in stops):
+            raise ValueError("must be a string or a list of strings")
+        if len(stops) > 4:
+            raise ValueError("at most 4 stop strings are allowed")
+        if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+            raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
+        return stops
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _bound_stop_token_ids(cls, value: Any) -> Any:
+        return bounded(value, MAX_STOP_TOKEN_IDS, "token ids")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_logit_bias(cls, value: Any) -> Any:
+        biases = as_object(value) or {}
+        if len(biases) > MAX_LOGIT_BIAS:
+            raise ValueError(f"at most {MAX_LOGIT_BIAS} biases are allowed")
+        if not all(key.isascii() and key.isdecimal() and len(key) <= 10 for key in biases):
+            raise ValueError("the keys must be token ids, as decimal numbers")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> CompletionRequestBase:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in `SamplingParams.logprobs`."""
+        return None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The client's limit on generated tokens."""
+        return self.max_tokens
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.usage_in_stream and bool(self.stream_options and self.stream_options.continuous_usage_stats)

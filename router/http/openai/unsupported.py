@@ -1,0 +1,59 @@
+"""Fields of OpenAI or vLLM that would change the answer and are not supported: refused by name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _absent(value: Any) -> bool:
+    return value is None or value is False or value == [] or value == {} or value == ""
+
+
+def _only(*harmless: Any) -> Callable[[Any], bool]:
+    return lambda value: value is None or any(value == each and type(value) is not bool for each in harmless)
+
+
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "n": _only(1),
+    "best_of": _only(1),
+    "length_penalty": _only(1),
+    "response_format": lambda value: value is None or value == {"type": "text"},
+    "tool_choice": _only("none", "auto"),
+    "function_call": _only("none", "auto"),
+    "modalities": lambda value: value is None or value == ["text"],
+    **dict.fromkeys(
+        (
+            "tools",
+            "functions",
+            "echo",
+            "suffix",
+            "audio",
+            "prediction",
+            "web_search_options",
+            "reasoning_effort",
+            "verbosity",
+            "use_beam_search",
+            "include_stop_str_in_output",
+            "truncate_prompt_tokens",
+            "prompt_logprobs",
+            "allowed_token_ids",
+            "bad_words",
+            "logits_processors",
+            "continue_final_message",
+            "chat_template",
+            "documents",
+            "mm_processor_kwargs",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structural_tag",
+            "prompt_embeds",
+            "kv_transfer_params",
+        ),
+        _absent,
+    ),
+}
+"""By field: whether this value has no effect, and is accepted."""
