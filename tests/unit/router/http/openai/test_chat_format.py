@@ -10,7 +10,7 @@ from router.http.openai.chat_format import ChatFormat
 from router.output.base import ParsedDelta, ToolCallDelta
 from router.requests.request import Delta, Outcome
 
-ENDED = cast("Any", SimpleNamespace(outcome=Outcome("stop"), decision=None, request_id="r"))
+ENDED = cast("Any", SimpleNamespace(outcome=Outcome("stop"), decision=None, served=None, request_id="r"))
 
 
 class CallAfterBar:
