@@ -27,7 +27,8 @@ from common.engine.kv_transfer import (
     SourceReleased,
 )
 from common.kv.rank_layout import KVLayout
-from kvtransfer.transfer_state import Batch, Claim, Incoming, Outgoing
+from kvtransfer.incoming import Claim, Incoming
+from kvtransfer.outgoing import Batch, Outgoing
 from kvtransfer.wire import SliceHeader
 
 

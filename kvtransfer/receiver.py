@@ -22,10 +22,10 @@ from common.kv.storage import KVStorage
 from kvtransfer import wire
 from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice
 from kvtransfer.copy.host import make_copier
+from kvtransfer.incoming import Claim
 from kvtransfer.iothread import IOThread
 from kvtransfer.rank_transfers import ReceivingTransfers
 from kvtransfer.traffic import TrafficCounter
-from kvtransfer.transfer_state import Claim
 from kvtransfer.transports.base import Arrival, Listener, TransportContext, poll, poll_timeout_ms
 from kvtransfer.transports.choose import format_offers
 

@@ -22,10 +22,10 @@ from common.kv.storage import KVStorage
 from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice
 from kvtransfer.copy.host import make_copier
 from kvtransfer.iothread import IOThread
+from kvtransfer.outgoing import Batch
 from kvtransfer.peer_table import PeerTable, RankPair
 from kvtransfer.rank_transfers import SendingTransfers
 from kvtransfer.traffic import TrafficCounter
-from kvtransfer.transfer_state import Batch
 from kvtransfer.transports.base import Buffer, Connector, Peer, Ready, TransportContext, poll, poll_timeout_ms
 from kvtransfer.wire import SliceHeader
 

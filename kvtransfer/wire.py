@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 from pydantic import ConfigDict, Field
 
-from common.base.errors import ProtocolError
+from common.base.errors import ProtocolError, TransferError
 from common.base.hashing import HASH_BYTES
 from common.control.codec import Codec
 from common.control.messages import AttemptKey
@@ -135,3 +136,18 @@ def _decode(data: bytes | memoryview) -> object:
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header has at most {MAX_HEADER_BYTES} bytes, this one has {len(data)}")
     return _CODEC.decode(data)
+
+
+def checked_block_ids(blocks: list[int], hashes: list[bytes], num_blocks: int) -> np.ndarray:
+    """`blocks` as int64, each one inside the storage, each with its hash.
+
+    Raises: TransferError.
+    """
+    if len(hashes) != len(blocks) or any(len(h) != HASH_BYTES for h in hashes):
+        raise TransferError(f"{len(blocks)} blocks need as many hashes of {HASH_BYTES} bytes")
+    if len(blocks) > MAX_BLOCKS:
+        raise TransferError(f"{len(blocks)} blocks; one message can name {MAX_BLOCKS}")
+    ids = np.array(blocks, dtype=np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < num_blocks:
+        raise TransferError(f"block ids {ids.min()}..{ids.max()} in a storage of {num_blocks} blocks")
+    return ids

@@ -27,7 +27,7 @@ from common.control.messages import AttemptKey
 from kvtransfer import wire
 from kvtransfer.copy.device import POLL_S, RelayDevice
 from kvtransfer.mailbox import Command
-from kvtransfer.transfer_state import Batch
+from kvtransfer.outgoing import Batch
 from kvtransfer.transports.choose import TransportOffer
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,9 @@ from common.engine.kv_transfer import (
 )
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
+from kvtransfer.incoming import Claim
+from kvtransfer.outgoing import Batch
 from kvtransfer.rank_transfers import ReceivingTransfers, SendingTransfers
-from kvtransfer.transfer_state import Batch, Claim
 from kvtransfer.wire import SliceHeader
 
 NUM_BLOCKS = 64

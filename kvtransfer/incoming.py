@@ -1,0 +1,104 @@
+"""One attempt at the receiving end of a relay: every slice is checked here, and what is missing is counted. Pure.
+
+    headers in any order -> claims to write, each (group, layer, head, block) once
+
+Counts what is being copied right now (`in_hand`), so that its owner releases no block during a copy, also for transports
+whose copies outlive the call that started them. Driven by the I/O thread of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.base.errors import CorruptSlice, TransferError
+from common.base.hashing import HASH_BYTES
+from common.control.messages import AttemptKey
+from common.engine.kv_transfer import IncomingTransfer
+from common.kv.rank_layout import KVLayout, check_compatible
+from kvtransfer.wire import KVSlice, SliceHeader, checked_block_ids
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Verified slices to write. Until `placed`, the transport may write the destination blocks."""
+
+    key: AttemptKey
+    slices: list[KVSlice]
+    size_bytes: int
+
+
+class Incoming:
+    """One attempt at one receiving rank.
+
+    Invariant: `missing` counts the (group, layer, head, block) cells of this rank's shard, held blocks excluded, that no
+    claim has covered; a cell is claimed at most once.
+    Raises: HandshakeRefused if the layouts are incompatible, TransferError if `transfer` contradicts itself.
+    """
+
+    def __init__(self, transfer: IncomingTransfer, layout: KVLayout, rank: int, num_blocks: int, now: float) -> None:
+        check_compatible(transfer.src_layout, layout)
+        self.transfer = transfer
+        self.blocks = checked_block_ids(transfer.dst_blocks, transfer.block_hashes, num_blocks)
+        if not 0 <= transfer.held_blocks <= len(self.blocks):
+            raise TransferError(f"{transfer.key}: {transfer.held_blocks} of {len(self.blocks)} blocks held")
+        self.deadline = now + transfer.timeout_s
+        """Time at which to give up unless there is progress."""
+        self.bytes_received = 0
+        self.in_hand = 0
+        self._unit_bytes = layout.spec.unit_bytes
+        self._parts = layout.rank_shard(rank).parts
+        self._hashes = b"".join(transfer.block_hashes)
+        expected = len(self.blocks) - transfer.held_blocks
+        self._covered = [np.zeros((p.num_layers, p.num_heads, expected), dtype=np.bool_) for p in self._parts]
+        """For each group, the cells that were claimed."""
+        self.missing = sum(cells.size for cells in self._covered)
+
+    @property
+    def complete(self) -> bool:
+        """Every cell was claimed and placed."""
+        return not self.missing and not self.in_hand
+
+    def claim(self, header: SliceHeader, payload_bytes: int) -> Claim:
+        """Check a message against the transfer and mark its slices as covered.
+
+        Raises: CorruptSlice if its hashes, size or place are wrong or a slice came before; the transfer has then
+        failed for good, and what was marked stays marked.
+        """
+        key = self.transfer.key
+        at = header.first_block * HASH_BYTES
+        if header.block_hashes != self._hashes[at : at + len(header.block_hashes)]:
+            raise CorruptSlice(f"{key}: block hashes from block {header.first_block} on differ from the offer's")
+        size_bytes = sum(piece.size_bytes(self._unit_bytes) for piece in header.slices)
+        if size_bytes != payload_bytes:
+            raise CorruptSlice(f"{key}: {payload_bytes} bytes for slices of {size_bytes}")
+        for piece in header.slices:
+            self._cover(piece)
+        self.in_hand += size_bytes
+        return Claim(key, header.slices, size_bytes)
+
+    def placed(self, claim: Claim, now: float) -> None:
+        """`claim` is written; restart the deadline."""
+        self.deadline = now + self.transfer.timeout_s
+        self.in_hand -= claim.size_bytes
+        self.bytes_received += claim.size_bytes
+
+    def _cover(self, piece: KVSlice) -> None:
+        held = self.transfer.held_blocks
+        part = self._parts[piece.group] if piece.group < len(self._parts) else None
+        if (
+            part is None
+            or not part.contains(piece.part)
+            or not held <= piece.block_lo < piece.block_hi <= len(self.blocks)
+        ):
+            raise CorruptSlice(f"{self.transfer.key}: {piece} is not wanted here ({part}, {held} blocks held)")
+        cells = self._covered[piece.group][
+            piece.layer_lo - part.layer_lo : piece.layer_hi - part.layer_lo,
+            piece.head_lo - part.head_lo : piece.head_hi - part.head_lo,
+            piece.block_lo - held : piece.block_hi - held,
+        ]
+        if cells.any():
+            raise CorruptSlice(f"{self.transfer.key}: {piece} came before")
+        cells[...] = True
+        self.missing -= cells.size
