@@ -1,0 +1,62 @@
+"""Tool calls of DeepSeek V3, R1 and V3.1. Pure.
+
+    V3    <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{...}\\n```<｜tool▁call▁end｜>
+    V3.1  <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
+
+All calls stand between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from router.output.json_call import read_arguments
+from router.output.reader import Malformed, Steps, TextReader
+from router.output.writer import OutputWriter
+
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_FENCE = "```"
+_NAME_END = re.compile(r"[\s<`{]")
+
+
+def read_deepseek(reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Content and calls in any order, in both forms."""
+    while (yield from reader.until((BEGIN,), writer.content)) is not None:
+        opening = BEGIN
+        while True:
+            space = yield from reader.skip_space()
+            if not (yield from _read_call(reader, writer)):
+                break
+            opening = ""
+        writer.content(opening + space)
+        if not opening:
+            yield from reader.accept(END)
+
+
+def _read_call(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
+    reader.mark()
+    fenced = False
+    try:
+        yield from reader.expect(CALL_BEGIN)
+        name = yield from reader.take_until(_NAME_END)
+        yield from reader.expect(SEPARATOR)
+        if (yield from reader.peek()) != "{":
+            name = yield from reader.take_until(_NAME_END)
+            yield from reader.skip_space()
+            fenced = yield from reader.accept(_FENCE + "json")
+            yield from reader.skip_space()
+        if not name or (yield from reader.peek()) != "{":
+            raise Malformed
+        reader.release()
+    except Malformed:
+        reader.rewind()
+        return False
+    writer.call(name)
+    yield from read_arguments(reader, writer)
+    yield from reader.skip_space()
+    if fenced:
+        yield from reader.accept(_FENCE)
+    yield from reader.skip_space()
+    yield from reader.accept(CALL_END)
+    return True

@@ -1,0 +1,156 @@
+"""The known formats by name, and how they are chosen for a model. Pure.
+
+The names are vLLM's, so that its options keep their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container
+from typing import NamedTuple, TypeVar
+
+from common.base.errors import ConfigError
+from router.output import deepseek, harmony, hermes, llama_json, mistral, pythonic
+from router.output.base import OutputParser, ParsedDelta
+from router.output.reasoning import ReasoningTags, reasoning
+from router.output.writer import Format, FormatParser, call_id
+
+_T = TypeVar("_T")
+_DEEPSEEK_MARKERS = (deepseek.BEGIN, deepseek.END, deepseek.CALL_BEGIN, deepseek.SEPARATOR, deepseek.CALL_END)
+
+
+class ToolFormat(NamedTuple):
+    """How a model writes tool calls. `markers`: the special tokens that its parser must see."""
+
+    name: str
+    markers: tuple[str, ...]
+    read: Callable[[Container[str]], Format]
+    """The format for a request with functions of these names."""
+    make_id: Callable[[], str] = call_id
+
+
+def _always(read: Format) -> Callable[[Container[str]], Format]:
+    """The same format whatever the functions are."""
+    return lambda names: read
+
+
+_HARMONY = ToolFormat("openai", harmony.MARKERS, _always(harmony.read_harmony))
+"""It also separates reasoning from content."""
+_TOOL_FORMATS = {
+    each.name: each
+    for each in (
+        ToolFormat("hermes", (hermes.START, hermes.END), _always(hermes.read_hermes)),
+        ToolFormat("llama3_json", (llama_json.TAG,), llama_json.llama_json),
+        ToolFormat("pythonic", (), pythonic.pythonic),
+        ToolFormat("llama4_pythonic", (pythonic.START, pythonic.END), pythonic.pythonic),
+        ToolFormat(
+            "mistral",
+            (mistral.START, mistral.ARGS, mistral.CALL_ID),
+            _always(mistral.read_mistral),
+            mistral.mistral_call_id,
+        ),
+        ToolFormat("deepseek_v3", _DEEPSEEK_MARKERS, _always(deepseek.read_deepseek)),
+        ToolFormat("deepseek_v31", _DEEPSEEK_MARKERS, _always(deepseek.read_deepseek)),
+        _HARMONY,
+    )
+}
+_THINK = ReasoningTags("<think>", "</think>")
+_REASONING_FORMATS = {
+    "qwen3": _THINK,
+    "deepseek_r1": _THINK._replace(always=True),
+    "deepseek_v3": _THINK,
+    "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+}
+
+
+class _ReasoningThenTools:
+    """Parses reasoning first, and tool calls in the content behind it."""
+
+    def __init__(self, first: OutputParser, then: OutputParser) -> None:
+        self._first = first
+        self._then = then
+
+    def push(self, text: str) -> ParsedDelta:
+        delta = self._first.push(text)
+        return self._then.push(delta.content)._replace(reasoning=delta.reasoning)
+
+    def finish(self) -> ParsedDelta:
+        delta = self._first.finish()
+        before, after = self._then.push(delta.content), self._then.finish()
+        return ParsedDelta(before.content + after.content, delta.reasoning, (*before.tool_calls, *after.tool_calls))
+
+
+class OutputFormats(NamedTuple):
+    """How a model's answers are parsed."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningTags | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The special tokens that the parsers must see."""
+        tags = () if self.reasoning is None else (self.reasoning.open, self.reasoning.close)
+        return tags + (() if self.tools is None else self.tools.markers)
+
+    def parser(
+        self, prompt: str, functions: Collection[str], make_id: Callable[[], str] | None = None
+    ) -> OutputParser | None:
+        """The parser of one answer; None if all of its text is content.
+
+        `prompt`: the rendered text. `functions`: those the model may call.
+        """
+        tools = None
+        if self.tools is not None and (functions or self.tools is _HARMONY):
+            tools = FormatParser(self.tools.read(frozenset(functions)), make_id or self.tools.make_id)
+        if self.reasoning is None:
+            return tools
+        thoughts = FormatParser(reasoning(self.reasoning, opened=self.reasoning.opened_by(prompt)))
+        return thoughts if tools is None else _ReasoningThenTools(thoughts, tools)
+
+
+def choose_formats(
+    template: str,
+    vocabulary: Container[str],
+    *,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> OutputFormats:
+    """The formats of a model with this chat template and vocabulary. The last two are the operator's choices, or "none".
+
+    Raises: ConfigError for an unknown name.
+    """
+    tools = _named(_TOOL_FORMATS, tool_call_parser or _tool_format(template, vocabulary), "--tool-call-parser")
+    if tools is _HARMONY and reasoning_parser in (None, "openai_gptoss"):
+        return OutputFormats(tools)
+    named = reasoning_parser or _reasoning_format(template)
+    return OutputFormats(tools, _named(_REASONING_FORMATS, named, "--reasoning-parser"))
+
+
+def _named(formats: dict[str, _T], name: str, option: str) -> _T | None:
+    if name == "none":
+        return None
+    if name not in formats:
+        raise ConfigError(f"{option} {name} is unknown; known are {', '.join(formats)} and none")
+    return formats[name]
+
+
+def _tool_format(template: str, vocabulary: Container[str]) -> str:
+    if harmony.CHANNEL in template:
+        return "openai"
+    if deepseek.BEGIN in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if mistral.START in template:
+        return "mistral"
+    if hermes.START in template:
+        # Others put XML between the same tags.
+        return "none" if "<function=" in template or "<arg_key>" in template else "hermes"
+    if "[func_name1(" in template:
+        return "llama4_pythonic" if pythonic.START in vocabulary else "pythonic"
+    if '"parameters"' in template and (llama_json.TAG in template or "ipython" in template):
+        return "llama3_json"
+    return "none"
+
+
+def _reasoning_format(template: str) -> str:
+    if _THINK.close in template:
+        return "qwen3"
+    return "mistral" if "[THINK]" in template else "none"

@@ -1,0 +1,139 @@
+"""One tool call as a JSON object: `{"name": ..., "arguments": {...}}`. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from typing import Any
+
+from router.output.reader import Malformed, Steps, TextReader
+from router.output.writer import OutputWriter
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+
+
+class _Call:
+    """What is known of one call while its object is read."""
+
+    def __init__(self, reader: TextReader, writer: OutputWriter, names: Container[str] | None) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._names = names
+        self._name: str | None = None
+        self._early: list[str] | None = None
+        """Arguments that came before the name."""
+        self.begun = False
+
+    def read(self) -> Steps[None]:
+        """Read the members of the object, and its end.
+
+        Raises: Malformed.
+        """
+        reader = self._reader
+        yield from reader.expect("{")
+        while True:
+            yield from reader.skip_space()
+            key = _loads((yield from self._value()))
+            yield from reader.skip_space()
+            yield from reader.expect(":")
+            yield from reader.skip_space()
+            if key in _ARGUMENTS and not self.begun and self._early is None:
+                yield from self._read_arguments()
+            else:
+                value = yield from self._value()
+                if key == "name" and self._name is None:
+                    self._take_name(_loads(value))
+            yield from reader.skip_space()
+            if not (yield from reader.accept(",")):
+                yield from reader.expect("}")
+                if self.begun:
+                    reader.release()
+                return
+
+    def begin(self) -> None:
+        """Report the call.
+
+        Raises: Malformed when it has no name.
+        """
+        if self._name is None:
+            raise Malformed
+        self._reader.release()
+        self._writer.call(self._name)
+        self.begun = True
+
+    def _give(self, arguments: str) -> None:
+        self.begin()
+        self._writer.arguments(arguments)
+        self._reader.mark()
+
+    def _take_name(self, name: Any) -> None:
+        if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
+            raise Malformed
+        self._name = name
+        if self._early is not None:
+            self._give("".join(self._early))
+
+    def _read_arguments(self) -> Steps[None]:
+        first = yield from self._reader.peek()
+        if first == "{":
+            if self._name is None:
+                self._early = []
+                yield from self._reader.json_value(self._early.append)
+            else:
+                self.begin()
+                yield from self._reader.json_value(self._writer.arguments)
+                self._reader.mark()
+            return
+        # Some models write the object as a string, or null.
+        value = _loads((yield from self._value()))
+        if value is not None and not isinstance(value, str):
+            raise Malformed
+        self._early = [value or "{}"]
+        if self._name is not None:
+            self._give(value or "{}")
+
+    def _value(self) -> Steps[str]:
+        parts: list[str] = []
+        yield from self._reader.json_value(parts.append)
+        return "".join(parts)
+
+
+def read_call(
+    reader: TextReader,
+    writer: OutputWriter,
+    *,
+    names: Container[str] | None = None,
+    arguments_required: bool = False,
+) -> Steps[bool]:
+    """Read a call, streaming its arguments. False: the text is not a call, and nothing has been read.
+
+    If the object is malformed behind the arguments, the call ends with them; if within them, there.
+    `names`: only these functions count. `arguments_required`: an object without arguments is no call.
+    """
+    call = _Call(reader, writer, names)
+    reader.mark()
+    try:
+        yield from call.read()
+        if not call.begun:
+            if arguments_required:
+                raise Malformed
+            call.begin()
+            writer.arguments("{}")
+    except Malformed:
+        reader.rewind()
+    return call.begun
+
+
+def read_arguments(reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Read the arguments of the last call. They end where they are malformed."""
+    try:
+        yield from reader.json_value(writer.arguments)
+    except Malformed:
+        return

@@ -1,0 +1,66 @@
+"""Tool calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer models write
+`[TOOL_CALLS]name[ARGS]{...}` for each call. Pure."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+
+from router.output.json_call import read_arguments, read_call
+from router.output.reader import Malformed, Steps, TextReader
+from router.output.writer import OutputWriter
+
+START, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NOT_NAME = re.compile(r"[^-.\w]")
+_ID_CHARS = string.ascii_letters + string.digits
+
+
+def mistral_call_id() -> str:
+    """A new id; Mistral's templates accept only nine letters and digits."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
+
+
+def read_mistral(reader: TextReader, writer: OutputWriter) -> Steps[None]:
+    """Content and calls in any order."""
+    while (yield from reader.until((START,), writer.content)) is not None:
+        opening = START + (yield from reader.skip_space())
+        if (yield from reader.accept("[")):
+            yield from _read_list(reader, writer, opening + "[")
+        elif not (yield from read_call(reader, writer)) and not (yield from _read_named(reader, writer)):
+            writer.content(opening)
+
+
+def _read_list(reader: TextReader, writer: OutputWriter, opening: str) -> Steps[None]:
+    """Read calls behind `opening`, which is content if no call follows."""
+    while True:
+        opening += yield from reader.skip_space()
+        if not (yield from read_call(reader, writer)):
+            writer.content(opening)
+            return
+        opening = yield from reader.skip_space()
+        if not (yield from reader.accept(",")):
+            if not (yield from reader.accept("]")):
+                writer.content(opening)
+            return
+        opening += ","
+
+
+def _read_named(reader: TextReader, writer: OutputWriter) -> Steps[bool]:
+    reader.mark()
+    try:
+        name = yield from reader.take_until(_NOT_NAME)
+        yield from reader.skip_space()
+        if (yield from reader.accept(CALL_ID)):
+            yield from reader.take_until(_NOT_NAME)
+        yield from reader.accept(ARGS)
+        yield from reader.skip_space()
+        if not name or (yield from reader.peek()) != "{":
+            raise Malformed
+        reader.release()
+    except Malformed:
+        reader.rewind()
+        return False
+    writer.call(name)
+    yield from read_arguments(reader, writer)
+    return True

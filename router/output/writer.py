@@ -1,0 +1,95 @@
+"""Collects what a format has read, and runs a format as an `OutputParser`. Pure; runs on the router's event loop."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from router.output.base import ParsedDelta, ToolCallDelta
+from router.output.reader import Steps, TextReader
+
+
+def call_id() -> str:
+    """A new id of a tool call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class OutputWriter:
+    """The parts of an answer since the last `take`.
+
+    White space before a tool call, and after the last one, belongs to the calls' markup and is dropped. So white space at
+    the end of the content waits for what follows it.
+    """
+
+    def __init__(self, make_id: Callable[[], str] = call_id) -> None:
+        self._make_id = make_id
+        self._content: list[str] = []
+        self._space = ""
+        self._after_call = False
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        """What is new of each call."""
+        self.num_calls = 0
+
+    def content(self, text: str) -> None:
+        """Append content."""
+        text = self._space + text
+        shown = text.rstrip()
+        if not shown:
+            self._space = text
+            return
+        self._space = text[len(shown) :]
+        self._content.append(shown)
+        self._after_call = False
+
+    def reasoning(self, text: str) -> None:
+        """Append reasoning."""
+        self._reasoning.append(text)
+
+    def call(self, name: str) -> None:
+        """Begin the next tool call."""
+        self._calls.append(ToolCallDelta(self.num_calls, self._make_id(), name))
+        self.num_calls += 1
+        self._space = ""
+        self._after_call = True
+
+    def arguments(self, text: str) -> None:
+        """Append to the arguments of the last call."""
+        if self._calls:
+            last = self._calls[-1]
+            self._calls[-1] = last._replace(arguments=last.arguments + text)
+        else:
+            self._calls.append(ToolCallDelta(self.num_calls - 1, arguments=text))
+
+    def take(self, *, final: bool = False) -> ParsedDelta:
+        """What is new. `final`: nothing follows."""
+        if final and not self._after_call:
+            self._content.append(self._space)
+            self._space = ""
+        delta = ParsedDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
+        self._content, self._reasoning, self._calls = [], [], []
+        return delta
+
+
+Format = Callable[[TextReader, OutputWriter], Steps[None]]
+"""Reads a whole answer. It may raise nothing, and returns only when the text has ended."""
+
+
+class FormatParser:
+    """An `OutputParser` that follows one format."""
+
+    def __init__(self, read: Format, make_id: Callable[[], str] = call_id) -> None:
+        self._reader = TextReader()
+        self._writer = OutputWriter(make_id)
+        self._steps = read(self._reader, self._writer)
+        next(self._steps, None)
+
+    def push(self, text: str) -> ParsedDelta:
+        self._reader.feed(text)
+        next(self._steps, None)
+        return self._writer.take()
+
+    def finish(self) -> ParsedDelta:
+        self._reader.end()
+        next(self._steps, None)
+        return self._writer.take(final=True)

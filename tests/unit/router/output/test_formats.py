@@ -1,0 +1,255 @@
+"""Every tool format: what it reads, what it leaves as content, and that cuts change nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.base.errors import ConfigError
+from router.output.base import ParsedMessage, parse_whole
+from router.output.formats import OutputFormats, choose_formats
+
+FUNCTIONS = ("f", "g", "get_weather")
+_TOOL_NAMES = (
+    "hermes", "llama3_json", "pythonic", "llama4_pythonic", "mistral", "deepseek_v3", "deepseek_v31", "openai"
+)  # fmt: skip
+
+
+def _formats(tools: str = "none", reasoning: str = "none") -> OutputFormats:
+    return choose_formats("", (), tool_call_parser=tools, reasoning_parser=reasoning)
+
+
+def _parser(formats: OutputFormats, prompt: str = "") -> Any:
+    numbers = itertools.count()
+    return formats.parser(prompt, FUNCTIONS, make_id=lambda: f"id{next(numbers)}")
+
+
+def _parse(text: str, tools: str, reasoning: str = "none", prompt: str = "") -> ParsedMessage:
+    return parse_whole(_parser(_formats(tools, reasoning), prompt), text)
+
+
+def _calls(message: ParsedMessage) -> list[tuple[str | None, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+
+
+_WEATHER = '{"city": "Paris", "days": [1, {"a": "}"}]}'
+_EXAMPLES = {
+    "hermes": 'Let me see.\n<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>\n'
+    '<tool_call>{"arguments": {}, "name": "g"}</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "f", "parameters": %s}; {"name": "g", "arguments": {}}',
+    "mistral": 'Let me see.[TOOL_CALLS] [{"name": "f", "arguments": %s}, {"name": "g", "arguments": {}}]',
+    "deepseek_v3": "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n%s\n```"
+    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>%s<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "openai": "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
+    "to=functions.f <|constrain|>json<|message|>%s<|call|><|start|>assistant to=functions.g<|channel|>commentary"
+    "<|message|>{}<|call|>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _EXAMPLES)
+def test_two_calls_are_read_and_markup_is_dropped(name: str) -> None:
+    message = _parse(_EXAMPLES[name] % _WEATHER, name)
+    assert _calls(message) == [("f", json.loads(_WEATHER)), ("g", {})]
+    assert message.tool_calls[0].arguments == _WEATHER
+    assert [call.id for call in message.tool_calls] == ["id0", "id1"]
+    assert message.content == ("" if name == "llama3_json" else "Let me see.")
+
+
+def test_arguments_are_streamed_as_the_model_writes_them() -> None:
+    parser = _parser(_formats("hermes"))
+    pieces = ['<tool_call>{"name": "f", "arg', 'uments": {"ci', 'ty": "Par', 'is"}', "}</tool_call>"]
+    deltas = [parser.push(piece) for piece in pieces]
+    assert [call.arguments for delta in deltas for call in delta.tool_calls] == ['{"ci', 'ty": "Par', 'is"}']
+    assert [call.name for delta in deltas for call in delta.tool_calls] == ["f", None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[f(a=1), g(b='x\\n', c=[True, None, {'k': -1.5}])]", [("f", {"a": 1}), ("g", {"b": "x\n", "c": [True, None, {"k": -1.5}]})]),
+        ("[f()]", [("f", {})]),
+        ('[f(a="it\'s, (fine)", b=(1, 2), c=false)]', [("f", {"a": "it's, (fine)", "b": [1, 2], "c": False})]),
+    ],
+)  # fmt: skip
+def test_python_calls_become_json(text: str, calls: list[Any]) -> None:
+    assert _calls(_parse(text, "pythonic")) == calls
+    assert _calls(_parse(f"<|python_start|>{text}<|python_end|>", "llama4_pythonic")) == calls
+
+
+@pytest.mark.parametrize(
+    "text", ["[f(a=__import__('os'))]", "[h(a=1)]", "[f](http://a)", "[f(a=1+1)]", "[1, 2]", "[f("]
+)
+def test_python_that_is_no_list_of_literal_calls_is_content(text: str) -> None:
+    assert _parse(text, "pythonic") == ParsedMessage(text)
+
+
+def test_a_python_call_with_a_bad_argument_keeps_the_good_ones_and_loses_no_text() -> None:
+    message = _parse("[f(a=1, b=x), g()]", "pythonic")
+    assert _calls(message) == [("f", {"a": 1})]
+    assert message.content == ", b=x), g()]"
+
+
+def test_newer_mistral_calls_name_the_function_before_the_arguments() -> None:
+    text = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}[TOOL_CALLS]get_weather{"b": 2}'
+    assert _calls(_parse(text, "mistral")) == [("f", {"a": 1}), ("g", {}), ("get_weather", {"b": 2})]
+
+
+def test_arguments_written_as_a_string_are_the_object_in_it() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    assert _calls(_parse(text, "hermes")) == [("f", {"a": 1}), ("g", {})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>\nno json</tool_call> after"),
+        ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
+        ("hermes", "a <tool_call"),
+        ("hermes", " \n"),
+        ("llama3_json", '{"name": "Bob", "age": 3}'),
+        ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS] what?"),
+        ("mistral", "[TOOL_CALLS][1, 2]"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜> nothing <｜tool▁calls▁end｜>"),
+        ("openai", "plain text"),
+        ("openai", "<|channel|>analysis without a message"),
+    ],
+)
+def test_malformed_calls_are_content(name: str, text: str) -> None:
+    assert _parse(text, name) == ParsedMessage(text)
+
+
+def test_a_call_cut_off_by_the_token_limit_keeps_its_partial_arguments() -> None:
+    message = _parse('<tool_call>{"name": "f", "arguments": {"city": "Par', "hermes")
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"city": "Par')]
+    assert message.content == ""
+
+
+def test_a_call_that_is_malformed_behind_its_arguments_loses_no_text() -> None:
+    message = _parse('<tool_call>{"name": "f", "arguments": {}, oops</tool_call> more', "hermes")
+    assert _calls(message) == [("f", {})]
+    assert message.content == ", oops</tool_call> more"
+
+
+def test_text_that_is_undecided_for_too_long_is_content() -> None:
+    text = '<tool_call>{"name": "' + "a" * 100_000
+    parser = _parser(_formats("hermes"))
+    shown = "".join(parser.push(text[at : at + 1000]).content for at in range(0, len(text), 1000))
+    assert len(shown) > 60_000
+    assert _parse(text + '", "arguments": {}}</tool_call>', "hermes").tool_calls == []
+
+
+def test_gpt_oss_reasons_on_the_analysis_channel_and_answers_on_the_final_one() -> None:
+    message = _parse(
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "openai"
+    )
+    assert message == ParsedMessage("Yes.", "Hm.")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reasoning", "content"),
+    [
+        ("", "<think>\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("<|im_start|>assistant\n<think>\n", "hm\n</think>\n\nyes", "hm", "yes"),
+        ("<think>\n\n</think>\n\n", "yes", "", "yes"),
+        ("", "  yes </think>", "", "  yes </think>"),
+        ("", "<think>hm", "hm", ""),
+        ("user: <think>\nassistant:", "yes", "", "yes"),
+    ],
+)
+def test_reasoning_is_separated(prompt: str, text: str, reasoning: str, content: str) -> None:
+    parser = _formats(reasoning="qwen3").parser(prompt, ())
+    assert parser is not None
+    assert parse_whole(parser, text) == ParsedMessage(content, reasoning)
+
+
+def test_reasoning_of_r1_begins_without_a_tag() -> None:
+    parser = _formats(reasoning="deepseek_r1").parser("<｜Assistant｜>", ())
+    assert parser is not None
+    assert parse_whole(parser, "hm</think>yes") == ParsedMessage("yes", "hm")
+
+
+def test_calls_are_read_only_behind_the_reasoning() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    message = _parse(f"<think>I could {call}</think>\n\n{call}", "hermes", "qwen3")
+    assert message.reasoning == f"I could {call}"
+    assert _calls(message) == [("f", {})]
+    assert message.content == ""
+
+
+_WORDS = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<think>",
+        "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "```",
+        "<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "analysis", "to=functions.f",
+        '{"name": "f", ', '"arguments": ', "{", "}", "[", "]", '"', "\\", ",", ";", ":", "f", "(", ")", "a=", "'", " ", "\n", "1",
+        '{"a": "x"}', '{"name": "g", "parameters": {"b": [1]}}', "[f(a=1)", "<", "é", "\ud800", "null",
+    ]
+)  # fmt: skip
+
+
+def _texts() -> st.SearchStrategy[str]:
+    examples = st.sampled_from([*(each % _WEATHER for each in _EXAMPLES.values()), "[f(a=1), g(b='x')]"])
+    noise = st.lists(_WORDS, max_size=12).map("".join)
+    changed = st.tuples(examples, st.integers(0, 400), st.integers(0, 30), noise).map(
+        lambda t: t[0][: t[1]] + t[3] + t[0][t[1] + t[2] :]
+    )
+    return st.one_of(noise, changed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=_texts(), cuts=st.lists(st.integers(0, 500), max_size=20), opened=st.booleans())
+@pytest.mark.parametrize("reasoning", ["none", "qwen3"])
+@pytest.mark.parametrize("name", _TOOL_NAMES)
+def test_the_result_does_not_depend_on_the_cuts(
+    name: str, reasoning: str, text: str, cuts: list[int], opened: bool
+) -> None:
+    prompt = "<think>\n" if opened else ""
+    formats = _formats(name, reasoning)
+    whole = parse_whole(_parser(formats, prompt), text)
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    for pieces in (list(text), [text[a:b] for a, b in itertools.pairwise(edges)]):
+        parser, message = _parser(formats, prompt), ParsedMessage()
+        for piece in pieces:
+            message.add(parser.push(piece))
+        message.add(parser.finish())
+        assert message == whole
+    if not whole.tool_calls and name != "openai" and reasoning == "none":
+        assert whole.content == text
+
+
+@pytest.mark.parametrize(
+    ("template", "vocabulary", "tools", "tags"),
+    [
+        ("{% if tools %}<tool_call>...</think>", (), "hermes", "<think>"),
+        ("<tool_call><function=f>", (), None, None),
+        ("[TOOL_CALLS]", (), "mistral", None),
+        ('"parameters" ipython', (), "llama3_json", None),
+        ("[func_name1(a)]", ("<|python_start|>",), "llama4_pythonic", None),
+        ("[func_name1(a)]", (), "pythonic", None),
+        ("<｜tool▁calls▁begin｜>```json", (), "deepseek_v3", None),
+        ("<｜tool▁calls▁begin｜></think>", (), "deepseek_v31", "<think>"),
+        ("<|channel|>", (), "openai", None),
+        ("hello", (), None, None),
+    ],
+)
+def test_the_template_tells_the_formats(
+    template: str, vocabulary: tuple[str, ...], tools: str | None, tags: str | None
+) -> None:
+    formats = choose_formats(template, vocabulary)
+    assert (formats.tools and formats.tools.name) == tools
+    assert (formats.reasoning and formats.reasoning.open) == tags
+
+
+def test_the_operators_choice_wins_and_a_wrong_one_is_an_error() -> None:
+    formats = choose_formats("<tool_call></think>", (), tool_call_parser="none", reasoning_parser="none")
+    assert formats.parser("", FUNCTIONS) is None
+    with pytest.raises(ConfigError, match="known are hermes"):
+        choose_formats("", (), tool_call_parser="hermse")
