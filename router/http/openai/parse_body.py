@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from common.base.errors import BadRequest
@@ -13,12 +13,21 @@ from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unsupported import UNSUPPORTED
 
 RequestT = TypeVar("RequestT", bound=CompletionRequestBase)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
-    """The request in a body.
+    """The request in the body of a completion call.
 
     Raises: BadRequest naming the first field that is wrong.
+    """
+    return completion_request(read_object(data), kind)
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in a body.
+
+    Raises: BadRequest when it is something else.
     """
     try:
         body = as_object(from_json(data, allow_inf_nan=False, cache_strings=False))
@@ -26,11 +35,21 @@ def parse_body(data: bytes, kind: type[RequestT]) -> RequestT:
         raise BadRequest(f"the body is not valid JSON: {str(error)[:ECHO_CHARS]}", code="invalid_json") from error
     if body is None:
         raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def completion_request(body: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    """A completion call's request. Raises: BadRequest naming the first field that is wrong."""
     for name in sorted(body.keys() & UNSUPPORTED.keys()):
         if not UNSUPPORTED[name](body[name]):
             raise BadRequest(
                 f"{name}={shorten(body[name])} is not supported yet", param=name, code="unsupported_parameter"
             )
+    return validated(body, kind)
+
+
+def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
+    """A request of any call. Raises: BadRequest naming the first field that is wrong."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:

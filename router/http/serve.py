@@ -1,0 +1,109 @@
+"""What every call that generates does: ids, the body, the generations, the answer. Runs on the router's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from common.base.errors import KvRelayError
+from router.fast.yield_turn import yield_turn
+from router.http.answer import Answer
+from router.http.body import read_body
+from router.http.format import Format, FormatOptions
+from router.http.openai.parse_body import RequestT, parse_body
+from router.http.openai.shared_fields import CompletionRequestBase
+from router.http.request_headers import header
+from router.http.response_headers import RequestIds, headers, printable
+from router.http.responses import EventStream, JsonResponse, error_response
+from router.http.services import Services
+from router.model_catalog import ServedModel
+from router.requests.request import GenerationRequest
+
+_T = TypeVar("_T")
+
+_THREAD_BYTES = 16_384
+"""Larger bodies are parsed, rendered and tokenized on a thread, so that other streams go on."""
+_IDS = "kvrelay.ids"
+"""Key of a request's `RequestIds` in its ASGI scope."""
+
+
+def assign_ids(request: Request, prefix: str) -> RequestIds:
+    """Set the request's ids before anything can fail: error responses carry them too."""
+    ids = request.scope[_IDS] = RequestIds.make(prefix, header(request.scope, b"x-request-id"))
+    return ids
+
+
+def ids_of(request: Request) -> RequestIds | None:
+    """The request's ids; None for a call without them."""
+    return request.scope.get(_IDS)
+
+
+async def parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
+    """The body and its size in bytes; the size bounds all work on it."""
+    return await read_and(request, services, lambda data: parse_body(data, kind))
+
+
+async def read_and(request: Request, services: Services, work: Callable[[bytes], _T]) -> tuple[_T, int]:
+    """`work` on the body, and the body's size in bytes."""
+    data = await read_body(request, services.max_body_bytes, services.body_deadlines)
+    body = await maybe_on_thread(len(data), lambda: work(data))
+    await yield_turn()
+    return body, len(data)
+
+
+async def maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:
+    """`work()` on the event loop if the body is small, else on a thread."""
+    return work() if size <= _THREAD_BYTES else await asyncio.to_thread(work)
+
+
+def format_options(request: Request, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
+    """The response options of a parsed body."""
+    ids: RequestIds = request.scope[_IDS]
+    if body.request_id and not ids.client:
+        request.scope[_IDS] = ids = RequestIds(ids.own, printable(body.request_id))
+    return FormatOptions(
+        request_id=ids.own,
+        model=model.name,
+        with_logprobs=body.num_logprobs is not None,
+        with_token_ids=bool(body.return_token_ids),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        usage_in_stream=body.usage_in_stream,
+        continuous_usage=body.continuous_usage,
+    )
+
+
+async def serve(
+    request: Request, services: Services, wanted: list[GenerationRequest], form: Format, *, stream: bool
+) -> Response:
+    """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
+    await yield_turn()
+    answer = Answer()
+    ids: RequestIds = request.scope[_IDS]
+    handed_over = False
+    services.metrics.set_model(form.options.model)
+    try:
+        answer.generations = services.dispatcher.submit(
+            ids.own, wanted, form.tokenizer.pieces, answer.on_news, ids.client
+        )
+        answer.watch(request.receive)
+        if stream:
+            await answer.begun()
+            events = EventStream(answer, answer.events(form), headers(ids, answer.generations[0]))
+            handed_over = True
+            return events
+        deltas = await answer.finished()
+        if answer.abandoned:
+            return Response(status_code=499)
+        await yield_turn()
+        return JsonResponse(await answer.whole(form, deltas), headers=headers(ids, answer.generations[0]))
+    except KvRelayError as error:
+        # Handled here, not in the application's handler, because the headers of a failure also name the nodes tried.
+        services.metrics.http_error(error.http_status)
+        return error_response(error, headers(ids, answer.failed_generation(error)))
+    finally:
+        if not handed_over:
+            answer.close()
