@@ -32,7 +32,7 @@ from common.control.messages import (
     TransferReceived,
 )
 from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
-from common.engine.scheduler import Progress
+from common.engine.plan import Progress
 from common.kv.rank_layout import check_compatible
 from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
 from common.node.events import FromClient, FromPeer, PeerGone

@@ -4,6 +4,7 @@
     ├── ConfigError              configuration that cannot work (exit code 78)
     ├── ClientError              the client made a mistake
     │   ├── BadRequest           400
+    │   │   └── NoTokenAllowed   a request's masks and bans exclude every token
     │   ├── Unauthorized         401
     │   ├── NotFound             404
     │   ├── RequestTimeout       408
@@ -64,6 +65,12 @@ class ClientError(KvRelayError):
 
 class BadRequest(ClientError):
     """Malformed or out of range."""
+
+
+class NoTokenAllowed(BadRequest):
+    """The request's own masks and bans leave no token that can be sampled next."""
+
+    code = "no_token_allowed"
 
 
 class Unauthorized(ClientError):

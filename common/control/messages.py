@@ -63,6 +63,10 @@ class SamplingParams(NamedTuple):
     """The client's stop tokens, and the model's end-of-sequence ids unless `ignore_eos`."""
     logprobs: int | None = None
     """n: return log-probabilities of the sampled token and of the n most likely ones; None: return none."""
+    allowed_token_ids: list[int] = []
+    """If not empty, only these can be sampled."""
+    bad_words: list[list[int]] = []
+    """Token sequences that must not be generated: where all but the last token of one were, the last cannot be sampled."""
 
 
 @dataclass(frozen=True)

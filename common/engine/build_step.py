@@ -38,8 +38,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
         positions += range(start, stop)
         slots += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
         for end in range(known, stop + 1):  # `end`: number of tokens up to the row that is sampled
-            seen = seq.seen_tokens(end - known)
-            samples.append(SampleSpec(index, end - 1 + row_of, seq.sampling, end, end - seq.prompt_len, seen))
+            samples.append(_draw(seq, index, end - 1 + row_of, end, num_drafts=end - known))
     return StepInput(
         step_id=step_id,
         token_ids=token_ids,
@@ -56,6 +55,12 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
         placeholder_step=placeholder_step,
         placeholders=placeholders,
     )
+
+
+def _draw(seq: Sequence, index: int, row: int, position: int, *, num_drafts: int) -> SampleSpec:
+    """The draw of the token at `position` from `row`, after `num_drafts` of the drafts."""
+    seen, banned = seq.seen_tokens(num_drafts), seq.banned_tokens(num_drafts)
+    return SampleSpec(index, row, seq.draw_params, position, position - seq.prompt_len, seen, seq.mask, banned)
 
 
 def _final_blocks(seq: Sequence, computed: int) -> int:

@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
-from common.base.errors import BadRequest
+from common.base.errors import BadRequest, from_code
 from common.base.hashing import BLOCK_SIZE
 from common.control.messages import AttemptKey, FinishReason
 from common.engine.build_step import Rows, build_step
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
+from common.engine.plan import Plan, Progress
 from common.engine.priority import goes_first, insert_by_priority
 from common.engine.sequence import Sequence
-from common.engine.step import SampledToken, StepInput
+from common.engine.step import SampledToken
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import blocks_for
 
@@ -51,28 +51,6 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         assert self.depth in (1, 2), self
-
-
-class Progress(NamedTuple):
-    """The result of a step for one sequence."""
-
-    seq: Sequence
-    tokens: list[SampledToken]
-    """Appended to the sequence, in order; none after a chunk that does not end its prompt."""
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    """Why a token could not be drawn. The sequence got no tokens, and is the caller's to abort."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One scheduled step: what the ranks get, and its sequences in the same order."""
-
-    step: StepInput
-    seqs: list[Sequence]
-    admitted: list[Sequence]
-    """The `seqs` that got their blocks in this step."""
-    group: int
 
 
 class Scheduler:
@@ -249,7 +227,7 @@ class Scheduler:
         reason: FinishReason | None = None
         for count, token in enumerate(tokens, 1):
             if token.error is not None:  # its KV must not be cached either
-                return Progress(seq, [], error=token.error)
+                return Progress(seq, [], error=from_code(token.error_code, token.error))
             seq.token_ids.append(token.token_id)
             reason = seq.finish_reason(self.config.max_model_len)
             if reason is not None:
@@ -288,7 +266,7 @@ class Scheduler:
             seq.group == group
             and not seq.over
             and seq is not self._yielding
-            and not (seq.num_pending and seq.draft_ids)  # drafts follow known tokens only
+            and not (seq.num_pending and (seq.draft_ids or seq.needs_known_tokens))
             and not seq.ends_in_flight(self.config.max_model_len)
         )
 

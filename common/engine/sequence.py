@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks
 from common.control.messages import AttemptKey, EngineRequest, FinishReason, SamplingParams
 from common.engine.seen_tokens import SeenTokens, TokenCounter, counts_tokens, with_token
+from common.engine.token_constraints import completed_by, mask_of
 
 
 @dataclass(eq=False)
@@ -59,8 +60,17 @@ class Sequence:
     """Leading tokens that `_counter` has counted."""
 
     def __post_init__(self) -> None:
-        self.sampling: SamplingParams = self.request.sampling
+        sampling = self.sampling = self.request.sampling
         self.prompt_len: int = len(self.request.prompt_ids)
+        self.mask: bytes | None = mask_of(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+        """The tokens that can be drawn, as `SampleSpec.mask`."""
+        self.draw_params: SamplingParams = sampling
+        """`sampling` for the ranks, without what each draw has in another form."""
+        if sampling.allowed_token_ids or sampling.bad_words:
+            self.draw_params = sampling._replace(allowed_token_ids=[], bad_words=[])
+        self._longest_bad_word: int = max(map(len, sampling.bad_words), default=0)
+        self.needs_known_tokens: bool = self._longest_bad_word > 1
+        """Whether a draw depends on the tokens before it beyond what penalties count: none can be pending."""
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +120,14 @@ class Sequence:
         for token_id in self.draft_ids[:num_drafts]:
             seen = with_token(seen, token_id)
         return seen
+
+    def banned_tokens(self, num_drafts: int = 0) -> list[int]:
+        """The tokens that would complete one of its bad words after all known tokens and the first drafts."""
+        if not self._longest_bad_word:
+            return []
+        start = max(self.prompt_len, len(self.token_ids) + num_drafts + 1 - self._longest_bad_word)
+        known = self.token_ids[start:] + self.draft_ids[max(0, start - len(self.token_ids)) : num_drafts]
+        return completed_by(self.sampling.bad_words, known)
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Why the sequence ends with its last token, or None if it goes on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from common.base.errors import NoFiniteLogits
 from common.control.messages import AttemptKey, SamplingParams, TokenLogprobs
 from common.engine.seen_tokens import SeenTokens
 
@@ -25,6 +26,8 @@ class SampleSpec(NamedTuple):
     """Tokens that penalties count; None without penalties. The token of a placeholder row is not in it."""
     mask: bytes | None = None
     """Bit i % 32 of native int32 word i // 32 is set if token i may be drawn; tokens past the end may not. None: all may."""
+    banned: list[int] = []
+    """Tokens that would complete one of the request's bad words here."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     """Why there is no token. Its sequence cannot continue then; the others of the step do."""
+    error_code: str = NoFiniteLogits.code
+    """Code of `error`, from `common.base.errors`."""
 
 
 @dataclass(frozen=True)

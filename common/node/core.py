@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from common.base.clock import Clock
-from common.base.errors import BadRequest, EngineError, KvRelayError, NoFiniteLogits, Overloaded, RankLost, Unavailable
+from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
 from common.control.links import Identity
 from common.control.messages import (
@@ -25,7 +25,8 @@ from common.control.messages import (
     TokenChunk,
 )
 from common.engine.executor import Executor, StepDone, StepFailed
-from common.engine.scheduler import Plan, Progress, Scheduler
+from common.engine.plan import Plan, Progress
+from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
 from common.kv.rank_layout import KVLayout
@@ -218,7 +219,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts[:num_decodes], strict=False) if seq.relays)
         for done in self.scheduler.update(plan, output.sampled):
             if done.error is not None:
-                self._fail(self.attempts[done.seq.key], NoFiniteLogits(done.error))
+                self._fail(self.attempts[done.seq.key], done.error)
             elif done.tokens:
                 self._tokens(self.attempts[done.seq.key], done)
 

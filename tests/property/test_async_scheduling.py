@@ -11,7 +11,8 @@ from support.fake_engine import VOCAB, FakeRunner, generate
 
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from common.engine.plan import Plan
+from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.kv.pool import BlockPool
 

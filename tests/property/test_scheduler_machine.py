@@ -16,7 +16,8 @@ from support.fake_engine import VOCAB, FakeRunner, generate, prefix_identity
 from common.base.errors import BadRequest
 from common.base.hashing import BLOCK_SIZE, root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from common.engine.plan import Plan
+from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool

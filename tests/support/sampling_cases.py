@@ -42,7 +42,8 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
             counter = TokenCounter([draw.randrange(VOCAB) for _ in range(40)], params)
             counter.add([draw.randrange(20) for _ in range(draw.randrange(30))])
             seen = counter.seen()
-        specs.append(SampleSpec(row, row, params, draw.randrange(10**6), draw.choice([3, 60]), seen))
+        banned = draw.choice([[], [], [draw.randrange(VOCAB) for _ in range(30)] + [10**6]])
+        specs.append(SampleSpec(row, row, params, draw.randrange(10**6), draw.choice([3, 60]), seen, None, banned))
     return specs
 
 

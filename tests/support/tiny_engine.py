@@ -11,9 +11,10 @@ from typing import Any
 from common.attention.cpu import CpuAttention
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.engine.plan import Plan
 from common.engine.runner import LaunchedStep, ModelRunner
 from common.engine.sampling.base import Sampler
-from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool
@@ -38,7 +39,7 @@ def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None) -
 
 
 def sequences() -> list[Sequence]:
-    """Every kind of sampling that looks back: penalties, banned stop tokens, log-probabilities."""
+    """Every kind of sampling that looks back: penalties, banned tokens and sequences, masks, log-probabilities."""
     draw = random.Random(5)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -47,6 +48,8 @@ def sequences() -> list[Sequence]:
         {"temperature": 1.2, "presence_penalty": 1.5, "top_k": 40},
         {"temperature": 2.0, "stop_token_ids": list(range(0, VOCAB, 5)), "min_tokens": 12},
         {"temperature": 0.0, "frequency_penalty": 2.0, "logprobs": 0},
+        {"temperature": 0.9, "bad_words": [[a, b] for a in range(VOCAB) for b in range(0, 64, 7)] + [[200], [3, 1, 4]]},
+        {"temperature": 1.5, "allowed_token_ids": list(range(3, VOCAB, 9)), "bad_words": [[3]], "logprobs": 1},
     ]
     made = []
     for n in range(12):

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.base.errors import NoTokenAllowed
 from common.engine.step import SampledToken, SampleSpec
 
 GREEDY_BELOW = 1e-5
@@ -25,7 +26,8 @@ class SamplerOutput(Protocol):
         ...
 
     def wait(self) -> list[SampledToken]:
-        """The tokens on the host; a `SampledToken` with an error for a row without a finite maximum."""
+        """The tokens on the host; a `SampledToken` with an error for a row without a finite maximum, or
+        whose tokens are all masked or banned."""
         ...
 
 
@@ -42,6 +44,12 @@ class Sampler(Protocol):
     def empty(self, device: torch.device) -> SamplerOutput:
         """For a step without samples: `wait` returns when the step has ended and no longer writes to its blocks."""
         ...
+
+
+def none_allowed(spec: SampleSpec) -> SampledToken:
+    """The result for a row whose tokens are all masked or banned."""
+    message = f"the request's masks and bans leave no token that can be sampled at position {spec.position}"
+    return SampledToken(-1, error=message, error_code=NoTokenAllowed.code)
 
 
 def no_token(highest: float, spec: SampleSpec) -> SampledToken:

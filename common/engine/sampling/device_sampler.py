@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.control.messages import TokenLogprobs
 from common.engine.device_inputs import array_to_device, to_device
-from common.engine.sampling.base import GREEDY_BELOW, no_token
+from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax_on_device, noise_key
 from common.engine.sampling.logits_steps import FILTERS, GREEDY_STEPS, RANDOM_STEPS
 from common.engine.sampling.steps.base import DeviceRows, LogitsStep
@@ -34,7 +34,7 @@ class DeviceSampler:
         highest, best = logits.max(-1)
         rows = DeviceRows(logits, specs, unseen, self._thresholds)
         _apply(GREEDY_STEPS, rows)
-        tokens = best if rows.values is logits else rows.values.argmax(-1)
+        left, tokens = (highest, best) if rows.values is logits else rows.values.max(-1)
         # Filters cost passes over the vocabulary: unfiltered rows are sampled separately.
         random = [index for index, spec in enumerate(specs) if spec.params.temperature >= GREEDY_BELOW]
         filtered = {index for step in FILTERS for index in step.asked_for(specs, logits.size(1))} if random else set()
@@ -45,12 +45,12 @@ class DeviceSampler:
                 part = DeviceRows(values, [specs[each] for each in group], None, self._thresholds)
                 part.most_likely = tokens.index_select(0, index)
                 tokens = tokens.index_copy(0, index, _draw(part))
-        return DeviceSamplerOutput(tokens, highest, specs, _logprobs(logits, highest, tokens, specs))
+        return DeviceSamplerOutput(tokens, highest, left, specs, _logprobs(logits, highest, tokens, specs))
 
     def empty(self, device: torch.device) -> DeviceSamplerOutput:
         """See `Sampler.empty`."""
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        return DeviceSamplerOutput(nothing, torch.empty(0, device=device), [], [])
+        nothing, logits = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device)
+        return DeviceSamplerOutput(nothing, logits, logits, [], [])
 
 
 def _apply(steps: tuple[LogitsStep, ...], rows: DeviceRows) -> None:
@@ -73,11 +73,14 @@ def _draw(rows: DeviceRows) -> Tensor:
 class DeviceSamplerOutput:
     """One step's tokens, on their way to the host."""
 
-    def __init__(self, token_ids: Tensor, highest: Tensor, specs: list[SampleSpec], logprobs: list[Tensor]) -> None:
-        """highest: [n], each row's highest raw logit. logprobs: what `_logprobs` returns."""
+    def __init__(
+        self, token_ids: Tensor, highest: Tensor, left: Tensor, specs: list[SampleSpec], logprobs: list[Tensor]
+    ) -> None:
+        """highest, left: [n], each row's highest raw logit, and the highest after masks and bans. logprobs: what
+        `_logprobs` returns."""
         self.token_ids = token_ids
         self._specs = specs
-        self._arriving = [_to_host(each) for each in (token_ids, highest, *logprobs)]
+        self._arriving = [_to_host(each) for each in (token_ids, highest, left, *logprobs)]
         self._arrived: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             self._arrived = torch.cuda.Event()
@@ -87,15 +90,18 @@ class DeviceSamplerOutput:
         """See `SamplerOutput.wait`."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens, highest, *logprobs = [each.tolist() for each in self._arriving]
+        tokens, highest, left, *logprobs = [each.tolist() for each in self._arriving]
         of_row = iter(zip(*logprobs, strict=True))
         out: list[SampledToken] = []
-        for token, top_logit, spec in zip(tokens, highest, self._specs, strict=True):
+        for token, top_logit, top_left, spec in zip(tokens, highest, left, self._specs, strict=True):
             count, wanted = spec.params.logprobs, None
             if count is not None:
                 own, top_ids, top = next(of_row)
                 wanted = TokenLogprobs(own, top_ids[:count], top[:count])
-            out.append(SampledToken(token, wanted) if math.isfinite(top_logit) else no_token(top_logit, spec))
+            if not math.isfinite(top_logit):
+                out.append(no_token(top_logit, spec))
+            else:
+                out.append(none_allowed(spec) if top_left == -math.inf else SampledToken(token, wanted))
         return out
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.control.messages import TokenLogprobs
-from common.engine.sampling.base import GREEDY_BELOW, no_token
+from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax, noise_key
 from common.engine.sampling.logits_steps import steps_of
 from common.engine.sampling.ranking import ranked
@@ -60,7 +60,8 @@ class HostSampler:
 def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
     """Draw one token per row. logits: [n, vocab] float32, row i for `specs[i]`; not changed.
 
-    A row without a finite maximum (a NaN anywhere in it, or an overflow) gets a `SampledToken` with an error.
+    A row without a finite maximum (a NaN anywhere in it, or an overflow), or without any token that is allowed, gets a
+    `SampledToken` with an error.
     """
     rows: NDArray[np.float32] = logits.cpu().numpy()
     most_likely: list[int] = rows.argmax(-1).tolist()
@@ -70,18 +71,23 @@ def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
             out.append(no_token(float(row[best]), spec))
             continue
         token = _draw(HostRow(row, best), spec, steps) if steps else best
+        if token is None:
+            out.append(none_allowed(spec))
+            continue
         count = spec.params.logprobs
         out.append(SampledToken(token, None if count is None else _logprobs(row, token, count)))
     return out
 
 
-def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int:
+def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | None:
+    """None if the steps left no token."""
     for step in steps:
         step.on_host(row, spec)
     if spec.params.temperature < GREEDY_BELOW:
-        return row.argmax()
+        best = row.argmax()
+        return best if row.values[best] > -math.inf else None
     if row.the_token is not None:
-        return row.the_token
+        return None if row.none_left else row.the_token
     key = noise_key(spec.params.seed, spec.position)
     if row.candidates is None and row.cut > -math.inf:
         row.candidates = np.flatnonzero(row.values >= row.cut)

@@ -6,10 +6,10 @@ Order and meaning are vLLM's. A new step is a file in `common.engine.sampling.st
 from __future__ import annotations
 
 from common.engine.sampling.base import GREEDY_BELOW
+from common.engine.sampling.steps.bans import BadWords, MinTokens
 from common.engine.sampling.steps.base import LogitsStep
 from common.engine.sampling.steps.logit_bias import LogitBias
 from common.engine.sampling.steps.min_p import MinP
-from common.engine.sampling.steps.min_tokens import MinTokens
 from common.engine.sampling.steps.penalties import Penalties
 from common.engine.sampling.steps.temperature import Temperature
 from common.engine.sampling.steps.token_mask import TokenMask
@@ -19,6 +19,7 @@ from common.engine.step import SampleSpec
 
 LOGITS_STEPS: tuple[LogitsStep, ...] = (
     TokenMask(),
+    BadWords(),
     MinTokens(),
     LogitBias(),
     Penalties(),

@@ -22,7 +22,7 @@ Row = NDArray[np.float32]
 class HostRow:
     """One row on its way from logits to a token."""
 
-    __slots__ = ("_best", "candidates", "cut", "raw", "the_token", "values")
+    __slots__ = ("_best", "candidates", "cut", "none_left", "raw", "the_token", "values")
 
     def __init__(self, raw: Row, best: int) -> None:
         """raw: [vocab], what the model computed, never changed; its maximum is at `best`."""
@@ -32,6 +32,8 @@ class HostRow:
         """[vocab], `raw` itself until the first change. From `Temperature` on scaled, with 0 as the maximum."""
         self.the_token: int | None = None
         """The token, if it is determined without a random number."""
+        self.none_left = False
+        """Whether a random draw found all tokens masked or banned."""
         self.cut = -math.inf
         """Values below cannot be drawn."""
         self.candidates: NDArray[np.int64] | None = None

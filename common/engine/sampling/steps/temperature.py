@@ -25,7 +25,8 @@ class Temperature(LogitsStep):
         if math.isfinite(top):
             row.values = (row.values - top) / np.float32(spec.params.temperature)
         else:
-            row.the_token, row.values = best, np.zeros_like(row.values)
+            row.the_token, row.none_left = best, bool(top == -np.inf)
+            row.values = np.zeros_like(row.values)
 
     def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         """A row whose maximum is not finite becomes all zero: with NaN a kernel may hang or return a bad index."""

@@ -14,10 +14,11 @@ from support.tiny_engine import answers
 
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.engine.plan import Plan
 from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
-from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.seen_tokens import TokenCounter
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
@@ -84,7 +85,7 @@ def test_a_token_that_could_not_be_drawn_enters_nothing() -> None:
     scheduler = decoding(seq)
     seq.draft_ids = [5]
     (done,) = scheduler.update(start(scheduler), [SampledToken(-1, error="nan"), SampledToken(5)])
-    assert (done.tokens, done.error) == ([], "nan")
+    assert (done.tokens, str(done.error)) == ([], "nan")
 
 
 def test_drafts_get_the_blocks_for_all_their_rows_and_wait_for_pending_tokens() -> None:
@@ -150,7 +151,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_real_model_verifies_drafts_with_the_tokens_of_plain_decoding(
     model_path: Path, sampler: Sampler, depth: int
 ) -> None:
-    plain, one_by_one = answers(model_path, 1)
+    plain, one_by_one = answers(model_path, depth)
     draw = random.Random(depth)
 
     def propose(seq: Sequence) -> list[int]:

@@ -8,7 +8,8 @@ import pytest
 
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from common.engine.plan import Plan
+from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken
 from common.kv.pool import BlockPool

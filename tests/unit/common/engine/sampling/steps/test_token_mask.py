@@ -31,7 +31,7 @@ def masked_specs(rows: int, seed: int) -> tuple[list[SampleSpec], list[set[int] 
     for row, spec in enumerate(random_specs(rows, seed)):
         ids = None if row % 3 == 0 else {0, *draw.choice(VOCAB, draw.integers(1, 300)).tolist(), VOCAB - 1}
         stops = spec.params._replace(stop_token_ids=[])  # a ban of all that a mask allows leaves nothing to draw
-        specs.append(spec._replace(params=stops, mask=None if ids is None else mask_of(sorted(ids))))
+        specs.append(spec._replace(params=stops, banned=[], mask=None if ids is None else mask_of(sorted(ids))))
         allowed.append(ids)
     return specs, allowed
 
