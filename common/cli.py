@@ -65,16 +65,16 @@ Exit codes: 0 stopped normally, 1 failed, 2 wrong usage, 78 wrong configuration.
 """
 
 
-def _command_class(aliases: dict[str, str], switches: set[str]) -> type[typer.core.TyperCommand]:
+def _command_class(aliases: dict[str, str], switches: set[str], lists: set[str]) -> type[typer.core.TyperCommand]:
     """A command that also accepts the spellings of other servers.
 
-    These are `aliases` of our flags, `_` for `-` in any flag, and for `switches` (flags whose value is true, false or
-    none) `--x` for `--x true` and `--no-x` for `--x false`.
+    These are `aliases` of our flags, `_` for `-` in any flag, for `switches` (flags whose value is true, false or none)
+    `--x` for `--x true` and `--no-x` for `--x false`, and for `lists` `--x a b` or `--x a --x b` for `--x a,b`.
     """
 
     class Command(typer.core.TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            ours = [_our_spelling(arg, aliases) for arg in args]
+            ours = _with_lists([_our_spelling(arg, aliases) for arg in args], lists)
             after = ours[1:] + [""] * bool(ours)
             return super().parse_args(ctx, [_switched(*pair, switches) for pair in zip(ours, after, strict=True)])
 
@@ -107,6 +107,25 @@ def _switched(arg: str, after: str, switches: set[str]) -> str:
     if arg.startswith("--no-") and "--" + arg[5:] in switches:
         return f"--{arg[5:]}=false"
     return arg
+
+
+def _with_lists(args: list[str], lists: set[str]) -> list[str]:
+    """The values of each flag in `lists` joined by commas into one word."""
+    out: list[str] = []
+    values: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if name in lists:
+            current = values.setdefault(name, [])
+            if equals:
+                current.append(value)
+        elif current is not None and not arg.startswith("-"):
+            current.append(arg)
+        else:
+            current = None
+            out.append(arg)
+    return out + [f"{name}={','.join(given)}" if given else name for name, given in values.items()]
 
 
 def _flag(name: str) -> str:
@@ -162,7 +181,8 @@ def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[Config
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     aliases = {alias: _flag(name) for name, info in field_infos(cls).items() for alias in info.aliases}
     switches = {_flag(name) for name in field_infos(cls) if type_label(field_type(cls, name)) == "BOOLEAN"}
-    command_class = _command_class(aliases, switches)
+    lists = {_flag(name) for name, info in field_infos(cls).items() if info.several}
+    command_class = _command_class(aliases, switches, lists)
     app.command(cls.section, help=flowing(help), cls=command_class, context_settings=_CONTEXT)(command)
     return app
 

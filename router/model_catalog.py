@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.base.errors import ConfigError, NotFound, Unavailable
+from common.config.fields import listed
 from common.config.option_groups import GenerationConfig
 from common.control.messages import ModelInfo, NodeRecord
 from common.model.config import load_model_config
@@ -59,7 +60,7 @@ def load(
 
 
 class ModelCatalog:
-    """The content of `/v1/models`: one model, or none until the configuration or a node names one."""
+    """The content of `/v1/models`: one model under each of its names, or none until the configuration or a node names one."""
 
     def __init__(
         self,
@@ -70,10 +71,12 @@ class ModelCatalog:
         generation_config: GenerationConfig = "auto",
     ) -> None:
         self._configured = model
-        self._served_name = served_model_name
+        self._served_names = listed("served_model_name", served_model_name)
         self._chat_template = chat_template
         self._generation_config: GenerationConfig = generation_config
         self._model: ServedModel | None = None
+        self._by_name: dict[str, ServedModel] = {}
+        """The model under each name that clients may use; the first is the main one."""
         self._nodes_name: str | None = None
         """Model name of the nodes in use."""
         self._loading: asyncio.Task[None] | None = None
@@ -86,8 +89,9 @@ class ModelCatalog:
         Raises: ConfigError when it cannot be used.
         """
         if self._configured is not None:
-            self._model = await asyncio.to_thread(
-                load, self._configured, self._served_name, self._chat_template, self._generation_config
+            name = self._served_names[0] if self._served_names else None
+            self._serve(
+                await asyncio.to_thread(load, self._configured, name, self._chat_template, self._generation_config)
             )
 
     def accept(self, records: list[NodeRecord]) -> list[NodeRecord]:
@@ -128,16 +132,22 @@ class ModelCatalog:
 
         Raises: NotFound for another name, Unavailable when nothing is known yet.
         """
-        model = self._model
-        if model is None:
+        main = self._model
+        if main is None:
             raise Unavailable(f"the model is not known yet: {self._problem}")
-        if name is not None and name != model.name:
+        model = main if name is None else self._by_name.get(name)
+        if model is None:
             raise NotFound(
-                f"the model {name[:200]!r} does not exist; this server has {model.name!r}",
+                f"the model {str(name)[:200]!r} does not exist; this server has {', '.join(map(repr, self._by_name))}",
                 param="model",
                 code="model_not_found",
             )
         return model
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """The served model under each of its names; the main one first."""
+        return list(self._by_name.values())
 
     @property
     def model(self) -> ServedModel | None:
@@ -185,5 +195,9 @@ class ModelCatalog:
         log.info("serving %s from %s", info.name, info.path)
 
     def _adopt(self, model: ServedModel, info: ModelInfo, max_len: int) -> None:
-        name = self._served_name or info.name
-        self._model = replace(model, name=name, max_model_len=max_len, vocab_size=info.vocab_size)
+        name = self._served_names[0] if self._served_names else info.name
+        self._serve(replace(model, name=name, max_model_len=max_len, vocab_size=info.vocab_size))
+
+    def _serve(self, model: ServedModel) -> None:
+        self._model = model
+        self._by_name = {name: replace(model, name=name) for name in self._served_names or [model.name]}

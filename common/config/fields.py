@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from common.base.errors import ConfigError
 
@@ -29,6 +30,8 @@ class FieldInfo:
     """Allowed only in a service's own TOML table."""
     secret: bool = False
     """Never shown; passed to child processes by environment, not on the command line."""
+    several: bool = False
+    """The value is a list, as `listed` reads it; on the command line also several words, or the flag several times."""
     sets: tuple[str, str] | None = None
     """`kvrelay up` only: (role, option). The value is passed as this option to each node of this role."""
 
@@ -42,9 +45,10 @@ def option(
     high: float | None = None,
     own: bool = False,
     secret: bool = False,
+    several: bool = False,
 ) -> Any:
     """Declare an option."""
-    info = FieldInfo(help, group, low, high, aliases, own, secret)
+    info = FieldInfo(help, group, low, high, aliases, own, secret, several)
     return dataclasses.field(default=default, metadata={"info": info})
 
 
@@ -69,6 +73,24 @@ def for_role(role: str, owner: type, name: str, group: str, help: str, **changes
 def field_infos(cls: type) -> dict[str, FieldInfo]:
     """The `FieldInfo` of each option, in the order of `--help`."""
     return {f.name: f.metadata["info"] for f in dataclasses.fields(cls)}
+
+
+def listed(name: str, value: str | None) -> list[str]:
+    """The values of an option that is a list: separated by commas, or a JSON list of strings. None has no values.
+
+    Raises: ConfigError for an empty value, and for other JSON.
+    """
+    if value is None or not value.strip():
+        return []
+    parts: list[Any] = value.split(",")
+    if value.lstrip().startswith("["):
+        try:
+            parts = cast("list[Any]", json.loads(value))
+        except ValueError as error:
+            raise ConfigError(f"{name}: {value!r} is not valid JSON") from error
+    if not all(isinstance(part, str) and part.strip() for part in parts):
+        raise ConfigError(f"{name}: {value!r} must be a list of names, none of them empty")
+    return [part.strip() for part in parts]
 
 
 def check_bounds(name: str, value: Any, info: FieldInfo) -> None:

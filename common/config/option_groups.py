@@ -81,7 +81,11 @@ class ModelOptions:
         "demo", "Model folder, GGUF file or hub name; demo is a small model that is included.", "Model", "--model-path"
     )
     served_model_name: str | None = option(
-        None, "Name of the model in the API; by default the name of its folder.", "Model"
+        None,
+        "Name of the model in the API; by default the name of its folder. With several, clients may use any of them; "
+        "the first is that of metrics and nodes.",
+        "Model",
+        several=True,
     )
     dtype: DtypeName = option(
         "auto",
@@ -260,6 +264,15 @@ class ClientOptions:
         "Clients",
         low=0,
     )
+    allowed_origins: str = option(
+        "",
+        "Origins of web pages whose scripts may use the API (CORS), * for all; by default none.",
+        "Clients",
+        several=True,
+    )
+    allowed_methods: str = option("*", "HTTP methods that such scripts may use.", "Clients", several=True)
+    allowed_headers: str = option("*", "Request headers that such scripts may set.", "Clients", several=True)
+    allow_credentials: bool = option(False, "Whether such scripts may send cookies.", "Clients")
 
 
 @dataclass(frozen=True, kw_only=True)

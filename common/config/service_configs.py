@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from common.config.fields import check_bounds, field_infos, option, variant
+from common.config.fields import check_bounds, field_infos, listed, option, variant
 from common.config.option_groups import (
     CPU_KV_GB,
     AdminHostOptions,
@@ -45,6 +45,8 @@ class ServiceConfig:
     def __post_init__(self) -> None:
         for name, info in field_infos(type(self)).items():
             check_bounds(name, getattr(self, name), info)
+            if info.several:
+                listed(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

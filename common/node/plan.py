@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common.base.device import DeviceKind, default_dtype, gpu_name, rank_device, resolve_device
 from common.base.errors import ConfigError
+from common.config.fields import listed
 from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig
 from common.control.messages import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
@@ -82,7 +83,8 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
         tp_size=config.tensor_parallel_size,
         pp_layers=stages,
     )
-    name = config.served_model_name or (config.model if config.model == "demo" else model_name(path))
+    names = listed("served_model_name", config.served_model_name)
+    name = names[0] if names else config.model if config.model == "demo" else model_name(path)
     max_model_len = model_config.fit_context(config.max_model_len)
     info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer_digest(path))
     return NodePlan(path, model_config, layout, info, dtype, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -25,6 +26,7 @@ from router.http.response_headers import headers
 from router.http.responses import error_response
 from router.http.serve import assign_ids, format_options, ids_of, maybe_on_thread, parse, serve
 from router.http.services import Services
+from router.http.tokenize_routes import add_tokenize_routes
 
 
 def _schema(model: type[CompletionRequestBase]) -> dict[str, Any]:
@@ -34,11 +36,15 @@ def _schema(model: type[CompletionRequestBase]) -> dict[str, Any]:
 
 def build(services: Services) -> FastAPI:
     """The application."""
-    app = FastAPI(title="kvrelay", version=version(), redoc_url=None)
+    app = FastAPI(title="kvrelay", version=version(), docs_url=None, redoc_url=None)
     app.add_middleware(KeyGuard, keys=services.api_keys, count=lambda status: services.metrics.http_error(status))
     _add_error_handlers(app, services)
     add_operator_routes(app, services)
+    add_tokenize_routes(app, services)
     _add_completion_routes(app, services)
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            route.methods = {"GET", "HEAD"}
     return app
 
 

@@ -1,18 +1,20 @@
-"""All routes except the two completion calls: models, health, version, metrics. Runs on the router's event loop."""
+"""Routes for operators and tools: models, health, readiness, version, load, metrics. Runs on the router's event loop."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import time
+from pathlib import Path
 
 from fastapi import FastAPI
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from router.http.responses import JsonResponse
 from router.http.services import Services
 from router.model_catalog import ServedModel
 
 _STARTED_S = int(time.time())
+_DOCS_PAGE = Path(__file__).parent / "docs.html"
 
 
 def version() -> str:
@@ -24,25 +26,48 @@ def version() -> str:
 
 
 def add_operator_routes(app: FastAPI, services: Services) -> None:
-    nodes = services.dispatcher.nodes
+    """Add all of them to the application."""
+    _add_model_routes(app, services)
+    _add_state_routes(app, services)
 
+    @app.get("/version")
+    async def show_version() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The router's version."""
+        return JsonResponse({"version": version()})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Prometheus metrics."""
+        return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return FileResponse(_DOCS_PAGE, media_type="text/html; charset=utf-8")
+
+
+def _add_model_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models")
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The served model."""
-        model = services.catalog.model
-        data = [] if model is None else [_model_card(model)]
-        return JsonResponse({"object": "list", "data": data})
+        """The served model, under each of its names."""
+        return JsonResponse({"object": "list", "data": [_model_card(model) for model in services.catalog.models]})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The served model, by name."""
         return JsonResponse(_model_card(services.catalog.get(name)))
 
+
+def _add_state_routes(app: FastAPI, services: Services) -> None:
+    nodes = services.dispatcher.nodes
+
+    def is_ready() -> bool:
+        return bool(nodes.usable("decode")) and services.catalog.model is not None
+
     @app.get("/health")
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 if requests can be served, else 503; the body says more."""
         prefill, decode = len(nodes.usable("prefill")), len(nodes.usable("decode"))
-        ready = decode > 0 and services.catalog.model is not None
+        ready = is_ready()
         degraded = services.degraded()
         body = {
             "status": ("degraded" if degraded else "ok") if ready else "unavailable",
@@ -54,20 +79,28 @@ def add_operator_routes(app: FastAPI, services: Services) -> None:
         }
         return JsonResponse(body, 200 if ready else 503)
 
+    @app.get("/ready")
+    async def ready() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """200 if requests can be served, else 503: for load balancers, like `/health`, with no details."""
+        found = is_ready()
+        return JsonResponse({"ready": found}, 200 if found else 503)
+
     @app.get("/ping")
     async def ping() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 as long as the router's event loop runs."""
         return Response(status_code=200)
 
-    @app.get("/version")
-    async def show_version() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The router's version."""
-        return JsonResponse({"version": version()})
+    @app.get("/load")
+    async def load() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """`server_load`: the generations of this router that have not ended."""
+        return JsonResponse({"server_load": services.dispatcher.running})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Prometheus metrics."""
-        return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    @app.get("/server_info")
+    async def server_info() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """What this router serves and how it is set up."""
+        cards = [_model_card(model) for model in services.catalog.models]
+        counts = {"prefill": len(nodes.usable("prefill")), "decode": len(nodes.usable("decode"))}
+        return JsonResponse({"version": version(), "models": cards, "nodes": counts, "settings": services.settings})
 
 
 def _model_card(model: ServedModel) -> dict[str, object]:

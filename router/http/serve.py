@@ -84,7 +84,7 @@ async def serve(
     answer = Answer()
     ids: RequestIds = request.scope[_IDS]
     handed_over = False
-    services.metrics.set_model(form.options.model)
+    services.metrics.set_model(services.catalog.get(None).name)
     try:
         answer.generations = services.dispatcher.submit(
             ids.own, wanted, form.tokenizer.pieces, answer.on_news, ids.client

@@ -7,10 +7,13 @@ import socket
 from collections.abc import Generator
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from common.base.errors import ConfigError
 from common.base.process import allow_files
 from common.cluster.membership import Directory
+from common.config.fields import listed
 from common.config.service_configs import RouterConfig
 from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
@@ -33,6 +36,9 @@ that the router closes at that moment is lost, and the user gets a 502.
 """
 _GRACE_S = 3.0
 """Time for connections to end once every request was told that the router stops."""
+
+_SHOWN_SETTINGS = ("cluster", "policy", "max_body_mb", "max_waiting", "request_timeout_s", "generation_config")
+_EXPOSED_HEADERS = ("x-request-id", "x-kvrelay-request-id", "retry-after")
 
 
 class _Server(uvicorn.Server):
@@ -71,6 +77,23 @@ def _most_connections() -> int:
     return min(_MAX_CONNECTIONS, max(files - _OTHER_FILES, files // 2))
 
 
+def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
+    """`app`; with allowed origins, behind a middleware that answers preflights, which carry no key, and adds the headers to
+    every answer.
+    """
+    origins = listed("allowed_origins", config.allowed_origins)
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=listed("allowed_methods", config.allowed_methods),
+        allow_headers=listed("allowed_headers", config.allowed_headers),
+        allow_credentials=config.allow_credentials,
+        expose_headers=_EXPOSED_HEADERS,
+    )
+
+
 def http_server(router: Router, config: RouterConfig, directory: Directory | None) -> uvicorn.Server:
     """The HTTP server of a router; not started."""
     services = Services(
@@ -81,10 +104,12 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
+        settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
     app = build(services)
+    direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
     settings = uvicorn.Config(
-        DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error)),
+        _with_cors(direct, config),
         proxy_headers=False,
         http=HttpConnection,
         loop="none",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from router.metrics import Metrics
@@ -26,3 +26,5 @@ class Services:
     body_deadlines: Deadlines[asyncio.Task[Any]]
     """As `router.http.body.body_deadlines` makes them."""
     api_keys: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The options that `/server_info` shows."""

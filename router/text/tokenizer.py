@@ -115,6 +115,14 @@ class Tokenizer:
             )
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids, with special tokens."""
+        return self._raw.decode(list(token_ids), skip_special_tokens=False)
+
+    def token_str(self, token_id: int) -> str:
+        """A token as the vocabulary spells it; empty for an id that the tokenizer does not know."""
+        return self._raw.id_to_token(token_id) or ""
+
     def text_of(self, token_id: int) -> str:
         """How one token is shown in log-probabilities."""
         return self.pieces.piece(token_id).decode(errors="replace")

@@ -282,7 +282,7 @@ def test_nothing_that_a_client_sizes_is_unbounded(model_folder: str) -> None:
     play(scene)
 
 
-def test_a_key_guards_every_route_but_health(model_folder: str) -> None:
+def test_a_key_guards_every_route_but_those_of_load_balancers(model_folder: str) -> None:
     async def scene() -> None:
         async with stack_of(model_folder, config={"api_key": "secret"}) as (_, client):
             paths = (await client.get("/openapi.json", headers={"authorization": "Bearer secret"})).json()["paths"]
@@ -290,7 +290,7 @@ def test_a_key_guards_every_route_but_health(model_folder: str) -> None:
             for path in (*paths, "/docs", "/openapi.json", "/nothing"):
                 for method in ("GET", "POST"):
                     status = (await client.request(method, path)).status_code
-                    assert status == 401 or path == "/health", (method, path, status)
+                    assert status == 401 or path in ("/health", "/ready"), (method, path, status)
             assert (await client.get("/health")).status_code == 200
 
     play(scene)

@@ -39,12 +39,16 @@ def caller_of(scope: Scope, body: CompletionRequestBase, *, with_keys: bool) -> 
     return Caller(tenant, (header(scope, b"x-session-id") or user)[:_MAX_KEY_CHARS])
 
 
-def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> GenerationRequest:
+def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
+    """The prompt text of a conversation, with its special tokens. Raises: BadRequest, as `Tokenizer.render_chat`."""
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    text = model.tokenizer.render_chat(
+    return model.tokenizer.render_chat(
         messages, add_generation_prompt=body.add_generation_prompt is not False, kwargs=body.chat_template_kwargs
     )
-    prompt_ids = _encode(model, text, "messages", add_special_tokens=False)
+
+
+def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> GenerationRequest:
+    prompt_ids = _encode(model, chat_prompt(body, model), "messages", add_special_tokens=False)
     return _generation_request(body, model, prompt_ids, "messages", caller)
 
 

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 import pytest
 from support.paths import ROOT
 
+from common.cli import _with_lists
 from common.config.fields import field_infos
 from common.config.service_configs import SERVICES
 
@@ -122,3 +123,15 @@ def test_declared_subcommands_exist() -> None:
     assert set(declared) >= {service.section for service in SERVICES}
     for name, value in declared.items():
         assert EntryPoint(name, value, "kvrelay.commands").load() is not None
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--names", "a", "b", "--port", "1"],
+        ["--names=a", "--port", "1", "--names", "b"],
+        ["--port", "1", "--names", "a,b"],
+    ],
+)
+def test_a_list_may_be_several_words_or_several_flags(args: list[str]) -> None:
+    assert _with_lists(args, {"--names"}) == ["--port", "1", "--names=a,b"]
