@@ -12,7 +12,7 @@ from common.config.service_configs import NodeConfig
 if TYPE_CHECKING:
     from common.node.role import NodeRole
 
-_COMPILE_S = 60.0
+COMPILE_S = 60.0
 """Time for compiling native kernels at a start, where the installation has not done it. After it, PyTorch computes."""
 
 
@@ -29,7 +29,7 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
     asyncio.run(check_redis(config.redis_url))
     load_model_config(resolve_model(config.model))
     if config.device != "cuda":
-        build_library(min(_COMPILE_S, config.start_timeout_s / 2))
+        build_library(min(COMPILE_S, config.start_timeout_s / 2))
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
         from common.node.startup import run_node

@@ -1,0 +1,137 @@
+"""The engine of a whole local cluster: `kvrelay up` in processes of its own, asked over HTTP with token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.base.errors import BadRequest, from_code
+from common.config.service_configs import UpConfig
+from common.tools.api_client import ApiAnswer, ApiClient
+from common.tools.local_cluster import LocalCluster
+from kvrelay.outputs import Answer
+from kvrelay.prompts import Job
+from router import model_catalog
+
+_MOST_IN_FLIGHT = 128
+"""Below the router's default limit of waiting requests."""
+_ATTEMPTS = 20
+
+_News = tuple[int, Answer] | BaseException | None
+"""An answer with its job's index, an error, or the end."""
+
+
+class ClusterEngine:
+    """A local cluster and its client."""
+
+    def __init__(self, config: UpConfig, arguments: Sequence[str]) -> None:
+        """Start the cluster. `arguments`: those of `kvrelay up` that `config` was made from.
+
+        Raises: ConfigError, ClusterFailed.
+        """
+        self._config = config
+        # Read before anything is started: what is wrong with the model's folder is said in one sentence.
+        served = model_catalog.load(
+            config.model, config.served_model_name, config.chat_template, config.generation_config
+        )
+        self._cluster = LocalCluster(arguments)
+        try:
+            card = asyncio.run(self._model_card())
+            limits = {"max_model_len": int(card["max_model_len"]), "vocab_size": int(card["vocab_size"])}
+            self.model = replace(served, name=str(card["id"]), **limits)
+        except BaseException:
+            self._cluster.close()
+            raise
+
+    def _client(self) -> ApiClient:
+        config, url = self._config, self._cluster.url
+        timeout_s = config.request_timeout_s
+        return ApiClient(url, config.api_key, connections=_MOST_IN_FLIGHT, timeout_s=timeout_s, attempts=_ATTEMPTS)
+
+    async def _model_card(self) -> dict[str, Any]:
+        async with self._client() as client:
+            return (await client.get("/v1/models")).body["data"][0]
+
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
+        if any(job.request.engine.sampling.logprobs is not None for job in jobs):
+            # The HTTP API shows tokens as text, which can stand for several ids.
+            raise BadRequest("log-probabilities by token id need LLM in one process", param="logprobs")
+        news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        loop = asyncio.new_event_loop()
+        work = loop.create_task(self._run_all(jobs, news))
+
+        def run_loop() -> None:
+            try:
+                loop.run_until_complete(work)
+            except asyncio.CancelledError:
+                pass
+            except BaseException as error:
+                news.put(error)
+            finally:
+                news.put(None)
+                loop.close()
+
+        thread = threading.Thread(target=run_loop, name="requests", daemon=True)
+        thread.start()
+        try:
+            while (item := news.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item if self._cluster.is_alive else self._cluster.failure()
+                yield item
+        finally:
+            if thread.is_alive():
+                loop.call_soon_threadsafe(work.cancel)
+            thread.join()
+
+    async def _run_all(self, jobs: Sequence[Job], news: queue.SimpleQueue[_News]) -> None:
+        waiting = enumerate(jobs)
+
+        async def worker(client: ApiClient) -> None:
+            for index, job in waiting:
+                answer = await client.post("/v1/completions", request_body(job, self.model.name))
+                news.put((index, to_answer(index, job, answer)))
+
+        async with self._client() as client:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for _ in range(min(len(jobs), _MOST_IN_FLIGHT)):
+                        tasks.create_task(worker(client))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+    def close(self) -> None:
+        self._cluster.close()
+
+
+def request_body(job: Job, model: str) -> dict[str, Any]:
+    """The body of `/v1/completions` that has the same answer as the job in one process."""
+    engine = job.request.engine
+    fixed = {"seed": engine.sampling.seed, "max_tokens": engine.sampling.max_tokens}
+    return {
+        **job.params.completion_fields(),
+        **fixed,
+        "model": model,
+        "prompt": engine.prompt_ids,
+        "return_token_ids": True,
+    }
+
+
+def to_answer(index: int, job: Job, answer: ApiAnswer) -> Answer:
+    """The answer in a response. Raises: KvRelayError, the server's error."""
+    if answer.status_code != 200:
+        error: dict[str, Any] = answer.body.get("error") or {}
+        raise from_code(str(error.get("code")), f"prompt {index}: {error.get('message')}")
+    [choice] = answer.body["choices"]
+    usage: dict[str, Any] = answer.body["usage"]
+    return Answer(
+        choice["text"],
+        choice["token_ids"],
+        None,
+        choice["finish_reason"],
+        choice["stop_reason"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+    )

@@ -1,0 +1,30 @@
+"""What `LLM` needs of an engine: `LocalEngine` in this process, or `ClusterEngine` over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+from kvrelay.outputs import Answer
+from kvrelay.prompts import Job
+from router.model_catalog import ServedModel
+
+
+class Engine(Protocol):
+    """Runs jobs of one model. One thread at a time."""
+
+    @property
+    def model(self) -> ServedModel:
+        """The model with the limits of this engine."""
+        ...
+
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
+        """Run the jobs and yield (index, answer) in the order in which they end. Closing the generator ends the others.
+
+        Raises: KvRelayError if any job fails.
+        """
+        ...
+
+    def close(self) -> None:
+        """End everything. Called once."""
+        ...

@@ -1,0 +1,160 @@
+"""`LLM`: generation from Python without a server, in this process or in a whole local cluster."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields
+from types import TracebackType
+from typing import Any
+
+from common.base.errors import BadRequest, ConfigError
+from common.config.option_groups import CapacityOptions, DeviceOptions, GpuMemoryOptions, ModelOptions
+from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
+from common.config.sources import resolve
+from kvrelay.engine import Engine
+from kvrelay.outputs import RequestOutput, completion_output
+from kvrelay.progress import progress_bar
+from kvrelay.prompts import Conversation, Job, Params, Prompt, chat_jobs, generate_jobs
+
+_IN_PROCESS = {
+    *(
+        field.name
+        for group in (ModelOptions, CapacityOptions, DeviceOptions, GpuMemoryOptions)
+        for field in fields(group)
+    ),
+    *("max_num_batched_tokens", "threads", "nice", "start_timeout_s", "tensor_parallel_size"),
+}
+"""Options of `kvrelay decode` that mean something in one process."""
+_OF_CLIENTS = {"chat_template", "generation_config"}
+_OWN_OF_CLUSTER = {"host", "port", "routers", "pid_file", "redis_url", "cluster", "api_key"}
+
+
+class LLM:
+    """A model. A context manager; `close` or the end of the process ends it, too.
+
+    By default everything runs in this process, and nothing listens. With `prefill` or `decode`, that many nodes run in
+    processes of their own, as with `kvrelay up`. Both return the same tokens, and those of the HTTP API.
+    """
+
+    def __init__(self, model: str = "demo", *, prefill: int = 0, decode: int = 0, **options: Any) -> None:
+        """`model`: folder, GGUF file or hub name. `options`: those of `kvrelay decode`, with `_` for `-`, and
+        `chat_template` and `generation_config`; with `prefill` or `decode`, those of `kvrelay up`.
+
+        Raises: ConfigError in one sentence for what cannot start.
+        """
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        if prefill or decode:
+            self._engine = _cluster_engine({**options, "model": model, "prefill": prefill, "decode": decode or 1})
+        else:
+            self._engine = _local_engine({**options, "model": model})
+        self._end = weakref.finalize(self, self._engine.close)  # also at the interpreter's exit
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Continue each prompt. `sampling_params`: for all prompts, or one for each. `use_tqdm`: show a progress bar, in a
+        terminal only. Returns one output for each prompt, in their order.
+
+        Raises: BadRequest for a wrong prompt, before anything runs.
+        """
+        engine = self._running()
+        return self._run(engine, generate_jobs(engine.model, prompts, sampling_params), use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, through the model's chat template. Otherwise as `generate`."""
+        engine = self._running()
+        options = {"add_generation_prompt": add_generation_prompt, "chat_template_kwargs": chat_template_kwargs}
+        return self._run(engine, chat_jobs(engine.model, messages, sampling_params, options), use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """Free the model, end the cluster. A second call does nothing."""
+        self._end()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _running(self) -> Engine:
+        if not self._end.alive:
+            raise BadRequest("this LLM is closed")
+        return self._engine
+
+    def _run(self, engine: Engine, jobs: list[Job], *, use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        generated = 0
+        with self._lock, progress_bar(wanted=use_tqdm) as progress, closing(engine.run(jobs)) as answers:
+            task = progress.add_task("prompts", total=len(jobs), speed="")
+            for index, answer in answers:
+                job = jobs[index]
+                outputs[index] = RequestOutput(
+                    request_id=str(next(self._ids)),
+                    prompt=job.prompt,
+                    prompt_token_ids=job.request.engine.prompt_ids,
+                    outputs=[completion_output(answer, engine.model.tokenizer)],
+                    num_cached_tokens=answer.cached_tokens,
+                )
+                generated += len(answer.token_ids)
+                elapsed_s = progress.tasks[task].elapsed or 0.0
+                speed = f"{generated / elapsed_s:.0f} tokens/s" if elapsed_s else ""
+                progress.update(task, advance=1, speed=speed)
+        return [outputs[index] for index in range(len(jobs))]
+
+
+def _local_engine(options: dict[str, Any]) -> Engine:
+    of_clients = {name: options.pop(name) for name in _OF_CLIENTS & options.keys()}
+    client_options = resolve(UpConfig, flags=_texts(of_clients), environ=os.environ, file=None).config
+    _check_known(options, _IN_PROCESS, "in one process")
+    config = resolve(DecodeConfig, flags=_texts(options), environ=os.environ, file=None).config
+    if config.num_ranks > 1:
+        raise ConfigError("one process runs one rank: for more, start a cluster with LLM(..., decode=1, decode_tp=2)")
+    from kvrelay.local_engine import LocalEngine
+
+    return LocalEngine(
+        config, chat_template=client_options.chat_template, generation_config=client_options.generation_config
+    )
+
+
+def _cluster_engine(options: dict[str, Any]) -> Engine:
+    _check_known(options, _names(UpConfig) - _OWN_OF_CLUSTER, "of a local cluster")
+    texts = _texts(options)
+    config = resolve(UpConfig, flags=texts, environ=os.environ, file=None).config
+    from kvrelay.cluster_engine import ClusterEngine
+
+    arguments = [part for name, text in texts.items() for part in ("--" + name.replace("_", "-"), text)]
+    return ClusterEngine(config, arguments)
+
+
+def _names(cls: type[ServiceConfig]) -> set[str]:
+    return {field.name for field in fields(cls)}
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """The options as flags of the command line."""
+    return {name: "none" if value is None else str(value) for name, value in options.items()}
+
+
+def _check_known(options: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Raises: ConfigError naming the first unknown option."""
+    for name in options.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"LLM {where} has no option {name!r}{hint}")

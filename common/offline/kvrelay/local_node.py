@@ -1,0 +1,126 @@
+"""A decode node in this process: its core, scheduler and model on an engine thread, without sockets, Redis or forks.
+
+Prompts are computed by the node itself, as it does for requests without a prefill node. Importing this module imports
+torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from common.base.clock import monotonic
+from common.base.errors import TransferAborted
+from common.config.service_configs import DecodeConfig
+from common.control.messages import AttemptKey, Message, ModelInfo, PeerRef
+from common.engine.kv_transfer import IncomingTransfer, TransferOrder
+from common.engine.loop import EngineLoop
+from common.node.core import CoreParts
+from common.node.events import FromClient, OutgoingMessage, SendBuffer
+from common.node.plan import NodePlan, batched_tokens, fit_memory, make_scheduler
+from common.node.ranks.leader import Leader
+from decode_node.node import DecodeNode
+from decode_node.role import ROLE
+from kvtransfer.node_transfers import NodeReceiver
+
+MAX_ACCEPTED = 1024
+"""Requests that the node holds at once, waiting ones included."""
+_CLIENT = b"offline"
+
+
+class LocalNode:
+    """A decode node of one rank. Its messages go to `deliver`, on the engine's thread, which also owns `core`."""
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        deliver: Callable[[list[OutgoingMessage]], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        """Load the model. Blocking, seconds to minutes.
+
+        Raises: ConfigError in one sentence for what cannot start.
+        """
+        started: Future[None] = Future()
+
+        def start() -> None:
+            try:
+                self._start(config, deliver, on_crash)
+            except BaseException as error:
+                started.set_exception(error)
+            else:
+                started.set_result(None)
+
+        # The engine's thread inherits the floating-point environment that the start sets, but the caller's stays as it is;
+        # and the caller may have an asyncio loop of its own.
+        threading.Thread(target=start, name="start", daemon=True).start()
+        started.result()
+
+    def _start(
+        self,
+        config: DecodeConfig,
+        deliver: Callable[[list[OutgoingMessage]], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        plan = ROLE.plan(config)
+        self._leader = leader = Leader(config, ROLE, plan)
+        asyncio.run(leader.load())
+        plan = fit_memory(plan, config, leader.num_blocks)
+        self.model: ModelInfo = plan.model
+        send_buffer = SendBuffer(deliver)
+        self.core = core = DecodeNode(
+            self._parts(config, plan, send_buffer),
+            NodeReceiver(1, _ignore, self._post, lambda _: _NoRelay()),
+            early_s=config.lease_s,
+        )
+        self._loop = EngineLoop(core, send_buffer.flush, on_crash)
+        self._loop.start()
+
+    def _parts(self, config: DecodeConfig, plan: NodePlan, send_buffer: SendBuffer) -> CoreParts:
+        leader = self._leader
+        return CoreParts(
+            me=PeerRef("offline", secrets.token_hex(8), "", []),
+            layout=plan.layout,
+            vocab_size=plan.model.vocab_size,
+            # No stream waits for its next token, so prompts may fill whole steps.
+            scheduler=make_scheduler(config, plan, leader.num_blocks, prefill_chunk=batched_tokens(config, plan)),
+            executor=leader.executor(post=self._post),
+            send_buffer=send_buffer,
+            clock=monotonic,
+            max_accepted=MAX_ACCEPTED,
+            transfer_timeout_s=config.transfer_timeout_s,
+        )
+
+    def send(self, message: Message) -> None:
+        """Hand a message to the node, as if a router had sent it. Any thread."""
+        self._post(FromClient(_CLIENT, message))
+
+    def close(self) -> None:
+        """End after the step that is running. Raises: TimeoutError if that takes too long."""
+        self._loop.stop()
+        self._leader.close()
+
+    def _post(self, event: object) -> None:
+        self._loop.post(event)
+
+
+class _NoRelay:
+    """The receiver of a node that no other node can reach."""
+
+    address = ""
+
+    def open(self, transfer: IncomingTransfer) -> None:
+        raise TransferAborted("an engine without sockets receives no KV")
+
+    def abort(self, key: AttemptKey) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _ignore(order: TransferOrder) -> None:
+    """There are no other ranks."""

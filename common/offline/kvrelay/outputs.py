@@ -1,0 +1,89 @@
+"""What `LLM` returns, with the field names of vLLM's classes. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.control.messages import FinishReason, TokenLogprobs
+from router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of one token at one position."""
+
+    logprob: float
+    rank: int | None
+    """1 is the most likely token. None: the sampled token is not among those asked for."""
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    """For each token of `token_ids`: log-probabilities by token id."""
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    """The stop string or stop token of the request that ended the answer."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One prompt and its answers."""
+
+    request_id: str
+    prompt: str | None
+    """The text, for a conversation as its template renders it; None if token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    """Prompt tokens whose KV was in the prefix cache."""
+    finished: bool = True
+
+
+class Answer(NamedTuple):
+    """One answer, as an engine returns it."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    cached_tokens: int
+
+
+def completion_output(answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
+    """The answer as `LLM` returns it."""
+    logprobs = answer.logprobs
+    return CompletionOutput(
+        index=0,
+        text=answer.text,
+        token_ids=answer.token_ids,
+        cumulative_logprob=None if logprobs is None else sum(found.logprob for found in logprobs),
+        logprobs=None if logprobs is None else _by_token(answer.token_ids, logprobs, tokenizer),
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+    )
+
+
+def _by_token(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> list[dict[int, Logprob]]:
+    positions: list[dict[int, Logprob]] = []
+    for token_id, found in zip(token_ids, logprobs, strict=True):
+        most_likely = zip(found.top_ids, found.top_logprobs, strict=True)
+        position = {
+            top_id: Logprob(logprob, rank, tokenizer.text_of(top_id))
+            for rank, (top_id, logprob) in enumerate(most_likely, 1)
+        }
+        position.setdefault(token_id, Logprob(found.logprob, None, tokenizer.text_of(token_id)))
+        positions.append(position)
+    return positions

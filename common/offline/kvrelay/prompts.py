@@ -1,0 +1,96 @@
+"""From the arguments of `LLM.generate` and `LLM.chat` to checked requests, by the HTTP API's own code. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from common.base.errors import BadRequest
+from kvrelay.sampling_params import SamplingParams, to_request
+from router.http.openai.build_request import Caller, chat_generation, chat_prompt, completion_generation
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.completion_request import CompletionRequest
+from router.model_catalog import ServedModel
+from router.requests.request import GenerationRequest
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or as in vLLM `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+Conversation = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+_CALLER = Caller("", "")
+
+
+class Job(NamedTuple):
+    """One prompt, checked and tokenized."""
+
+    prompt: str | None
+    request: GenerationRequest
+    params: SamplingParams
+
+
+def generate_jobs(model: ServedModel, prompts: Prompt | Sequence[Prompt], params: Params) -> list[Job]:
+    """One job for each prompt. Raises: BadRequest that names the first wrong one."""
+    listed = _as_list(prompts)
+
+    def job(index: int, each: SamplingParams) -> Job:
+        prompt = _prompt_value(listed[index])
+        body = to_request({"prompt": prompt, **each.completion_fields()}, CompletionRequest)
+        if len(body.prompt) != 1:
+            raise BadRequest("must be one text or one list of token ids", param="prompt")
+        return Job(
+            prompt if isinstance(prompt, str) else None,
+            completion_generation(body, model, body.prompt[0], _CALLER),
+            each,
+        )
+
+    return _each("prompt", job, len(listed), params)
+
+
+def chat_jobs(
+    model: ServedModel,
+    messages: Conversation | Sequence[Conversation],
+    params: Params,
+    options: Mapping[str, Any],
+) -> list[Job]:
+    """One job for each conversation. `options`: further fields of a chat body. Raises: as `generate_jobs`."""
+    first = messages[0] if messages else None
+    listed = cast("list[Any]", [messages] if first is None or isinstance(first, Mapping) else list(messages))
+
+    def job(index: int, each: SamplingParams) -> Job:
+        body = to_request({"messages": list(listed[index]), **options, **each.chat_fields()}, ChatRequest)
+        return Job(chat_prompt(body, model), chat_generation(body, model, _CALLER), each)
+
+    return _each("conversation", job, len(listed), params)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed = cast("list[Any]", list(prompts))
+    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
+
+
+def _prompt_value(prompt: Any) -> Any:
+    if isinstance(prompt, Mapping):
+        given = cast("Mapping[str, Any]", prompt)
+        if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            raise BadRequest(f"must have either 'prompt' or 'prompt_token_ids', not {sorted(map(str, given))}")
+        prompt = next(iter(given.values()))
+    return prompt if isinstance(prompt, str) else list(prompt)
+
+
+def _each(what: str, make: Callable[[int, SamplingParams], Job], count: int, params: Params) -> list[Job]:
+    if params is None or isinstance(params, SamplingParams):
+        all_params: Sequence[SamplingParams] = [params or SamplingParams()] * count
+    else:
+        all_params = params
+    if len(all_params) != count:
+        raise BadRequest(f"{len(all_params)} sampling_params for {count} prompts", param="sampling_params")
+    jobs: list[Job] = []
+    for index, each in enumerate(all_params):
+        try:
+            jobs.append(make(index, each))
+        except BadRequest as error:
+            raise BadRequest(f"{what} {index}: {error.message}", param=error.param, code=error.code) from None
+    return jobs

@@ -1,0 +1,71 @@
+"""Sampling parameters of offline requests, with vLLM's names. The checks are those of the HTTP API's bodies. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from common.base.errors import BadRequest
+from router.http.openai.completion_request import CompletionRequest
+from router.http.openai.parse_body import RequestT, parse_body
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How answers are sampled. A field that is None has the default of the HTTP API, which for temperature, top_p, top_k,
+    min_p and repetition_penalty is that of the model's `generation_config.json`.
+
+    Raises: BadRequest naming the field that is wrong.
+    """
+
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = 16
+    """None: up to the model's default length, or to the end of its context."""
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    """None: a random one."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    """n: return log-probabilities of the sampled token and of the n most likely ones."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        to_request({"prompt": [0], **self.completion_fields()}, CompletionRequest)
+
+    def completion_fields(self) -> dict[str, Any]:
+        """The fields of a `/v1/completions` body."""
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        given["max_tokens"] = self.max_tokens
+        if isinstance(self.stop, tuple):
+            given["stop"] = list(self.stop)
+        if isinstance(self.logit_bias, Mapping):
+            given["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        return given
+
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of a `/v1/chat/completions` body."""
+        given = self.completion_fields()
+        if (most_likely := given.pop("logprobs", None)) is not None:
+            given |= {"logprobs": True, "top_logprobs": most_likely}
+        return given
+
+
+def to_request(body: Mapping[str, Any], kind: type[RequestT]) -> RequestT:
+    """`body` as the HTTP API would read it. Raises: BadRequest naming the first field that is wrong."""
+    try:
+        data = json.dumps(body).encode()
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"not a JSON value: {error}") from None
+    return parse_body(data, kind)

@@ -1,0 +1,123 @@
+"""An asynchronous client of the OpenAI API for the command line and for offline use: whole answers, with retries."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import httpx
+from pydantic_core import from_json, to_json
+
+from common.base.errors import DeadlineExceeded, KvRelayError
+
+_RETRIED = (429, 503)
+_LONGEST_WAIT_S = 30.0
+_CONNECT_S = 10.0
+
+
+class ServerUnreachable(KvRelayError):
+    """No server of the OpenAI API answers at the address."""
+
+    exit_code = 3
+
+
+class ApiAnswer(NamedTuple):
+    """A response with a JSON body. `request_id`: the server's id of the request."""
+
+    status_code: int
+    request_id: str
+    body: dict[str, Any]
+
+
+def wait_before_retry_s(attempt: int, headers: Mapping[str, str]) -> float:
+    """Seconds to wait after the attempt of this number, from 1: what the server asks for, else exponentially growing."""
+    with contextlib.suppress(ValueError):
+        asked_s = float(headers.get("retry-after", ""))
+        if asked_s >= 0:
+            # Spread, so that refused requests do not come back all at once.
+            return min(asked_s, _LONGEST_WAIT_S) * random.uniform(1.0, 1.25)
+    return min(0.25 * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+
+
+class ApiClient:
+    """Connections to one server, at most `connections` at once. Used within one asyncio loop, as a context manager."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str = "",
+        *,
+        connections: int,
+        timeout_s: float,
+        attempts: int = 8,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`timeout_s`: of one attempt. `attempts`: of one request."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._attempts = attempts
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            transport=transport,
+            trust_env=False,  # no proxy from the environment: it would get the key
+        )
+
+    async def __aenter__(self) -> ApiClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> ApiAnswer:
+        """POST a JSON body, again after 429, 503 and lost connections, until `attempts` are used up; then the last
+        answer is returned.
+
+        Raises: ServerUnreachable if there was no answer, DeadlineExceeded if there was none in time.
+        """
+        return await self._ask("POST", path, to_json(body))
+
+    async def get(self, path: str) -> ApiAnswer:
+        """GET; as `post`."""
+        return await self._ask("GET", path, None)
+
+    async def _ask(self, method: str, path: str, content: bytes | None) -> ApiAnswer:
+        headers = {"Content-Type": "application/json"} if content is not None else {}
+        for attempt in range(1, self._attempts + 1):
+            last = attempt == self._attempts
+            try:
+                response = await self._http.request(method, path, content=content, headers=headers)
+            except httpx.ReadTimeout:
+                raise DeadlineExceeded(f"no answer within {self._timeout_s:g} s") from None
+            except httpx.TransportError as error:
+                if last:
+                    reason = str(error) or type(error).__name__
+                    raise ServerUnreachable(f"{self.url} does not answer: {reason}") from None
+                asked: Mapping[str, str] = {}
+            else:
+                if last or response.status_code not in _RETRIED:
+                    return _answer(response)
+                asked = response.headers
+            await asyncio.sleep(wait_before_retry_s(attempt, asked))
+        raise AssertionError("attempts is at least 1")
+
+
+def _answer(response: httpx.Response) -> ApiAnswer:
+    """Raises: ServerUnreachable if the body is not a JSON object."""
+    try:
+        body: Any = from_json(response.content)
+        if not isinstance(body, dict):
+            raise ValueError("not an object")
+    except ValueError:
+        raise ServerUnreachable(
+            f"{response.url} answers {response.status_code} without a JSON object: is this a server of the OpenAI API?"
+        ) from None
+    return ApiAnswer(response.status_code, response.headers.get("x-request-id", ""), body)

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+from kvrelay import BadRequest, SamplingParams
+from kvrelay.cluster_engine import request_body, to_answer
+from kvrelay.prompts import Job, generate_jobs
+
+from common.base.errors import EngineError
+from common.tools.api_client import ApiAnswer
+from router import model_catalog
+
+
+def job(params: SamplingParams) -> Job:
+    return generate_jobs(model_catalog.load("demo", None, None, "auto"), [[5, 6, 7]], params)[0]
+
+
+def test_the_body_fixes_everything_that_a_server_would_choose() -> None:
+    made = job(SamplingParams(max_tokens=None, stop="x", ignore_eos=True))
+    body = request_body(made, "demo")
+    assert body["prompt"] == [5, 6, 7]
+    assert body["seed"] == made.request.engine.sampling.seed
+    assert body["max_tokens"] == made.request.engine.sampling.max_tokens > 1000
+    assert (body["stop"], body["ignore_eos"], body["return_token_ids"]) == ("x", True, True)
+    assert "temperature" not in body
+
+
+def test_an_answer_is_read_from_the_response() -> None:
+    choice = {"text": "hi", "token_ids": [1, 2], "finish_reason": "stop", "stop_reason": "x"}
+    body = {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}}
+    answer = to_answer(0, job(SamplingParams()), ApiAnswer(200, "", body))
+    assert answer == ("hi", [1, 2], None, "stop", "x", 16)
+
+
+@pytest.mark.parametrize(("code", "kind"), [("invalid_request", BadRequest), ("engine_error", EngineError)])
+def test_an_error_of_the_server_keeps_its_kind(code: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="prompt 3: no"):
+        to_answer(3, job(SamplingParams()), ApiAnswer(400, "", {"error": {"code": code, "message": "no"}}))

@@ -1,0 +1,156 @@
+"""`LLM` in this process with the demo model; tests/integration/test_offline.py compares it with the HTTP API."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kvrelay.llm
+import pytest
+from kvrelay import LLM, BadRequest, ConfigError, KvRelayError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+connections: list[str] = []
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if event in ("socket.bind", "socket.connect", "socket.getaddrinfo"):
+        connections.append(f"{event} {args}")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    sys.addaudithook(_hook)
+    with LLM(kv_memory_gb=0.05) as llm:
+        yield llm
+
+
+def attempts(llm: LLM) -> int:
+    """Number of requests that the engine holds."""
+    node: Any = llm._engine._node  # type: ignore[attr-defined]
+    return node._loop.ask(lambda: len(node.core.attempts)).result(10)
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [f"Number {index} is" for index in range(20)]
+    lengths = [1 + index % 5 for index in range(20)]
+    outputs = llm.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert attempts(llm) == 0
+
+
+def test_the_answer_does_not_depend_on_what_runs_beside_it(llm: LLM) -> None:
+    seeded = SamplingParams(seed=5, max_tokens=12)
+    [alone] = llm.generate("My name is", seeded)
+    beside = llm.generate(["Hello", "My name is", "The"], seeded)
+    assert beside[1].outputs[0] == alone.outputs[0]
+
+
+def test_a_stop_string_ends_the_answer_and_its_tokens(llm: LLM) -> None:
+    [output] = llm.chat(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        SamplingParams(temperature=0, max_tokens=None, stop="ris"),
+    )
+    assert output.outputs[0].text == "The capital of France is Pa"
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "ris")
+    assert attempts(llm) == 0
+
+
+def test_a_stop_token_is_reported(llm: LLM) -> None:
+    [plain] = llm.generate("Hello", GREEDY)
+    last = plain.outputs[0].token_ids[-1]
+    [output] = llm.generate("Hello", SamplingParams(temperature=0, stop_token_ids=[last], max_tokens=12))
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", last)
+
+
+def test_logprobs_are_by_token_id(llm: LLM) -> None:
+    [output] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=5, logprobs=2))
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    assert [sorted(position.values(), key=lambda found: found.rank or 9)[0].rank for position in answer.logprobs] == [
+        1
+    ] * 5
+    chosen = [position[token_id] for position, token_id in zip(answer.logprobs, answer.token_ids, strict=True)]
+    assert [found.rank for found in chosen] == [1] * 5
+    assert answer.cumulative_logprob == pytest.approx(sum(found.logprob for found in chosen))
+    assert "".join(found.decoded_token for found in chosen) == answer.text
+
+
+def test_a_repeated_prompt_is_found_in_the_prefix_cache(llm: LLM) -> None:
+    prompt = list(range(5, 45))
+    llm.generate(prompt, GREEDY)
+    [again] = llm.generate(prompt, GREEDY)
+    assert again.num_cached_tokens >= 32
+
+
+def test_one_wrong_prompt_is_refused_before_anything_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm._engine, "run", lambda jobs: pytest.fail("something ran"))
+    with pytest.raises(BadRequest, match="prompt 1: "):
+        llm.generate(["fine", ""])
+
+
+def test_an_interrupt_ends_all_requests_and_later_calls_work(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    long = SamplingParams(max_tokens=1500, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(kvrelay.llm, "completion_output", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b", "c"], [SamplingParams(max_tokens=1), long, long])
+    end_s = time.monotonic() + 30
+    while attempts(llm):
+        assert time.monotonic() < end_s
+    assert len(llm.generate("Hello", GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_a_crash_of_the_engine_is_an_error_of_every_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash() -> bool:
+        raise RuntimeError("bug")
+
+    with LLM(kv_memory_gb=0.01) as llm:
+        node: Any = llm._engine._node  # type: ignore[attr-defined]
+        monkeypatch.setattr(node.core, "step", crash)
+        for _ in range(2):
+            with pytest.raises(KvRelayError, match="the engine crashed: bug"):
+                llm.generate("Hello")
+
+
+def test_nothing_listens_or_connects(llm: LLM) -> None:
+    llm.generate("Hello", GREEDY)
+    assert not connections
+
+
+def test_a_closed_llm_says_so() -> None:
+    llm = LLM(kv_memory_gb=0.01)
+    llm.close()
+    llm.close()
+    with pytest.raises(BadRequest, match="closed"):
+        llm.generate("Hello")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_block": 4}, "did you mean 'kv_blocks'"),
+        ({"port": 8000}, "no option 'port'"),
+        ({"tensor_parallel_size": 2}, "one process runs one rank"),
+        ({"dtype": "float99"}, "dtype"),
+        ({"decode": 1, "pid_file": "x"}, "no option 'pid_file'"),
+        ({"decode": 1, "prefil_tp": 2}, "did you mean 'prefill_tp'"),
+        ({"chat_template": "/nowhere/template"}, "cannot read the chat template"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**options)
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        LLM(str(tmp_path))

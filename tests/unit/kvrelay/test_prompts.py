@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvrelay import BadRequest, SamplingParams
+from kvrelay.prompts import chat_jobs, generate_jobs
+
+from router import model_catalog
+from router.model_catalog import ServedModel
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return model_catalog.load("demo", None, None, "auto")
+
+
+def ids(model: ServedModel, prompts: Any) -> list[list[int]]:
+    return [job.request.engine.prompt_ids for job in generate_jobs(model, prompts, None)]
+
+
+def test_every_form_of_a_prompt_is_taken(model: ServedModel) -> None:
+    [[*text_ids]] = ids(model, "Hello")
+    assert ids(model, ["Hello"]) == ids(model, {"prompt": "Hello"}) == [text_ids]
+    assert ids(model, text_ids) == ids(model, [text_ids]) == ids(model, {"prompt_token_ids": text_ids}) == [text_ids]
+    assert ids(model, [text_ids, "Hello", {"prompt": "Hello"}]) == [text_ids] * 3
+    assert ids(model, []) == []
+
+
+@pytest.mark.parametrize("wrong", ["", [], {"promt": "a"}, {"prompt": "a", "x": 1}, ["a", "b"], [10**6], [[1], [2]]])
+def test_a_wrong_prompt_is_named_by_its_index(model: ServedModel, wrong: Any) -> None:
+    with pytest.raises(BadRequest, match="prompt 1: "):
+        generate_jobs(model, ["fine", wrong], None)
+
+
+def test_each_prompt_can_have_its_own_parameters(model: ServedModel) -> None:
+    jobs = generate_jobs(model, ["a", "b"], [SamplingParams(seed=1), SamplingParams(seed=2)])
+    assert [job.request.engine.sampling.seed for job in jobs] == [1, 2]
+    with pytest.raises(BadRequest, match="1 sampling_params for 2 prompts"):
+        generate_jobs(model, ["a", "b"], [SamplingParams()])
+
+
+def test_conversations_are_rendered_by_the_models_template(model: ServedModel) -> None:
+    hello = [{"role": "user", "content": "Hello"}]
+    [one] = chat_jobs(model, hello, None, {})
+    first, second = chat_jobs(model, [hello, hello], None, {"add_generation_prompt": False})
+    assert one.prompt is not None
+    assert first.prompt == second.prompt
+    assert one.prompt.startswith(first.prompt or "?")
+    assert len(one.prompt) > len(first.prompt or "")
+    assert one.request.engine.prompt_ids == model.tokenizer.encode(one.prompt, add_special_tokens=False)
+
+
+def test_a_wrong_conversation_is_named_by_its_index(model: ServedModel) -> None:
+    hello = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(BadRequest, match="conversation 1: "):
+        chat_jobs(model, [hello, [{"role": "wizard", "content": "x"}]], None, {})
