@@ -35,9 +35,7 @@ class ClusterEngine:
         """
         self._config = config
         # Read before anything is started: what is wrong with the model's folder is said in one sentence.
-        served = model_catalog.load(
-            config.model, config.served_model_name, config.chat_template, config.generation_config
-        )
+        served = model_catalog.load(config.model, None, config.chat_template, config.generation_config)
         self._cluster = LocalCluster(arguments)
         try:
             card = asyncio.run(self._model_card())
