@@ -67,6 +67,8 @@ class SamplingParams(NamedTuple):
     """If not empty, only these can be sampled."""
     bad_words: list[list[int]] = []
     """Token sequences that must not be generated: where all but the last token of one were, the last cannot be sampled."""
+    prompt_logprobs: int | None = None
+    """n: return log-probabilities of each prompt token after the first, and of the n most likely ones; None: none."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,16 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities at one position of the prompt: of the prompt's own token and of the most likely ones."""
+
+    logprob: float
+    rank: int
+    """Number of tokens that are at least as likely as the prompt's own; 1: none is more likely."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -188,11 +200,14 @@ class TokenChunk(NamedTuple):
 
     key: AttemptKey
     start: int
-    """Index of the first of `token_ids` among all generated tokens of the request."""
+    """Index of the first of `token_ids` among all generated tokens of the request, or of the first of `prompt_logprobs`."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stats: AttemptStats | None = None
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """Item i is about prompt token i + 1. Such a chunk has nothing else; the node that computes the prompt sends all of
+    them, in order, before its first token."""
 
 
 @dataclass(frozen=True)

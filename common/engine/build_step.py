@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.base.hashing import BLOCK_SIZE
 from common.engine.sequence import Sequence
-from common.engine.step import RelayProgress, SampleSpec, StepInput
+from common.engine.step import RelayProgress, SampleSpec, ScoredRows, StepInput
 
 Rows = tuple[Sequence, int]
 """A sequence of a step and its number of rows."""
@@ -21,6 +21,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
     samples: list[SampleSpec] = []
     placeholder_step = 0
     placeholders: list[tuple[int, int]] = []
+    scored: list[ScoredRows] = []
     for index, (seq, count) in enumerate(rows):
         start, known, blocks = seq.num_scheduled, seq.num_expected, seq.blocks
         stop = start + count
@@ -37,6 +38,8 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
                 token_ids += seq.draft_ids
         positions += range(start, stop)
         slots += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
+        if seq.scores_prompt:
+            scored += _scored_rows(seq, index, start, stop, row_of)
         for end in range(known, stop + 1):  # `end`: number of tokens up to the row that is sampled
             samples.append(_draw(seq, index, end - 1 + row_of, end, num_drafts=end - known))
     return StepInput(
@@ -54,6 +57,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
         ],
         placeholder_step=placeholder_step,
         placeholders=placeholders,
+        scored=scored,
     )
 
 
@@ -61,6 +65,14 @@ def _draw(seq: Sequence, index: int, row: int, position: int, *, num_drafts: int
     """The draw of the token at `position` from `row`, after `num_drafts` of the drafts."""
     seen, banned = seq.seen_tokens(num_drafts), seq.banned_tokens(num_drafts)
     return SampleSpec(index, row, seq.draw_params, position, position - seq.prompt_len, seen, seq.mask, banned)
+
+
+def _scored_rows(seq: Sequence, index: int, start: int, stop: int, row_of: int) -> list[ScoredRows]:
+    """Rows of the prompt among positions [start, stop) whose log-probabilities are still to be computed."""
+    first, last = max(start, seq.num_scored), min(stop, seq.prompt_len - 1)
+    if first >= last:
+        return []
+    return [ScoredRows(index, first + row_of, seq.token_ids[first + 1 : last + 1], seq.sampling.prompt_logprobs or 0)]
 
 
 def _final_blocks(seq: Sequence, computed: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.base.errors import KvRelayError
-from common.control.messages import FinishReason
+from common.control.messages import FinishReason, PromptLogprobs
 from common.engine.sequence import Sequence
 from common.engine.step import SampledToken, StepInput
 
@@ -20,6 +20,8 @@ class Progress(NamedTuple):
     finish_reason: FinishReason | None = None
     error: KvRelayError | None = None
     """Why a token could not be drawn. The sequence got no tokens, and is the caller's to abort."""
+    prompt_logprobs: list[PromptLogprobs] = []
+    """The next ones of its prompt, from the second token on."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from common.engine.cuda_graphs import DecodeGraphs
 from common.engine.device_inputs import StepRows, attention_metadata, rows_of, to_device
 from common.engine.sampling.base import Sampler, SamplerOutput
 from common.engine.sampling.host_sampler import HostSampler
+from common.engine.sampling.prompt_logprobs import ScoredPrompts, score_prompts
 from common.engine.step import StepInput, StepOutput
 from common.kv.storage import KVStorage
 from common.model.decoder import DecoderModel
@@ -26,9 +27,12 @@ from common.model.decoder import DecoderModel
 class LaunchedStep:
     """A step that was started on this rank. On a GPU it may still run."""
 
-    def __init__(self, step_id: int, drawn: SamplerOutput | None, launch_s: float) -> None:
+    def __init__(
+        self, step_id: int, drawn: SamplerOutput | None, launch_s: float, scored: ScoredPrompts | None = None
+    ) -> None:
         self._step_id = step_id
         self._drawn = drawn
+        self._scored = scored
         self._launch_s = launch_s
 
     def wait(self) -> StepOutput:
@@ -39,9 +43,10 @@ class LaunchedStep:
         started = time.perf_counter()
         try:
             sampled = self._drawn.wait() if self._drawn is not None else []
+            scored = self._scored.wait() if self._scored is not None else []
         except RuntimeError as error:  # the CUDA context is unusable
             raise RankLost(f"step {self._step_id} failed on the GPU: {error}") from error
-        return StepOutput(self._step_id, sampled, self._launch_s + time.perf_counter() - started)
+        return StepOutput(self._step_id, sampled, self._launch_s + time.perf_counter() - started, scored)
 
 
 class ModelRunner:
@@ -107,7 +112,11 @@ class ModelRunner:
                 hidden = graphs.run(num_rows, received)
             else:
                 hidden = self._model.forward(rows.token_ids, rows.positions, self._attention, on_layer, received)
-            drawn = self._sample(step, hidden, rows.token_ids) if self._mesh.place.is_last_stage else None
+            drawn = scored = None
+            if self._mesh.place.is_last_stage:
+                if step.scored:
+                    scored = score_prompts(self._model.logits, hidden, self._model.config.vocab_size, step.scored)
+                drawn = self._sample(step, hidden, rows.token_ids)
         except torch.AcceleratorError as error:
             raise _gpu_lost(step, error) from error
         except (RuntimeError, IndexError, ValueError) as error:
@@ -118,7 +127,7 @@ class ModelRunner:
         if not self._mesh.place.is_last_stage:
             # A tensor on its way to the next stage must not change, and captured steps write to the same memory.
             self._mesh.send_hidden(hidden if graphs is None else hidden.clone())
-        return LaunchedStep(step.step_id, drawn, forward_s)
+        return LaunchedStep(step.step_id, drawn, forward_s, scored)
 
     def _check(self, step: StepInput) -> None:
         """Reject early what would fail on one rank mid-step and hang the others, or trip a device-side assert."""

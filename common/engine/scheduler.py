@@ -16,13 +16,13 @@ tokens are known.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 from common.base.errors import BadRequest, from_code
 from common.base.hashing import BLOCK_SIZE
-from common.control.messages import AttemptKey, FinishReason
+from common.control.messages import AttemptKey, FinishReason, PromptLogprobs
 from common.engine.build_step import Rows, build_step
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
 from common.engine.plan import Plan, Progress
@@ -102,8 +102,7 @@ class Scheduler:
 
     def likely_cached(self, seq: Sequence) -> int:
         """Tokens of a sequence that are in the prefix cache now."""
-        reusable = (seq.num_tokens - 1) // BLOCK_SIZE
-        return len(self.pool.match(seq.full_block_hashes()[:reusable])) * BLOCK_SIZE
+        return len(self._hits(seq, spare_tokens=1)) * BLOCK_SIZE
 
     def reserve(self, seq: Sequence) -> int | None:
         """Give a sequence the blocks for KV that another node will send.
@@ -202,8 +201,10 @@ class Scheduler:
             seq.last_draw = (self._steps, index)
         return Plan(step, [seq for seq, _ in rows], admitted, group)
 
-    def update(self, plan: Plan, sampled: list[SampledToken]) -> list[Progress]:
-        """Record what a step computed and drew. A group's steps must come in the order of their start.
+    def update(
+        self, plan: Plan, sampled: list[SampledToken], scored: Iterable[list[PromptLogprobs]] = ()
+    ) -> list[Progress]:
+        """Record what a step computed and drew (`StepOutput`). A group's steps must come in the order of their start.
 
         A finished sequence is removed, and tokens drawn after its end are dropped.
         """
@@ -211,19 +212,23 @@ class Scheduler:
         drawn: list[list[SampledToken]] = [[] for _ in plan.seqs]
         for spec, token in zip(plan.step.samples, sampled, strict=True):
             drawn[spec.seq_index].append(token)
+        prompts = {rows.seq_index: found for rows, found in zip(plan.step.scored, scored, strict=True)}
         progress: list[Progress] = []
-        for seq, query_len, tokens in zip(plan.seqs, plan.step.query_lens, drawn, strict=True):
+        for index, (seq, query_len, tokens) in enumerate(zip(plan.seqs, plan.step.query_lens, drawn, strict=True)):
             seq.in_flight -= 1
             if seq.over:
                 self.num_wasted_rows += query_len
                 self._leave(seq)
             else:
-                progress.append(self._advance(seq, query_len, tokens))
+                progress.append(self._advance(seq, query_len, tokens, prompts.get(index, [])))
         return progress
 
-    def _advance(self, seq: Sequence, num_rows: int, tokens: list[SampledToken]) -> Progress:
+    def _advance(
+        self, seq: Sequence, num_rows: int, tokens: list[SampledToken], scored: list[PromptLogprobs]
+    ) -> Progress:
         """A step computed `num_rows` rows of a sequence, and drew `tokens`."""
         seq.num_pending -= len(tokens)
+        seq.num_scored += len(scored)
         reason: FinishReason | None = None
         for count, token in enumerate(tokens, 1):
             if token.error is not None:  # its KV must not be cached either
@@ -239,7 +244,7 @@ class Scheduler:
         self._publish(seq)
         if reason is not None or (tokens and seq.relays):
             self._leave(seq)
-        return Progress(seq, tokens, reason)
+        return Progress(seq, tokens, reason, None, scored)
 
     def fail(self, plan: Plan) -> None:
         """Drop the sequences of a step that raised. The others are untouched."""
@@ -339,8 +344,7 @@ class Scheduler:
         `spare_tokens` at the end are computed even if cached (the logits of the last one are needed);
         `watermark` blocks stay free for the growth of running sequences.
         """
-        reusable = (seq.num_tokens - spare_tokens) // BLOCK_SIZE
-        hits = self.pool.match(seq.full_block_hashes()[:reusable])
+        hits = self._hits(seq, spare_tokens)
         missing = blocks_for(seq.num_tokens) - len(hits)
         idle_hits = sum(1 for block in hits if self.pool.is_idle(block))
         if missing + watermark > self.pool.num_idle - idle_hits:
@@ -354,6 +358,14 @@ class Scheduler:
             self.prefix_queries += seq.num_tokens
             self.prefix_hits += seq.num_computed
         return True
+
+    def _hits(self, seq: Sequence, spare_tokens: int) -> list[int]:
+        """Leading blocks in the prefix cache that the sequence can use; rows whose log-probabilities are wanted must be
+        computed."""
+        usable = seq.num_tokens - spare_tokens
+        if seq.scores_prompt:
+            usable = min(usable, seq.num_scored)
+        return self.pool.match(seq.full_block_hashes()[: usable // BLOCK_SIZE])
 
     def _publish(self, seq: Sequence) -> None:
         """Enter the blocks that are full now in the prefix cache."""

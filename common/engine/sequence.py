@@ -51,6 +51,8 @@ class Sequence:
     draft_ids: list[int] = field(default_factory=list[int])
     """Draft tokens: when it decodes, each adds a row with a draw of its own. `Scheduler.update` clears them. Wrong
     drafts are not rejected: they must equal the tokens that will be drawn, all but the last one."""
+    num_scored: int = 0
+    """Leading rows of the prompt whose log-probabilities were computed, or are not wanted from this node."""
     over: bool = False
     """It has ended or was aborted, and leaves with the last of its steps in flight."""
     given_up: bool = False
@@ -69,6 +71,8 @@ class Sequence:
         if sampling.allowed_token_ids or sampling.bad_words:
             self.draw_params = sampling._replace(allowed_token_ids=[], bad_words=[])
         self._longest_bad_word: int = max(map(len, sampling.bad_words), default=0)
+        if sampling.prompt_logprobs is None:
+            self.num_scored = self.prompt_len
         self.needs_known_tokens: bool = self._longest_bad_word > 1
         """Whether a draw depends on the tokens before it beyond what penalties count: none can be pending."""
 
@@ -93,6 +97,11 @@ class Sequence:
     def num_unscheduled(self) -> int:
         """Tokens, pending ones included, whose KV no scheduled step computes."""
         return len(self.token_ids) + self.num_pending - self.num_scheduled
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed here."""
+        return self.num_scored < self.prompt_len - 1
 
     @property
     def is_decoding(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.base.errors import NoFiniteLogits
-from common.control.messages import AttemptKey, SamplingParams, TokenLogprobs
+from common.control.messages import AttemptKey, PromptLogprobs, SamplingParams, TokenLogprobs
 from common.engine.seen_tokens import SeenTokens
 
 
@@ -28,6 +28,18 @@ class SampleSpec(NamedTuple):
     """Bit i % 32 of native int32 word i // 32 is set if token i may be drawn; tokens past the end may not. None: all may."""
     banned: list[int] = []
     """Tokens that would complete one of the request's bad words here."""
+
+
+class ScoredRows(NamedTuple):
+    """Compute the log-probabilities of prompt tokens, from as many consecutive rows of the step."""
+
+    seq_index: int
+    row: int
+    """The first row."""
+    token_ids: list[int]
+    """[rows], the prompt token that follows each row."""
+    num_top: int
+    """How many of the most likely tokens to return for each row."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class StepInput:
     """The step whose drawn tokens `placeholders` name. It started before this one and may still be running."""
     placeholders: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(row, index in that step's `samples`): the row's token is the one drawn there; `token_ids` has 0 in its place."""
+    scored: list[ScoredRows] = field(default_factory=list[ScoredRows])
 
 
 @dataclass(frozen=True)
@@ -93,3 +106,5 @@ class StepOutput:
     sampled: list[SampledToken]
     forward_s: float
     """Wall time inside the model's forward and sampling; the rest of a step is engine overhead."""
+    prompt_logprobs: list[list[PromptLogprobs]] = field(default_factory=list[list[PromptLogprobs]])
+    """Item i answers `StepInput.scored[i]`, one for each of its rows."""

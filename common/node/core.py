@@ -22,6 +22,7 @@ from common.control.messages import (
     NodeLoad,
     PeerRef,
     PrefillRequest,
+    TokenBatch,
     TokenChunk,
 )
 from common.engine.executor import Executor, StepDone, StepFailed
@@ -45,6 +46,9 @@ class Attempt:
     seq: Sequence
     deadline_s: float
 
+
+_PROMPT_PART = 4096
+"""Positions whose log-probabilities go in one message: at most a few megabytes."""
 
 AttemptT = TypeVar("AttemptT", bound=Attempt)
 
@@ -183,6 +187,7 @@ class NodeCore(ABC, Generic[AttemptT]):
             root=root_hash(self.layout.fingerprint, cache_salt=request.cache_salt),
             arrival_s=self.clock(),
             relays=isinstance(message, PrefillRequest),
+            num_scored=len(request.prompt_ids) if isinstance(message, DecodeRequest) and message.prefill else 0,
         )
         self.scheduler.check_fits(sequence)
         return sequence
@@ -217,11 +222,21 @@ class NodeCore(ABC, Generic[AttemptT]):
         self._timer.end(output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts))
         self._prompt_tokens += sum(counts[num_decodes:])
         self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts[:num_decodes], strict=False) if seq.relays)
-        for done in self.scheduler.update(plan, output.sampled):
+        for done in self.scheduler.update(plan, output.sampled, output.prompt_logprobs):
+            if done.prompt_logprobs:
+                self._send_prompt_logprobs(done)
             if done.error is not None:
                 self._fail(self.attempts[done.seq.key], done.error)
             elif done.tokens:
                 self._tokens(self.attempts[done.seq.key], done)
+
+    def _send_prompt_logprobs(self, done: Progress) -> None:
+        key, found = done.seq.key, done.prompt_logprobs
+        before = done.seq.num_scored - len(found)
+        for start in range(0, len(found), _PROMPT_PART):
+            part = found[start : start + _PROMPT_PART]
+            chunk = TokenChunk(key, before + start, [], prompt_logprobs=part)
+            self.send_buffer.reply(self.attempts[key].identity, TokenBatch([chunk]))
 
     def _step_failed(self, step_id: int, error: Exception) -> None:
         if isinstance(error, RankLost):

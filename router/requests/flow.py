@@ -34,6 +34,7 @@ from common.control.messages import (
     EngineRequest,
     PeerRef,
     PrefillRequest,
+    PromptLogprobs,
     TokenChunk,
 )
 from router.requests.flow_events import (
@@ -42,6 +43,7 @@ from router.requests.flow_events import (
     Chunk,
     ClientGone,
     Emit,
+    EmitPrompt,
     Event,
     Fail,
     Finish,
@@ -106,6 +108,8 @@ class Flow:
     _decode: _Leg | None = None
     _early: list[TokenChunk] = field(default_factory=lambda: [])
     """Chunks of the decode node that wait for the prefill node's token; without gaps."""
+    _prompt_logprobs: list[PromptLogprobs] = field(default_factory=lambda: [])
+    """Those that the current attempt has sent, until all are there."""
     _avoid: set[str] = field(default_factory=lambda: set())
     """Incarnations that failed since tokens last came."""
     _failures: int = 0
@@ -144,6 +148,7 @@ class Flow:
         self.key = AttemptKey(self.request_id, self.attempt)
         self._prefill = self._decode = None
         self._early.clear()
+        self._prompt_logprobs.clear()
         num_tokens = len(self.request.prompt_ids) + len(self.token_ids)
         last = self._failures > 0 and self._failures + 1 >= self.max_attempts
         wait_s = backoff_s(self._failures, self.jitter()) if self._failures else 0.0
@@ -172,6 +177,8 @@ class Flow:
         chunk, leg = event.chunk, self._leg(event.incarnation)
         if leg is None or chunk.key.attempt != self.attempt:
             return []
+        if chunk.prompt_logprobs is not None:
+            return self._on_prompt_logprobs(leg, chunk.start, chunk.prompt_logprobs)
         if leg is self._prefill:
             return self._on_first_token(leg, chunk)
         if self._first_token_awaited and chunk.start > len(self.token_ids):
@@ -214,6 +221,8 @@ class Flow:
 
     def _accept(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
         """Emit the new tokens of a chunk that leaves no gap; end the request if the chunk is the last."""
+        if self._num_to_score:
+            return self._on_lost_logprobs(leg)
         instructions: Instructions = []
         if chunk.stats is not None:
             instructions.append(Report(leg is self._prefill, chunk.stats, leg.peer.incarnation))
@@ -231,6 +240,29 @@ class Flow:
                 instructions.append(Release(leg.peer.incarnation, self.key))
             instructions += self._end(Finish(chunk.finish_reason))
         return instructions
+
+    @property
+    def _num_to_score(self) -> int:
+        """Prompt tokens whose log-probabilities are wanted and not yet emitted."""
+        return 0 if self.request.sampling.prompt_logprobs is None else len(self.request.prompt_ids) - 1
+
+    def _on_prompt_logprobs(self, leg: _Leg, start: int, part: list[PromptLogprobs]) -> Instructions:
+        known = len(self._prompt_logprobs)
+        if not self._num_to_score:
+            return []
+        if start > known:
+            return self._on_lost_logprobs(leg)
+        self._prompt_logprobs += part[known - start :]
+        if len(self._prompt_logprobs) < self._num_to_score:
+            return []
+        whole, self._prompt_logprobs = self._prompt_logprobs, []
+        # Later attempts must not compute them again.
+        self.request = self.request._replace(sampling=self.request.sampling._replace(prompt_logprobs=None))
+        return [EmitPrompt(whole)]
+
+    def _on_lost_logprobs(self, leg: _Leg) -> Instructions:
+        message = f"log-probabilities of the prompt from {leg.peer.node_id} were lost"
+        return [self._note("gap", leg, message), *self._retry(EngineError(message), None)]
 
     def _on_gap(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
         message = f"{leg.peer.node_id} sent token {chunk.start} where {len(self.token_ids)} was expected"

@@ -18,6 +18,7 @@ from common.control.messages import (
     FinishReason,
     PeerRef,
     PrefillRequest,
+    PromptLogprobs,
     TokenChunk,
     TokenLogprobs,
 )
@@ -120,6 +121,12 @@ class Emit(NamedTuple):
     """The last token is a stop token."""
 
 
+class EmitPrompt(NamedTuple):
+    """The log-probabilities of all prompt tokens after the first, once in a request's life, before any token."""
+
+    logprobs: list[PromptLogprobs]
+
+
 class Report(NamedTuple):
     """A leg reported how it served the attempt."""
 
@@ -159,5 +166,5 @@ class Cancelled(NamedTuple):
     """Terminal: the client has disconnected."""
 
 
-Instruction = Place | Send | Release | Emit | Report | Blame | Note | Finish | Fail | Cancelled
+Instruction = Place | Send | Release | Emit | EmitPrompt | Report | Blame | Note | Finish | Fail | Cancelled
 Instructions = list[Instruction]

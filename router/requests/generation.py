@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from common.base.errors import KvRelayError, Unavailable
-from common.control.messages import Abort, FinishReason
+from common.control.messages import Abort, FinishReason, PromptLogprobs
 from router.policy import Decision
 from router.requests import flow_events as f
 from router.requests.attempt_placing import Attempts
@@ -57,6 +57,8 @@ class Generation:
         self.outcome: Outcome | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        """Of all prompt tokens after the first, if the request asked for them; complete before the first delta."""
         self._router = router
         self._on_news = on_news
         self._arrived_s = time.perf_counter()
@@ -192,6 +194,9 @@ class Generation:
             self._events.append(f.StopFound())
         self._on_news()
 
+    def _take_prompt_logprobs(self, emit: f.EmitPrompt) -> None:
+        self.prompt_logprobs = emit.logprobs
+
     def _count_tokens(self, count: int, *, first: bool) -> None:
         now_s, metrics = time.perf_counter(), self._router.metrics
         if first:
@@ -281,6 +286,7 @@ class Generation:
         f.Send: _send,
         f.Release: _release,
         f.Emit: _emit,
+        f.EmitPrompt: _take_prompt_logprobs,
         f.Report: _take_report,
         f.Blame: lambda self, blame: self._router.breakers.failed(blame.incarnation, blame.error),
         f.Note: lambda self, note: self.story.add(*note),

@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from support.fake_engine import VOCAB, FakeRunner, generate
+from support.fake_engine import VOCAB, FakeRunner, generate, scored_prompt
 
 from common.base.hashing import root_hash
-from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.control.messages import AttemptKey, EngineRequest, PromptLogprobs, SamplingParams
 from common.engine.plan import Plan
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
@@ -24,6 +24,7 @@ class Outcome:
     """What one run of a workload brought."""
 
     answers: dict[AttemptKey, tuple[list[int], str | None]] = field(default_factory=dict)
+    scored: dict[AttemptKey, list[PromptLogprobs]] = field(default_factory=dict)
     aborted: set[AttemptKey] = field(default_factory=set)
     stops: int = 0
     preemptions: int = 0
@@ -53,6 +54,7 @@ def workload(seed: int) -> list[tuple[int, list[int], SamplingParams, int | None
             temperature=0.0,
             stop_token_ids=stops,
             min_tokens=draw.choice([0, 0, 25]),
+            prompt_logprobs=draw.choice([None, None, 1]),
         )
         at = draw.randrange(60)
         requests.append((at, prompt, params, at + draw.randrange(50) if draw.random() < 0.2 else None))
@@ -91,8 +93,11 @@ def run(seed: int, depth: int, num_groups: int = 1) -> Outcome:
         if flying and (plan is None or len(flying) == depth * num_groups):
             # At the last moment, so that a block given away too early is overwritten by its former owner.
             landing = flying.popleft()
-            for done in scheduler.update(landing, runner.execute(landing.step).sampled):
+            output = runner.execute(landing.step)
+            for done in scheduler.update(landing, output.sampled, output.prompt_logprobs):
                 seq = done.seq
+                out.scored.setdefault(seq.key, []).extend(done.prompt_logprobs)
+                assert not done.tokens or not seq.scores_prompt, "a token came before the prompt's log-probabilities"
                 if done.finish_reason is not None:
                     out.answers[seq.key] = seq.token_ids[seq.prompt_len :], done.finish_reason
                     out.stops += done.finish_reason == "stop"
@@ -116,6 +121,8 @@ def test_every_answer_is_that_of_an_undisturbed_run(num_groups: int, depth: int)
             expected = expected[: MAX_MODEL_LEN - len(prompt)]
             reason = "stop" if expected[-1] in params.stop_token_ids else "length"
             assert key in out.aborted or out.answers[key] == (expected, reason), (seed, key)
+            scores = scored_prompt(prompt) if params.prompt_logprobs else []
+            assert key in out.aborted or out.scored[key] == scores, "each position once, preempted or not"
         assert out.wasted <= (depth - 1) * out.stops + out.rows_of_aborted, "more than one row of one that ended"
         total.add(out)
     assert total.preemptions > 10, "the pool is not too small"

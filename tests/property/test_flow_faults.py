@@ -17,6 +17,7 @@ from common.control.messages import (
     EngineRequest,
     PeerRef,
     PrefillRequest,
+    PromptLogprobs,
     SamplingParams,
     TokenChunk,
 )
@@ -27,6 +28,7 @@ from router.requests.flow_events import (
     Chunk,
     ClientGone,
     Emit,
+    EmitPrompt,
     Event,
     Fail,
     Finish,
@@ -44,6 +46,9 @@ from router.requests.flow_events import (
 PROMPT = [1, 2, 3]
 
 
+SCORES = [PromptLogprobs(-1.0 * token, 1, [], []) for token in PROMPT[1:]]
+
+
 def truth(index: int) -> int:
     return 1000 + index * 7
 
@@ -57,6 +62,8 @@ class Work:
     max_tokens: int
     waits_for: AttemptKey | None
     """A decode node starts only after the prefill node's token for this attempt."""
+    scored: int | None
+    """Log-probabilities of the prompt that were sent; None: not wanted."""
 
 
 @dataclass
@@ -69,9 +76,12 @@ class FakeNode:
 
 
 class World:
-    def __init__(self, data: st.DataObject, max_tokens: int, max_attempts: int) -> None:
+    def __init__(self, data: st.DataObject, max_tokens: int, max_attempts: int, *, scores: bool) -> None:
         self.data = data
-        self.flow = Flow("r", EngineRequest(PROMPT, SamplingParams(seed=1, max_tokens=max_tokens)), max_attempts)
+        sampling = SamplingParams(seed=1, max_tokens=max_tokens, prompt_logprobs=1 if scores else None)
+        self.flow = Flow("r", EngineRequest(PROMPT, sampling), max_attempts)
+        self.scores: list[PromptLogprobs] | None = None
+        self.scored = scores
         self.max_tokens, self.max_attempts = max_tokens, max_attempts
         self.born = 0
         self.lost: set[str] = set()
@@ -121,8 +131,12 @@ class World:
                 case Release(incarnation, key):
                     self.open_legs[incarnation, key] -= 1
                     assert self.open_legs[incarnation, key] == 0
+                case EmitPrompt(logprobs):
+                    assert self.scores is None
+                    self.scores = logprobs
                 case Emit(start, token_ids):
                     assert start == len(self.emitted)
+                    assert self.scores == (SCORES if self.scored else None)
                     self.emitted += token_ids
                 case Blame(incarnation):
                     assert incarnation in {asked for asked, _ in self.asked}
@@ -175,7 +189,10 @@ class World:
         known = len(self.emitted)
         relayed = isinstance(message, DecodeRequest) and message.prefill is not None
         waits = message.key if relayed else None
-        node.work.append(Work(message.key, known + relayed, message.request.sampling.max_tokens, waits))
+        sampling = message.request.sampling
+        assert (sampling.prompt_logprobs is not None) == (self.scored and self.scores is None)
+        scored = None if relayed or sampling.prompt_logprobs is None else 0
+        node.work.append(Work(message.key, known + relayed, sampling.max_tokens, waits, scored))
 
     # -- the nodes' side
 
@@ -191,6 +208,12 @@ class World:
             end = min(work.max_tokens, start + (1 if node.role == "prefill" else count))
             if start >= end:
                 continue
+            if work.scored is not None and work.scored < len(SCORES):
+                part = SCORES[work.scored : work.scored + count]
+                chunk = TokenChunk(work.key, work.scored, [], prompt_logprobs=part)
+                work.scored += len(part)
+                node.link.append(Chunk(node.peer.incarnation, chunk))
+                return
             work.generated = end
             finish = "length" if end == work.max_tokens else None
             chunk = TokenChunk(work.key, start, [truth(i) for i in range(start, end)], finish_reason=finish)
@@ -244,11 +267,11 @@ ACTIONS = ["compute"] * 6 + ["hear"] * 6 + ["wake"] * 3 + ["kill", "fail", "drop
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), max_tokens=st.integers(1, 8), max_attempts=st.integers(1, 4))
+@given(data=st.data(), max_tokens=st.integers(1, 8), max_attempts=st.integers(1, 4), scores=st.booleans())
 def test_whatever_happens_the_tokens_are_exact_and_the_request_ends_once(
-    data: st.DataObject, max_tokens: int, max_attempts: int
+    data: st.DataObject, max_tokens: int, max_attempts: int, *, scores: bool
 ) -> None:
-    world = World(data, max_tokens, max_attempts)
+    world = World(data, max_tokens, max_attempts, scores=scores)
     world.run(world.flow.start())
     ended_by_us: Event | None = None
     for _ in range(data.draw(st.integers(0, 60))):
@@ -279,6 +302,7 @@ def test_whatever_happens_the_tokens_are_exact_and_the_request_ends_once(
     assert world.emitted == [truth(i) for i in range(len(world.emitted))]
     assert not +world.open_legs
     if world.terminal == Finish("length"):
+        assert world.scores == (SCORES if scores else None)
         assert len(world.emitted) == max_tokens
     elif ended_by_us is None:
         assert isinstance(world.terminal, Fail), world.terminal

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from common.base.hashing import BLOCK_SIZE
-from common.control.messages import AttemptKey, Grant
+from common.control.messages import AttemptKey, Grant, PromptLogprobs
 from common.engine.kv_transfer import (
     DestinationReleased,
     IncomingTransfer,
@@ -49,6 +49,16 @@ def _choose(token_ids: Sequence[int], banned: Sequence[int]) -> int:
     while token in banned:
         token = (token + 1) % VOCAB
     return token
+
+
+def prompt_logprobs(before: Sequence[int], token: int) -> PromptLogprobs:
+    """What the fake model says of the prompt token that follows `before`."""
+    return PromptLogprobs(-next_token(before) / VOCAB, 1 + token, [next_token(before)], [0.0])
+
+
+def scored_prompt(prompt: Sequence[int]) -> list[PromptLogprobs]:
+    """Of every prompt token after the first."""
+    return [prompt_logprobs(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
 
 
 class Computed:
@@ -105,7 +115,14 @@ class FakeRunner:
             banned = params.stop_token_ids if spec.num_generated < params.min_tokens else ()
             sampled.append(SampledToken(_choose(tokens, banned)))
         self._drawn[step.step_id] = [token.token_id for token in sampled]
-        return StepOutput(step.step_id, sampled, 0.0)
+        scored = [
+            [
+                prompt_logprobs(sequences[rows.seq_index][: step.positions[rows.row + i] + 1], token)
+                for i, token in enumerate(rows.token_ids)
+            ]
+            for rows in step.scored
+        ]
+        return StepOutput(step.step_id, sampled, 0.0, scored)
 
     def _tokens(self, table: list[int], count: int) -> tuple[int, ...]:
         """The tokens whose KV lies in the first `count` slots; asserts that they are one prefix."""

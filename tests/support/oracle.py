@@ -162,6 +162,17 @@ def _greedy(model_dir: str, prompt_ids: tuple[int, ...], n: int) -> Expected:
     return Expected(tokens, logprobs.tolist(), (best[:, 0] - best[:, 1]).tolist())
 
 
+@functools.cache
+def _prompt_logprobs(model_dir: str, prompt_ids: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode():
+        return _model(model_dir)(torch.tensor([prompt_ids])).logits[0, :-1].double().log_softmax(-1)
+
+
+def prompt_logprobs(model_dir: Path, prompt_ids: list[int]) -> torch.Tensor:
+    """[n - 1, vocab] float64: log-probabilities at each position after the first of a prompt of n tokens."""
+    return _prompt_logprobs(str(model_dir), tuple(prompt_ids))
+
+
 def first_difference(expected: Expected, tokens: list[int]) -> int | None:
     """Index of the first unexcused difference between `tokens` and the expected ones; None if there is none.
 

@@ -9,12 +9,13 @@ from typing import Protocol
 
 import pytest
 import torch
-from support.oracle import agreed, first_difference, greedy
+from support.oracle import agreed, first_difference, greedy, prompt_logprobs
+from torch import Tensor
 
 from common.attention.cpu import CpuAttention
-from common.control.messages import SamplingParams
+from common.control.messages import PromptLogprobs, SamplingParams
 from common.engine.runner import ModelRunner
-from common.engine.step import SampleSpec, StepInput, StepOutput
+from common.engine.step import SampleSpec, ScoredRows, StepInput, StepOutput
 from common.kv.rank_layout import KVLayout, blocks_for
 from common.kv.storage import KVStorage
 from common.model.config import load_model_config
@@ -51,15 +52,19 @@ class Sequence:
     tokens: list[int]
     blocks: list[int]
     want: int = NUM_TOKENS
+    prompt_len: int = 0
     computed: int = 0
     generated: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    scored: list[PromptLogprobs] = field(default_factory=list)
 
 
 def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_TOKENS) -> list[Sequence]:
     """All prompts together, at most `chunk` prompt tokens of each per step, greedy, in scattered blocks."""
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(len(prompts))).tolist()
-    sequences = [Sequence(list(p), [free.pop() for _ in range(blocks_for(len(p) + want) + 1)], want) for p in prompts]
+    sequences = [
+        Sequence(list(p), [free.pop() for _ in range(blocks_for(len(p) + want) + 1)], want, len(p)) for p in prompts
+    ]
     while running := [s for s in sequences if len(s.generated) < s.want]:
         running.sort(key=lambda s: len(s.tokens) - s.computed != 1)
         lens = [min(chunk, len(s.tokens) - s.computed) for s in running]
@@ -69,6 +74,11 @@ def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_
             )
             for i, (s, n, end) in enumerate(zip(running, lens, accumulate(lens), strict=True))
             if s.computed + n == len(s.tokens)
+        ]
+        scored = [
+            ScoredRows(i, end - n, s.tokens[s.computed + 1 : min(s.computed + n, s.prompt_len - 1) + 1], 3)
+            for i, (s, n, end) in enumerate(zip(running, lens, accumulate(lens), strict=True))
+            if s.computed < s.prompt_len - 1
         ]
         places = [(s, p) for s, n in zip(running, lens, strict=True) for p in range(s.computed, s.computed + n)]
         output = runner.execute(
@@ -82,10 +92,13 @@ def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_
                 block_tables=[s.blocks for s in running],
                 num_decodes=sum(len(s.tokens) - s.computed == 1 for s in running),
                 samples=samples,
+                scored=scored,
             )
         )
         for s, n in zip(running, lens, strict=True):
             s.computed += n
+        for rows, found in zip(scored, output.prompt_logprobs, strict=True):
+            running[rows.seq_index].scored += found
         for spec, drawn in zip(samples, output.sampled, strict=True):
             assert drawn.logprobs is not None
             assert drawn.logprobs.top_ids[0] == drawn.token_id
@@ -107,5 +120,17 @@ def check(path: Path, prompts: list[list[int]], sequences: list[Sequence], want:
         assert first_difference(expected, sequence.generated) is None, (len(tokens), expected.gaps)
         same = agreed(expected, sequence.generated)
         excused += same < want
+        check_scored(tokens, sequence.scored, prompt_logprobs(path, tokens))
         assert sequence.logprobs[:same] == pytest.approx(expected.logprobs[:same], abs=1e-4)
     print(f"excused divergences: {excused} of {len(prompts)}")
+
+
+def check_scored(prompt_ids: list[int], scored: list[PromptLogprobs], expected: Tensor) -> None:
+    """expected: [n - 1, vocab] log-probabilities of a prompt of n tokens."""
+    assert len(scored) == len(prompt_ids) - 1
+    for token, ours, theirs in zip(prompt_ids[1:], scored, expected, strict=True):
+        own = theirs[token].item()
+        assert ours.logprob == pytest.approx(own, abs=1e-4)
+        assert int((theirs > own + 1e-4).sum()) < ours.rank <= int((theirs >= own - 1e-4).sum())
+        assert ours.top_logprobs == pytest.approx(theirs.topk(len(ours.top_ids)).values.tolist(), abs=1e-4)
+        assert ours.top_logprobs == pytest.approx(theirs[ours.top_ids].tolist(), abs=1e-4)

@@ -18,8 +18,9 @@ from common.engine.device_inputs import array_to_device, to_device
 from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax_on_device, noise_key
 from common.engine.sampling.logits_steps import FILTERS, GREEDY_STEPS, RANDOM_STEPS
+from common.engine.sampling.logprobs import logprobs_of, recorded_event, to_host
 from common.engine.sampling.steps.base import DeviceRows, LogitsStep
-from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, Thresholds, ordered
+from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, Thresholds
 from common.engine.step import SampledToken, SampleSpec
 
 
@@ -80,11 +81,8 @@ class DeviceSamplerOutput:
         `_logprobs` returns."""
         self.token_ids = token_ids
         self._specs = specs
-        self._arriving = [_to_host(each) for each in (token_ids, highest, left, *logprobs)]
-        self._arrived: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self._arriving = [to_host(each) for each in (token_ids, highest, left, *logprobs)]
+        self._arrived = recorded_event(token_ids)
 
     def wait(self) -> list[SampledToken]:
         """See `SamplerOutput.wait`."""
@@ -106,24 +104,11 @@ class DeviceSamplerOutput:
 
 
 def _logprobs(logits: Tensor, highest: Tensor, tokens: Tensor, specs: list[SampleSpec]) -> list[Tensor]:
-    """For the rows that want them: log-probability of the token [m], ids [m, k] and log-probabilities [m, k] of the
-    most likely, ties by lower id. Empty if no row wants them."""
+    """What `logprobs_of` returns for the rows that want log-probabilities. Empty if no row wants them."""
     wanting = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     if not wanting:
         return []
     index = to_device(wanting, logits.device)
-    rows, top = logits.index_select(0, index), highest.index_select(0, index)[:, None]
-    norm = top.double() + (rows - top).exp().sum(-1, keepdim=True, dtype=torch.float64).log()
-    own = rows.gather(1, tokens.index_select(0, index)[:, None]).double() - norm
-    vocab = logits.size(1)
-    count = min(vocab, max(specs[row].params.logprobs or 0 for row in wanting))
-    later = torch.arange(vocab - 1, -1, -1, device=logits.device)
-    ids = ((ordered(rows).long() << 32) | later).topk(count).indices
-    return [own.squeeze(1), ids, rows.gather(1, ids).double() - norm]
-
-
-def _to_host(x: Tensor) -> Tensor:
-    if not x.is_cuda:
-        return x
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return host.copy_(x, non_blocking=True)
+    count = max(specs[row].params.logprobs or 0 for row in wanting)
+    rows = [each.index_select(0, index) for each in (logits, highest, tokens)]
+    return [*logprobs_of(rows[0], rows[1], rows[2], count)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.fake_engine import generate
+from support.fake_engine import generate, scored_prompt
 from support.node_pair import D_REF, KEY, LAYOUT, PROMPT, ROUTER, Pair
 
 from common.base.errors import PeerLost, TransferAborted, TransferTimedOut
@@ -20,6 +20,8 @@ from common.control.messages import (
     Grant,
     Offer,
     SamplingParams,
+    TokenBatch,
+    TokenChunk,
     TransferAbort,
     TransferReceived,
 )
@@ -168,3 +170,52 @@ def test_one_failed_step_fails_its_requests_and_the_node_goes_on() -> None:
     pair.request(again)
     pair.run()
     assert pair.tokens(again) == generate(PROMPT, 5)
+
+
+def parts(pair: Pair, key: AttemptKey = KEY) -> list[TokenChunk]:
+    """The chunks of the prefill node for an attempt."""
+    batches = [m for m in pair.heard(pair.p_out) if isinstance(m, TokenBatch)]
+    return [chunk for batch in batches for chunk in batch.chunks if chunk.key == key]
+
+
+def test_prompt_logprobs_come_in_parts_before_the_first_token_from_the_prefill_node_alone() -> None:
+    pair = Pair(chunk=16)
+    pair.request(prompt_logprobs=1)
+    pair.run()
+    *scored, token = parts(pair)
+    assert [chunk.start for chunk in scored] == [0, 16, 32]
+    assert [each for chunk in scored for each in chunk.prompt_logprobs or []] == scored_prompt(PROMPT)
+    assert token.token_ids == generate(PROMPT, 1)
+    assert pair.tokens() == generate(PROMPT, 5)
+    assert not [
+        chunk
+        for m in pair.heard(pair.d_out)
+        if isinstance(m, TokenBatch)
+        for chunk in m.chunks
+        if chunk.prompt_logprobs
+    ]
+    pair.assert_whole()
+
+
+def test_prompt_logprobs_are_computed_in_full_though_the_prefix_is_cached_and_kv_is_shared_as_usual() -> None:
+    pair = Pair(chunk=64)
+    pair.request()
+    pair.run()
+    moved = pair.wire.blocks_moved
+    again = AttemptKey("r2", 1)
+    pair.request(again, prompt_logprobs=0)
+    pair.run()
+    *scored, token = parts(pair, again)
+    assert [each for chunk in scored for each in chunk.prompt_logprobs or []] == scored_prompt(PROMPT)
+    assert token.stats is not None
+    assert token.stats.cached_tokens == 0
+    assert pair.wire.blocks_moved == moved + 1, "only the partial last block: the decode node holds the others"
+    pair.assert_whole()
+
+
+def test_a_prompt_of_one_token_has_no_log_probabilities() -> None:
+    pair = Pair(chunk=64)
+    pair.request(prompt=PROMPT[:1], prompt_logprobs=3)
+    pair.run()
+    assert [chunk.prompt_logprobs for chunk in parts(pair)] == [None]
+    pair.assert_whole()

@@ -11,6 +11,7 @@ from common.control.messages import (
     EngineRequest,
     PeerRef,
     PrefillRequest,
+    PromptLogprobs,
     SamplingParams,
     TokenChunk,
 )
@@ -18,6 +19,7 @@ from router.requests.flow import Flow, State
 from router.requests.flow_events import (
     Chunk,
     Emit,
+    EmitPrompt,
     Fail,
     Finish,
     Instructions,
@@ -179,3 +181,50 @@ def test_all_tokens_there_and_only_the_finish_lost_is_a_finish() -> None:
     flow = placed_flow(relayed=False, max_tokens=1)
     flow.handle(say(D, 0, 10))
     assert flow.handle(NodeLost("inc-d", "gone"))[-1] == Finish("length")
+
+
+def scoring_flow() -> Flow:
+    flow = Flow(
+        "r", EngineRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=5, prompt_logprobs=1)), jitter=lambda: 0.0
+    )
+    flow.start()
+    flow.handle(Placed(P, D, 9.0))
+    return flow
+
+
+SCORES = [PromptLogprobs(-1.0, 1, [2], [-1.0]), PromptLogprobs(-2.0, 2, [2], [-1.0])]
+
+
+def scored(start: int, *found: PromptLogprobs, attempt: int = 1) -> Chunk:
+    return Chunk("inc-p", TokenChunk(AttemptKey("r", attempt), start, [], prompt_logprobs=list(found)))
+
+
+def wanted(instructions: Instructions) -> list[int | None]:
+    sent = [each.message for each in instructions if isinstance(each, Send)]
+    return [each.request.sampling.prompt_logprobs for each in sent if not isinstance(each, Abort)]
+
+
+def test_prompt_logprobs_are_computed_again_until_they_are_complete() -> None:
+    flow = scoring_flow()
+    assert flow.handle(scored(0, SCORES[0])) == []
+    flow.handle(NodeLost("inc-p", "gone"))
+    assert wanted(flow.handle(Placed(P, D, 9.0))) == [1, 1]
+    assert flow.handle(scored(0, *SCORES, attempt=2)) == [EmitPrompt(SCORES)]
+    assert flow.handle(scored(0, *SCORES, attempt=2)) == [], "once"
+    flow.handle(NodeLost("inc-d", "gone"))
+    assert wanted(flow.handle(Placed(P, D2, 9.0))) == [None, None]
+    assert tokens(flow.handle(say(P, 0, 10, attempt=3))) == [10]
+
+
+def test_a_token_before_all_prompt_logprobs_means_a_new_attempt() -> None:
+    flow = scoring_flow()
+    flow.handle(scored(0, SCORES[0]))
+    instructions = flow.handle(say(P, 0, 10))
+    assert tokens(instructions) == []
+    assert isinstance(instructions[-1], Place)
+    assert not flow.token_ids
+
+
+def test_lost_prompt_logprobs_mean_a_new_attempt() -> None:
+    instructions = scoring_flow().handle(scored(1, SCORES[1]))
+    assert isinstance(instructions[-1], Place)
