@@ -15,6 +15,7 @@ from router.fast.yield_turn import yield_turn
 from router.http.format import Format
 from router.http.json_body import Json, to_json
 from router.http.openai.base_format import usage
+from router.http.openai.samples import most_likely
 from router.requests.generation import Generation
 from router.requests.request import Delta
 
@@ -89,7 +90,14 @@ class Answer:
 
     async def whole(self, form: Format, deltas: Sequence[list[Delta]]) -> bytes:
         """The body of a response that is not streamed."""
-        body = to_json(form.whole(self.generations, deltas))
+        options, generations = form.options, self.generations
+        if options.returned < options.samples:
+            kept = most_likely(deltas, options.samples, options.returned)
+            generations, deltas = [generations[index] for index in kept], [deltas[index] for index in kept]
+        shown = form.whole(generations, deltas)
+        if options.returned < options.samples:
+            shown["usage"] = usage(self.generations, options.samples)
+        body = to_json(shown)
         if not form.options.with_logprobs:
             return body
         # One per choice; generated text cannot contain this, because its quotes are escaped.
@@ -137,7 +145,7 @@ class Answer:
         def framed(chunks: list[Json]) -> list[bytes]:
             if form.options.continuous_usage:
                 for chunk in chunks:
-                    chunk["usage"] = usage(self.generations, sent)
+                    chunk["usage"] = usage(self.generations, form.options.samples, sent)
             return [form.frame(chunk) for chunk in chunks]
 
         while open_choices:

@@ -56,7 +56,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse(request, services, ChatRequest)
         model = services.catalog.get(body.model)
         caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
-        services.dispatcher.check_room(1, caller.tenant)
+        services.dispatcher.check_room(body.num_samples, caller.tenant)
         generation = await maybe_on_thread(size, lambda: chat_generation(body, model, caller))
         form = ChatFormat(format_options(request, body, model), model.tokenizer)
         return await serve(request, services, [generation], form, stream=bool(body.stream))
@@ -68,11 +68,11 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse(request, services, CompletionRequest)
         model = services.catalog.get(body.model)
         caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
-        services.dispatcher.check_room(len(body.prompt), caller.tenant)
+        services.dispatcher.check_room(len(body.prompt) * body.num_samples, caller.tenant)
         generations = await maybe_on_thread(
             size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]
         )
-        form = CompletionFormat(format_options(request, body, model), model.tokenizer, len(generations))
+        form = CompletionFormat(format_options(request, body, model), model.tokenizer, len(generations) * (body.n or 1))
         return await serve(request, services, generations, form, stream=bool(body.stream))
 
 

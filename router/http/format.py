@@ -25,6 +25,10 @@ class FormatOptions:
     skip_special_tokens: bool = True
     usage_in_stream: bool = False
     continuous_usage: bool = False
+    samples: int = 1
+    """Generations of each prompt; they follow each other."""
+    returned: int = 1
+    """How many of them are choices of the answer."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 

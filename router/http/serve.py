@@ -15,6 +15,7 @@ from router.http.answer import Answer
 from router.http.body import read_body
 from router.http.format import Format, FormatOptions
 from router.http.openai.parse_body import RequestT, parse_body
+from router.http.openai.samples import samples
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.request_headers import header
 from router.http.response_headers import RequestIds, headers, printable
@@ -73,13 +74,20 @@ def format_options(request: Request, body: CompletionRequestBase, model: ServedM
         skip_special_tokens=body.skip_special_tokens is not False,
         usage_in_stream=body.usage_in_stream,
         continuous_usage=body.continuous_usage,
+        samples=body.num_samples,
+        returned=body.n or 1,
     )
 
 
 async def serve(
     request: Request, services: Services, wanted: list[GenerationRequest], form: Format, *, stream: bool
 ) -> Response:
-    """Run the generations and answer, streamed or whole. Errors before the first token keep their HTTP status."""
+    """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token keep their
+    HTTP status.
+    """
+    options = form.options
+    ranked = options.returned < options.samples
+    wanted = [sample for each in wanted for sample in samples(each, options.samples, ranked=ranked)]
     await yield_turn()
     answer = Answer()
     ids: RequestIds = request.scope[_IDS]

@@ -40,6 +40,8 @@ class Query(NamedTuple):
     """KV kind of the nodes that generated the answer so far, empty if none did: nodes of another kind would continue the
     answer differently.
     """
+    holder: str = ""
+    """Incarnation of a decode node that is known to have the prompt's KV, and is to serve the attempt without a relay."""
 
 
 @dataclass

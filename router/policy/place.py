@@ -90,6 +90,9 @@ def place(
     memory.turn += 1
     how = POLICIES[policy]
     targets = _targets(query, decode)
+    holds = targets.row(query.holder) is not None if query.holder else False
+    if holds:
+        targets = targets.select(np.array([each == query.holder for each in targets.incarnations], np.bool_))
     row, hit_tokens, scores = choose(how, targets, query, memory)
     at, picked = targets.nodes[row], Picked(targets.node_ids[row], targets.incarnations[row], hit_tokens)
     target = LegDecision(picked, shown(targets, scores, shown_count))
@@ -98,6 +101,8 @@ def place(
     local_s, local_delay_s = kv_aware.local_s(at, uncached, query, costs)
     step_s = kv_aware.step_s(at, targets.costs)
     by_estimate = how.estimates and local_prefill_tokens is None
+    if holds:
+        return Decision(policy, "local", "it has the prompt's KV already", target, None, local_s, step_s)
     if by_estimate or uncached > (_SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens):
         sources, reason = _sources(query, prefill, picked, targets.kv_kinds[row])
     else:

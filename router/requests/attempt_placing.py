@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from common.base.errors import KvRelayError, Overloaded, Unavailable
 from common.control.messages import Abort, DecodeRequest, PrefillRequest
@@ -15,6 +16,7 @@ from router.requests import flow_events as f
 from router.requests.placement import HashChain, Placement, PlacementRequest
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
+from router.requests.shared_prompt import SharedPrompt
 from router.requests.story import Story
 
 log = logging.getLogger(__name__)
@@ -86,8 +88,18 @@ class Attempts:
         if wanted.backoff_s and not wanted.at_once:
             self._back_off(wanted, answer, "not the first consecutive failure")
             return
+        request = self._placement_request(wanted)
+        shared = self._shared_prompt()
+        if shared is not None:
+            decode = self._router.nodes.fleets["decode"]
+            usable = shared.holder not in request.avoid and decode.row(shared.holder) is not None
+            again = partial(self._place_again, wanted, answer)
+            if not shared.may_place(self.request_id, holder_usable=usable, wake=again):
+                self._story.add("shares_prompt", "waits for the first sample of its prompt")
+                return
+            request = request._replace(holder=shared.holder)
         try:
-            placement = self._router.placer.decide(self._placement_request(wanted))
+            placement = self._router.placer.decide(request)
         except Unavailable as error:
             self._on_no_node(wanted, answer, error)
             return
@@ -99,6 +111,11 @@ class Attempts:
             self._back_off(wanted, answer, "only nodes that just failed it are left")
             return
         answer(self._take(wanted, placement, incarnations))
+
+    def _shared_prompt(self) -> SharedPrompt | None:
+        """What the request's samples share. One that has generated more than its prompt has more to compute than to share."""
+        long = len(self._token_ids) > len(self._request.engine.prompt_ids)
+        return None if long else self._request.shared
 
     def _placement_request(self, wanted: f.Place) -> PlacementRequest:
         request, token_ids = self._request, self._token_ids

@@ -219,6 +219,8 @@ class Generation:
         else:  # both legs may count the bytes of one relay; the receiver's count is used
             self.served.decode_hit_tokens = stats.cached_tokens
             self.served.relayed_bytes += stats.relayed_bytes
+            if self.request.shared is not None:
+                self.request.shared.held_at(report.incarnation)
         router = self._router
         router.breakers.succeeded(report.incarnation)
         router.metrics.leg(report.role_is_prefill, stats)
@@ -247,6 +249,8 @@ class Generation:
         router = self._router
         for registry in router.registries:
             registry.remove(self.request_id)
+        if self.request.shared is not None:
+            self.request.shared.leave(self.request_id)
         if outcome.finish_reason is not None:
             router.placer.answered(len(self.flow.token_ids))
         router.stories.end(self.story)

@@ -64,6 +64,8 @@ class PlacementRequest(NamedTuple):
     """KV kind of the nodes that generated the request's tokens so far."""
     begun: bool = False
     """Nodes have worked on the request before: a draining node accepts it if no other is left."""
+    holder: str = ""
+    """As in `Query`."""
 
 
 class Placement(NamedTuple):
@@ -170,6 +172,7 @@ class Placer:
             max_new_tokens=request.max_new_tokens,
             session=request.session or (hashes[0].hex() if hashes else ""),
             kv_kind=request.kv_kind,
+            holder=request.holder,
         )
         return query, keys
 

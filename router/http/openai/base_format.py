@@ -14,16 +14,20 @@ from router.requests.request import Delta, Outcome
 from router.text.tokenizer import Tokenizer
 
 
-def usage(generations: Sequence[Generation], completion: int | None = None) -> Json:
-    """Token counts over all choices. `completion`: number of tokens sent so far; None: all."""
-    prompt = sum(len(generation.request.engine.prompt_ids) for generation in generations)
+def usage(generations: Sequence[Generation], samples: int = 1, completion: int | None = None) -> Json:
+    """Token counts over all generations; each prompt, which `samples` in a row share, counts once.
+
+    `completion`: number of tokens sent so far; None: all.
+    """
+    prompts = generations[::samples]
+    prompt = sum(len(generation.request.engine.prompt_ids) for generation in prompts)
     if completion is None:
         completion = sum(generation.completion_tokens for generation in generations)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens for generation in generations)},
+        "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens for generation in prompts)},
     }
 
 
@@ -61,7 +65,11 @@ class BaseFormat:
         return body
 
     def ending(self, generations: Sequence[Generation]) -> list[Json]:
-        return [{**self._head, "choices": [], "usage": usage(generations)}] if self.options.usage_in_stream else []
+        return (
+            [{**self._head, "choices": [], "usage": usage(generations, self.options.samples)}]
+            if self.options.usage_in_stream
+            else []
+        )
 
     def failure(self, error: KvRelayError, generation: Generation) -> Json:
         return {**error_body(error), "kvrelay": serving_details(generation)}

@@ -67,7 +67,12 @@ class ChatFormat(BaseFormat):
             if self.options.with_token_ids:
                 choice["token_ids"] = all_ids(parts)
             choices.append(choice)
-        body: Json = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(generations)}
+        body: Json = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage(generations, self.options.samples),
+        }
         if self.options.with_token_ids:
             body["prompt_token_ids"] = generations[0].request.engine.prompt_ids
         return body

@@ -67,7 +67,7 @@ class CompletionFormat(BaseFormat):
             if self.options.with_token_ids:
                 choice |= {"prompt_token_ids": generation.request.engine.prompt_ids, "token_ids": all_ids(parts)}
             choices.append(choice)
-        body: Json = {**self._head, "choices": choices, "usage": usage(generations)}
+        body: Json = {**self._head, "choices": choices, "usage": usage(generations, self.options.samples)}
         if self.options.with_token_ids and self._single:
             body["prompt_token_ids"] = generations[0].request.engine.prompt_ids
         return body

@@ -15,6 +15,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_SAMPLES = 128
 MAX_REQUEST_ID = 256
 MAX_PRIORITY = 1000
 """Allowed range: -MAX_PRIORITY to MAX_PRIORITY."""
@@ -48,6 +49,10 @@ class CompletionRequestBase(BaseModel):
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] | None = None
     ignore_eos: bool | None = False
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = 0
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = 1
+    """Answers to each prompt."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    """Answers to compute for each prompt; the `n` most likely ones are returned."""
     skip_special_tokens: bool | None = True
     return_token_ids: bool | None = False
     stream: bool | None = False
@@ -90,12 +95,21 @@ class CompletionRequestBase(BaseModel):
     def _check_together(self) -> CompletionRequestBase:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream=true")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of is {self.best_of}, less than n, which is {self.n}")
+        if self.stream and self.num_samples > (self.n or 1):
+            raise ValueError("best_of above n is not allowed with stream=true: the best answers are known at the end")
         return self
 
     @property
     def num_logprobs(self) -> int | None:
         """As in `SamplingParams.logprobs`."""
         return None
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to compute for each prompt."""
+        return self.best_of or self.n or 1
 
     @property
     def token_limit(self) -> int | None:

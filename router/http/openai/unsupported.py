@@ -15,8 +15,6 @@ def _only(*harmless: Any) -> Callable[[Any], bool]:
 
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "n": _only(1),
-    "best_of": _only(1),
     "length_penalty": _only(1),
     "response_format": lambda value: value is None or value == {"type": "text"},
     "tool_choice": _only("none", "auto"),
