@@ -90,9 +90,6 @@ def place(
     memory.turn += 1
     how = POLICIES[policy]
     targets = _targets(query, decode)
-    holds = targets.row(query.holder) is not None if query.holder else False
-    if holds:
-        targets = targets.select(np.array([each == query.holder for each in targets.incarnations], np.bool_))
     row, hit_tokens, scores = choose(how, targets, query, memory)
     at, picked = targets.nodes[row], Picked(targets.node_ids[row], targets.incarnations[row], hit_tokens)
     target = LegDecision(picked, shown(targets, scores, shown_count))
@@ -101,7 +98,7 @@ def place(
     local_s, local_delay_s = kv_aware.local_s(at, uncached, query, costs)
     step_s = kv_aware.step_s(at, targets.costs)
     by_estimate = how.estimates and local_prefill_tokens is None
-    if holds:
+    if query.holder == picked.incarnation:
         return Decision(policy, "local", "it has the prompt's KV already", target, None, local_s, step_s)
     if by_estimate or uncached > (_SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens):
         sources, reason = _sources(query, prefill, picked, targets.kv_kinds[row])
@@ -134,7 +131,10 @@ def _targets(query: Query, decode: Fleet) -> Fleet:
     able = with_context(decode, query.num_tokens + query.max_new_tokens) or decode
     if query.kv_kind:
         able = with_kind(able, query.kv_kind) or able
-    return without(able, query.avoid) or able
+    able = without(able, query.avoid) or able
+    if query.holder and able.row(query.holder) is not None:
+        able = able.select(np.array([each == query.holder for each in able.incarnations], np.bool_))
+    return able
 
 
 def _sources(query: Query, prefill: Fleet, target: Picked, kv_kind: str) -> tuple[Fleet, str]:
