@@ -1,5 +1,5 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test test-all test-matrix test-faults check bench bench-router bench-peers gpu-check gpu-bench install clean
+.PHONY: run test test-all test-matrix test-faults check bench bench-router bench-peers check-api gpu-check gpu-bench install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
@@ -10,7 +10,8 @@ check: ; @scripts/check
 bench: ; @scripts/bench
 bench-router: ; @scripts/bench-router
 bench-peers: ; @scripts/bench-peers
+check-api: ; @scripts/check-api
 gpu-check: ; @scripts/gpu-check
 gpu-bench: ; @scripts/gpu-bench
 install: ; @scripts/install
-clean: ; rm -rf .venv .venv-gpu build dist bench-results .bench-peers .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ; rm -rf .venv .venv-gpu build dist bench-results .bench-peers .check-api .pytest_cache .ruff_cache .hypothesis .import_linter_cache

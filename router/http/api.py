@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,24 +15,20 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.base.errors import ClientError, KvRelayError, RequestTimeout
-from router.http.api_keys import KeyGuard
+from router.http.answer_types import ChatCompletion, Completion
+from router.http.api_keys import OPEN_PATHS, KeyGuard
 from router.http.openai.build_request import caller_of, chat_generation, completion_generation
 from router.http.openai.chat_format import ChatFormat
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_format import CompletionFormat
 from router.http.openai.completion_request import CompletionRequest
-from router.http.openai.shared_fields import CompletionRequestBase
+from router.http.openapi import OF_GENERATION, described, document
 from router.http.operator_routes import add_operator_routes, version
 from router.http.response_headers import headers
 from router.http.responses import error_response
 from router.http.serve import assign_ids, format_options, ids_of, maybe_on_thread, parse, serve
 from router.http.services import Services
 from router.http.tokenize_routes import add_tokenize_routes
-
-
-def _schema(model: type[CompletionRequestBase]) -> dict[str, Any]:
-    content = {"application/json": {"schema": model.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 def build(services: Services) -> FastAPI:
@@ -45,11 +42,16 @@ def build(services: Services) -> FastAPI:
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"}:
             route.methods = {"GET", "HEAD"}
+    app.openapi = cache(lambda: document(app, with_keys=bool(services.api_keys), open_paths=OPEN_PATHS))
     return app
 
 
+def _generates(answer: Any, body: Any) -> dict[str, Any]:
+    return described(answer, body=body, errors=OF_GENERATION, stream="text/event-stream")
+
+
 def _add_completion_routes(app: FastAPI, services: Services) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=_generates(ChatCompletion, ChatRequest))
     async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Answer a conversation, like OpenAI's endpoint of the same name."""
         assign_ids(request, "chatcmpl")
@@ -61,7 +63,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         form = ChatFormat(format_options(request, body, model), model.tokenizer)
         return await serve(request, services, [generation], form, stream=bool(body.stream))
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=_generates(Completion, CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         """Continue each prompt, like OpenAI's endpoint of the same name."""
         assign_ids(request, "cmpl")

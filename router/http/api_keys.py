@@ -11,12 +11,12 @@ from common.base.errors import Unauthorized
 from router.http.request_headers import api_key
 from router.http.responses import error_response
 
-_OPEN = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ready")
 """Load balancers have no key."""
 
 
 class KeyGuard:
-    """ASGI middleware: if keys are configured, all paths need one except those of `_OPEN`. `count` gets each refusal's
+    """ASGI middleware: if keys are configured, all paths need one except those of `OPEN_PATHS`. `count` gets each refusal's
     status.
     """
 
@@ -26,7 +26,7 @@ class KeyGuard:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or scope["path"] in _OPEN:
+        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         given = api_key(scope)

@@ -9,6 +9,8 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.responses import FileResponse, Response
 
+from router.http.answer_types import Health, Load, ModelCard, ModelList, Ready, ServerInfo, Version
+from router.http.openapi import described
 from router.http.responses import JsonResponse
 from router.http.services import Services
 from router.model_catalog import ServedModel
@@ -30,12 +32,12 @@ def add_operator_routes(app: FastAPI, services: Services) -> None:
     _add_model_routes(app, services)
     _add_state_routes(app, services)
 
-    @app.get("/version")
+    @app.get("/version", openapi_extra=described(Version))
     async def show_version() -> Response:  # pyright: ignore[reportUnusedFunction]
         """The router's version."""
         return JsonResponse({"version": version()})
 
-    @app.get("/metrics")
+    @app.get("/metrics", openapi_extra=described(media_type="text/plain"))
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
         """Prometheus metrics."""
         return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -46,12 +48,12 @@ def add_operator_routes(app: FastAPI, services: Services) -> None:
 
 
 def _add_model_routes(app: FastAPI, services: Services) -> None:
-    @app.get("/v1/models")
+    @app.get("/v1/models", openapi_extra=described(ModelList))
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
         """The served model, under each of its names."""
         return JsonResponse({"object": "list", "data": [_model_card(model) for model in services.catalog.models]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", openapi_extra=described(ModelCard, errors=(404, 503)))
     async def one_model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         """The served model, by name."""
         return JsonResponse(_model_card(services.catalog.get(name)))
@@ -63,7 +65,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
     def is_ready() -> bool:
         return bool(nodes.usable("decode")) and services.catalog.model is not None
 
-    @app.get("/health")
+    @app.get("/health", openapi_extra=described(Health, also=(503,)))
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 if requests can be served, else 503; the body says more."""
         prefill, decode = len(nodes.usable("prefill")), len(nodes.usable("decode"))
@@ -79,23 +81,23 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
         }
         return JsonResponse(body, 200 if ready else 503)
 
-    @app.get("/ready")
+    @app.get("/ready", openapi_extra=described(Ready, also=(503,)))
     async def ready() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 if requests can be served, else 503: for load balancers, like `/health`, with no details."""
         found = is_ready()
         return JsonResponse({"ready": found}, 200 if found else 503)
 
-    @app.get("/ping")
+    @app.get("/ping", openapi_extra=described())
     async def ping() -> Response:  # pyright: ignore[reportUnusedFunction]
         """200 as long as the router's event loop runs."""
         return Response(status_code=200)
 
-    @app.get("/load")
+    @app.get("/load", openapi_extra=described(Load))
     async def load() -> Response:  # pyright: ignore[reportUnusedFunction]
         """`server_load`: the generations of this router that have not ended."""
         return JsonResponse({"server_load": services.dispatcher.running})
 
-    @app.get("/server_info")
+    @app.get("/server_info", openapi_extra=described(ServerInfo))
     async def server_info() -> Response:  # pyright: ignore[reportUnusedFunction]
         """What this router serves and how it is set up."""
         cards = [_model_card(model) for model in services.catalog.models]

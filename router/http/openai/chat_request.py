@@ -30,7 +30,7 @@ class Message(BaseModel):
     content: str
     name: str | None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
     def _join_parts(cls, value: Any) -> Any:
         if value is None:

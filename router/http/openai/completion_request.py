@@ -20,7 +20,7 @@ class CompletionRequest(CompletionRequestBase):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = True
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
     @classmethod
     def _as_list(cls, value: Any) -> Any:
         prompts = [value] if isinstance(value, str) else items(value)

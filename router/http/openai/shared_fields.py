@@ -64,7 +64,7 @@ class CompletionRequestBase(BaseModel):
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
     """The client's own id of the request. It is echoed, never used as a key."""
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
     def _check_stop(cls, value: Any) -> list[str]:
         stops = [] if value is None else [value] if isinstance(value, str) else items(value)
