@@ -133,8 +133,8 @@ def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:
     if not chat:
         return model.tokenizer.encode(text, add_special_tokens=True)
     messages = [{"role": "user", "content": text}]
-    rendered = model.tokenizer.render_chat(messages, add_generation_prompt=True, kwargs=None)
-    return model.tokenizer.encode(rendered, add_special_tokens=False)
+    rendered = model.tokenizer.render_chat(messages)
+    return model.tokenizer.encode_chat(rendered)
 
 
 def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:

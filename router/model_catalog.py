@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from common.base.errors import ConfigError, NotFound, Unavailable
 from common.config.fields import listed
@@ -17,6 +18,7 @@ from common.control.messages import ModelInfo, NodeRecord
 from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_folder, model_name, resolve_model
+from router.output.formats import OutputFormats, choose_formats
 from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.text.tokenizer import Tokenizer
 
@@ -36,11 +38,21 @@ class ServedModel:
     sampling_defaults: SamplingDefaults = NEUTRAL
     tokenizer_digest: str = ""
     """As `common.model.fingerprint.tokenizer_digest`."""
+    output_formats: OutputFormats = field(default_factory=OutputFormats)
+    marker_ids: frozenset[int] = frozenset()
+    """The special tokens that the parsers of `output_formats` must see."""
 
 
-def load(
-    name_or_path: str, name: str | None, chat_template: str | None, generation_config: GenerationConfig
-) -> ServedModel:
+class LoadOptions(NamedTuple):
+    """How the files of a model are used; the parsers are as in `router.output.formats.choose_formats`."""
+
+    chat_template: str | None = None
+    generation_config: GenerationConfig = "auto"
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedModel:
     """Read config, tokenizer and sampling defaults from a model folder. Takes a second for a large vocabulary.
 
     Raises: ConfigError with one sentence.
@@ -48,15 +60,33 @@ def load(
     path = resolve_model(name_or_path)
     folder = model_folder(path)
     config = load_model_config(path)
-    tokenizer = Tokenizer(folder, chat_template=chat_template)
+    tokenizer = Tokenizer(folder, chat_template=options.chat_template)
+    formats = choose_formats(
+        tokenizer.template_source,
+        tokenizer.has_token,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
+    log.info("format of tool calls: %s; of reasoning: %s", *formats.names)
     eos = set(config.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     shown = name or model_name(Path(name_or_path))
-    defaults = read_sampling_defaults(folder) if generation_config == "auto" else NEUTRAL
+    defaults = read_sampling_defaults(folder) if options.generation_config == "auto" else NEUTRAL
     digest = tokenizer_digest(path)
     eos_ids = frozenset(eos)
-    return ServedModel(shown, folder, tokenizer, config.max_context, config.vocab_size, eos_ids, defaults, digest)
+    return ServedModel(
+        shown,
+        folder,
+        tokenizer,
+        config.max_context,
+        config.vocab_size,
+        eos_ids,
+        defaults,
+        digest,
+        formats,
+        tokenizer.special_ids(formats.markers),
+    )
 
 
 class ModelCatalog:
@@ -69,11 +99,12 @@ class ModelCatalog:
         served_model_name: str | None,
         chat_template: str | None,
         generation_config: GenerationConfig = "auto",
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self._configured = model
         self._served_names = listed("served_model_name", served_model_name)
-        self._chat_template = chat_template
-        self._generation_config: GenerationConfig = generation_config
+        self._load_options = LoadOptions(chat_template, generation_config, tool_call_parser, reasoning_parser)
         self._model: ServedModel | None = None
         self._by_name: dict[str, ServedModel] = {}
         """The model under each name that clients may use; the first is the main one."""
@@ -90,9 +121,7 @@ class ModelCatalog:
         """
         if self._configured is not None:
             name = self._served_names[0] if self._served_names else None
-            self._serve(
-                await asyncio.to_thread(load, self._configured, name, self._chat_template, self._generation_config)
-            )
+            self._serve(await asyncio.to_thread(load, self._configured, name, self._load_options))
 
     def accept(self, records: list[NodeRecord]) -> list[NodeRecord]:
         """Return the nodes that serve this router's model. Settings that the configuration leaves open come from them."""
@@ -177,7 +206,7 @@ class ModelCatalog:
 
     async def _load_from_node(self, info: ModelInfo, max_len: int) -> None:
         try:
-            model = await asyncio.to_thread(load, info.path, info.name, self._chat_template, self._generation_config)
+            model = await asyncio.to_thread(load, info.path, info.name, self._load_options)
         except ConfigError as error:
             self._problem = f"{error}; give the router a folder with --model"
             log.error("cannot use the model that the nodes registered: %s", self._problem)

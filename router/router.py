@@ -26,6 +26,8 @@ class Router:
             served_model_name=config.served_model_name,
             chat_template=config.chat_template,
             generation_config=config.generation_config,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         self.index = PrefixIndex(config.index_blocks)
         self.dispatcher = Dispatcher(config, self.metrics, index=self.index)

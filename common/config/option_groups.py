@@ -237,6 +237,18 @@ class ClientOptions:
     chat_template: str | None = option(
         None, "File with a Jinja chat template, used instead of the model's own.", "Clients"
     )
+    tool_call_parser: str | None = option(
+        None,
+        "Format of the model's tool calls: hermes, llama3_json, pythonic, llama4_pythonic, mistral, deepseek_v3, "
+        "deepseek_v31, openai or none; by default chosen from the chat template.",
+        "Clients",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "Format of the model's reasoning: qwen3, deepseek_r1, deepseek_v3, mistral, openai_gptoss or none; by default "
+        "chosen from the chat template.",
+        "Clients",
+    )
     generation_config: GenerationConfig = option(
         "auto",
         "Defaults of temperature, top_p, top_k, min_p, repetition_penalty and the answer's length: auto reads the "

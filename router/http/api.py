@@ -59,8 +59,9 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         model = services.catalog.get(body.model)
         caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
         services.dispatcher.check_room(body.num_samples, caller.tenant)
-        generation = await maybe_on_thread(size, lambda: chat_generation(body, model, caller))
-        form = ChatFormat(format_options(request, body, model), model.tokenizer)
+        generation, new_parser = await maybe_on_thread(size, lambda: chat_generation(body, model, caller))
+        parsers = [] if new_parser is None else [new_parser() for _ in range(body.n or 1)]
+        form = ChatFormat(format_options(request, body, model), model.tokenizer, parsers)
         return await serve(request, services, [generation], form, stream=bool(body.stream))
 
     @app.post("/v1/completions", openapi_extra=_generates(Completion, CompletionRequest))

@@ -82,5 +82,7 @@ def _tokenize_request(data: bytes) -> TokenizeRequest | TokenizeChatRequest:
 
 
 def _token_ids(body: TokenizeRequest | TokenizeChatRequest, model: ServedModel) -> list[int]:
-    text = body.prompt if isinstance(body, TokenizeRequest) else chat_prompt(body, model)
-    return model.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    special = bool(body.add_special_tokens)
+    if isinstance(body, TokenizeRequest):
+        return model.tokenizer.encode(body.prompt, add_special_tokens=special)
+    return model.tokenizer.encode_chat(chat_prompt(body, model), add_special_tokens=special)

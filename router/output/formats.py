@@ -86,39 +86,56 @@ class OutputFormats(NamedTuple):
     reasoning: ReasoningTags | None = None
 
     @property
+    def names(self) -> tuple[str, str]:
+        """What separates tool calls and reasoning from content, for the log."""
+        tools = "none" if self.tools is None else self.tools.name
+        if self.reasoning is None:
+            return tools, tools if self.tools is _HARMONY else "none"
+        return tools, self.reasoning.open
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """The special tokens that the parsers must see."""
         tags = () if self.reasoning is None else (self.reasoning.open, self.reasoning.close)
         return tags + (() if self.tools is None else self.tools.markers)
 
     def parser(
-        self, prompt: str, functions: Collection[str], make_id: Callable[[], str] | None = None
-    ) -> OutputParser | None:
-        """The parser of one answer; None if all of its text is content.
+        self,
+        prompt: str,
+        functions: Collection[str],
+        *,
+        single_call: bool = False,
+        make_id: Callable[[], str] | None = None,
+    ) -> Callable[[], OutputParser] | None:
+        """Makes the parser of one answer; None if all of its text is content.
 
-        `prompt`: the rendered text. `functions`: those the model may call.
+        `prompt`: the rendered text. `functions`: those the model may call. `single_call`: further calls are dropped.
         """
-        tools = None
-        if self.tools is not None and (functions or self.tools is _HARMONY):
-            tools = FormatParser(self.tools.read(frozenset(functions)), make_id or self.tools.make_id)
+        if self.tools is None or not (functions or self.tools is _HARMONY):
+            return None if self.reasoning is None else lambda: self._reasoning_parser(prompt)
+        read, new_id = self.tools.read(frozenset(functions)), make_id or self.tools.make_id
+        new_tools = lambda: FormatParser(read, new_id, single_call=single_call)  # noqa: E731
         if self.reasoning is None:
-            return tools
-        thoughts = FormatParser(reasoning(self.reasoning, opened=self.reasoning.opened_by(prompt)))
-        return thoughts if tools is None else _ReasoningThenTools(thoughts, tools)
+            return new_tools
+        return lambda: _ReasoningThenTools(self._reasoning_parser(prompt), new_tools())
+
+    def _reasoning_parser(self, prompt: str) -> OutputParser:
+        assert self.reasoning is not None
+        return FormatParser(reasoning(self.reasoning, opened=self.reasoning.opened_by(prompt)))
 
 
 def choose_formats(
     template: str,
-    vocabulary: Container[str],
+    has_token: Callable[[str], bool],
     *,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> OutputFormats:
-    """The formats of a model with this chat template and vocabulary. The last two are the operator's choices, or "none".
+    """The formats of a model with this chat template and tokenizer. The last two are the operator's choices, or "none".
 
     Raises: ConfigError for an unknown name.
     """
-    tools = _named(_TOOL_FORMATS, tool_call_parser or _tool_format(template, vocabulary), "--tool-call-parser")
+    tools = _named(_TOOL_FORMATS, tool_call_parser or _tool_format(template, has_token), "--tool-call-parser")
     if tools is _HARMONY and reasoning_parser in (None, "openai_gptoss"):
         return OutputFormats(tools)
     named = reasoning_parser or _reasoning_format(template)
@@ -133,7 +150,7 @@ def _named(formats: dict[str, _T], name: str, option: str) -> _T | None:
     return formats[name]
 
 
-def _tool_format(template: str, vocabulary: Container[str]) -> str:
+def _tool_format(template: str, has_token: Callable[[str], bool]) -> str:
     if harmony.CHANNEL in template:
         return "openai"
     if deepseek.BEGIN in template:
@@ -144,7 +161,7 @@ def _tool_format(template: str, vocabulary: Container[str]) -> str:
         # Others put XML between the same tags.
         return "none" if "<function=" in template or "<arg_key>" in template else "hermes"
     if "[func_name1(" in template:
-        return "llama4_pythonic" if pythonic.START in vocabulary else "pythonic"
+        return "llama4_pythonic" if has_token(pythonic.START) else "pythonic"
     if '"parameters"' in template and (llama_json.TAG in template or "ipython" in template):
         return "llama3_json"
     return "none"

@@ -18,11 +18,12 @@ class OutputWriter:
     """The parts of an answer since the last `take`.
 
     White space before a tool call, and after the last one, belongs to the calls' markup and is dropped. So white space at
-    the end of the content waits for what follows it.
+    the end of the content waits for what follows it. `single_call`: later calls are dropped.
     """
 
-    def __init__(self, make_id: Callable[[], str] = call_id) -> None:
+    def __init__(self, make_id: Callable[[], str] = call_id, *, single_call: bool = False) -> None:
         self._make_id = make_id
+        self._single_call = single_call
         self._content: list[str] = []
         self._space = ""
         self._after_call = False
@@ -66,7 +67,8 @@ class OutputWriter:
         if final and not self._after_call:
             self._content.append(self._space)
             self._space = ""
-        delta = ParsedDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
+        calls = [call for call in self._calls if call.call == 0 or not self._single_call]
+        delta = ParsedDelta("".join(self._content), "".join(self._reasoning), calls)
         self._content, self._reasoning, self._calls = [], [], []
         return delta
 
@@ -78,9 +80,9 @@ Format = Callable[[TextReader, OutputWriter], Steps[None]]
 class FormatParser:
     """An `OutputParser` that follows one format."""
 
-    def __init__(self, read: Format, make_id: Callable[[], str] = call_id) -> None:
+    def __init__(self, read: Format, make_id: Callable[[], str] = call_id, *, single_call: bool = False) -> None:
         self._reader = TextReader()
-        self._writer = OutputWriter(make_id)
+        self._writer = OutputWriter(make_id, single_call=single_call)
         self._steps = read(self._reader, self._writer)
         next(self._steps, None)
 

@@ -71,6 +71,7 @@ class Generation:
             request.stop,
             min_tokens=request.engine.sampling.min_tokens,
             skip_special_tokens=request.skip_special_tokens,
+            visible=request.visible_tokens,
         )
         self._stop: str | None = None
         self._ended_by_token = False

@@ -19,6 +19,8 @@ class GenerationRequest(NamedTuple):
     client_stop_ids: frozenset[int] = frozenset()
     """Stop tokens from the request's `stop_token_ids`; only these are reported as `stop_reason`."""
     skip_special_tokens: bool = True
+    visible_tokens: frozenset[int] = frozenset()
+    """Special tokens whose text is needed although special tokens are skipped."""
     session: str = ""
     """Requests with the same key go to the same nodes under the policy `session`."""
     tenant: str = ""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -62,9 +63,12 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         try:
-            self._template = environment.from_string(source)
+            parsed = environment.parse(source)
+            self._template = environment.from_string(parsed)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
+        self.source = source
+        self.uses_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
         # Every rendering copies the globals; jinja2's `ChainMap` takes several Python calls for each name.
         self._template.globals = dict(self._template.globals)
 
@@ -72,10 +76,12 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. `kwargs` are the client's extra template variables.
+        """The prompt text of a conversation. `tools`: the functions that the model may call, as OpenAI's API describes
+        them. `kwargs`: the client's extra template variables.
 
         Newer OpenAI models call the system role `developer`. Most templates know only `system` and silently drop
         `developer` messages, so the role is renamed.
@@ -88,7 +94,7 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": tools,
             "documents": None,
         }
         try:

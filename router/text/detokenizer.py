@@ -127,11 +127,16 @@ class Detokenizer:
     """One stream of text. Invariant: the deltas of `push` and the last one of `flush`, joined, equal the
     tokenizer's own decoding of all ids, with one exception: if a run of fallback bytes becomes invalid, the
     characters completed before it remain (a decode of the whole would replace them; a stream cannot).
+
+    `visible`: special tokens that are not skipped.
     """
 
-    def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, pieces: TokenPieces, *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
+    ) -> None:
         self._pieces = pieces
-        self._skip: frozenset[int] = pieces.special_ids if skip_special_tokens else frozenset()
+        skipped = pieces.special_ids - visible if visible else pieces.special_ids
+        self._skip: frozenset[int] = skipped if skip_special_tokens else frozenset()
         self._utf8 = _Utf8Decoder(errors="replace")
         self._run = bytearray()
         """Bytes of an incomplete character at the end of a run of fallback bytes."""

@@ -73,13 +73,19 @@ class TextDelta(NamedTuple):
 class TextStream:
     """The visible text of one generation.
 
-    Stop strings are searched only in the text of tokens after the first `min_tokens`.
+    Stop strings are searched only in the text of tokens after the first `min_tokens`. `visible`: as in `Detokenizer`.
     """
 
     def __init__(
-        self, pieces: TokenPieces, stops: Sequence[str], *, min_tokens: int = 0, skip_special_tokens: bool = True
+        self,
+        pieces: TokenPieces,
+        stops: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = Detokenizer(pieces, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(pieces, skip_special_tokens=skip_special_tokens, visible=visible)
         self._matcher = StopMatcher(stops)
         self._immune_tokens = min_tokens
 

@@ -6,7 +6,7 @@ loop. `encode` releases the GIL, so long texts may be encoded on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,8 @@ from common.base.errors import BadRequest, ConfigError
 from common.model.config_file import read_json_object
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
+from router.text.template_files import DEFAULT, TOOL_USE, read_templates
+from router.text.typed_tokens import SEPARATOR, TypedTokens
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -37,29 +39,6 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template_source(folder: Path, config: Mapping[str, Any], override: str | None) -> str | None:
-    """The template's source: the operator's file, else chat_template.jinja of the model, else tokenizer_config.json."""
-    file = folder / "chat_template.jinja" if override is None else Path(override)
-    if override is not None or file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the chat template {file}: {error}") from error
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several templates by name; plain chat uses "default"
-        named: dict[str, str] = {}
-        for entry in cast("list[Any]", found):
-            fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
-            name, template = fields.get("name"), fields.get("template")
-            if not isinstance(name, str) or not isinstance(template, str):
-                raise ConfigError(
-                    f"chat_template in {folder}/tokenizer_config.json must list names with their templates"
-                )
-            named[name] = template
-        found = named.get("default", next(iter(named.values()), None))
-    return found if isinstance(found, str) else None
-
-
 class Tokenizer:
     """The tokenizer and chat template of one model folder. Immutable after construction, safe on any thread.
 
@@ -78,9 +57,14 @@ class Tokenizer:
         self._raw.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(folder, config)
-        source = _template_source(folder, config, chat_template)
-        self._template = None if source is None else ChatTemplate(source, special)
+        sources = read_templates(folder, config, chat_template)
+        templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
+        self._template = templates.get(DEFAULT)
+        self._tool_template = templates.get(TOOL_USE, self._template)
         self.pieces = TokenPieces(self._raw)
+        self._typed_tokens = TypedTokens(
+            token for token_id in self.pieces.special_ids if (token := self._raw.id_to_token(token_id))
+        )
         self.eos_token_id: int | None = self._raw.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
         vocab = self._raw.get_vocab(with_added_tokens=True)
@@ -97,23 +81,59 @@ class Tokenizer:
             return 0  # such a tokenizer may map any unknown word to one token
         return len(text) // self._longest_token
 
+    @property
+    def template_source(self) -> str:
+        """The source of the chat template for requests with tools; empty if there is none."""
+        return "" if self._tool_template is None else self._tool_template.source
+
+    def has_token(self, token: str) -> bool:
+        """Whether `token` is one token."""
+        return self._raw.token_to_id(token) is not None
+
+    def special_ids(self, tokens: Iterable[str]) -> frozenset[int]:
+        """The ids of those of `tokens` that are special tokens."""
+        ids = map(self._raw.token_to_id, tokens)
+        return frozenset(token_id for token_id in ids if token_id in self.pieces.special_ids)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. It contains its special tokens: encode it with `add_special_tokens=False`.
+        """The prompt text of a conversation, for `encode_chat`. Special tokens that the client typed have separators.
 
-        Raises: BadRequest when there is no template or it rejects the messages.
+        Raises: BadRequest when there is no template, it rejects the messages, or does not know of tools.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions, or start the router with --chat-template FILE",
                 param="messages",
             )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        if tools and not template.uses_tools:
+            raise BadRequest(
+                "this model's chat template has no place for tools; send tool_choice='none', or start the router with "
+                "--chat-template FILE",
+                param="tools",
+            )
+        separated = self._typed_tokens.separated
+        return template.render(
+            [separated(message) for message in messages],
+            tools=[separated(tool) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            kwargs=kwargs and separated(kwargs),
+        )
+
+    def encode_chat(self, rendered: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a rendered conversation, which contains its special tokens."""
+        first, *others = rendered.split(SEPARATOR)
+        ids = self.encode(first, add_special_tokens=add_special_tokens)
+        for part in others:
+            ids += self.encode(part, add_special_tokens=False)
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these ids, with special tokens."""

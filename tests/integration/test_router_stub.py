@@ -584,7 +584,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
         {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
         400,
         "tools",
-        "not supported",
+        "type",
     ),
     (
         "chat/completions",

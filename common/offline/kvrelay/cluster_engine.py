@@ -35,7 +35,8 @@ class ClusterEngine:
         """
         self._config = config
         # Read before anything is started: what is wrong with the model's folder is said in one sentence.
-        served = model_catalog.load(config.model, None, config.chat_template, config.generation_config)
+        options = model_catalog.LoadOptions(config.chat_template, config.generation_config)
+        served = model_catalog.load(config.model, None, options)
         self._cluster = LocalCluster(arguments)
         try:
             card = asyncio.run(self._model_card())

@@ -20,7 +20,7 @@ from kvrelay.answer_text import AnswerInProgress
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
 from router import model_catalog
-from router.model_catalog import ServedModel
+from router.model_catalog import LoadOptions, ServedModel
 
 
 class LocalEngine:
@@ -30,7 +30,7 @@ class LocalEngine:
         self, config: DecodeConfig, *, chat_template: str | None = None, generation_config: GenerationConfig = "auto"
     ) -> None:
         """Load the model. Raises: ConfigError in one sentence for what cannot start."""
-        served = model_catalog.load(config.model, None, chat_template, generation_config)
+        served = model_catalog.load(config.model, None, LoadOptions(chat_template, generation_config))
         if config.device != "cuda":
             build_library(min(COMPILE_S, config.start_timeout_s / 2))
         prepare_compute(config.threads, config.nice)

@@ -59,7 +59,7 @@ def chat_jobs(
 
     def job(index: int, each: SamplingParams) -> Job:
         body = to_request({"messages": list(listed[index]), **options, **each.chat_fields()}, ChatRequest)
-        return Job(chat_prompt(body, model), chat_generation(body, model, _CALLER), each)
+        return Job(chat_prompt(body, model), chat_generation(body, model, _CALLER).request, each)
 
     return _each("conversation", job, len(listed), params)
 

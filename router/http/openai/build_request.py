@@ -6,6 +6,7 @@ Pure; runs on the router's event loop, or on a thread for large bodies.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 from starlette.types import Scope
@@ -18,6 +19,7 @@ from router.http.openai.sampling_params import sampling_params
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.request_headers import api_key, header
 from router.model_catalog import ServedModel
+from router.output.base import OutputParser
 from router.requests.request import GenerationRequest
 
 _MAX_KEY_CHARS = 256
@@ -39,32 +41,61 @@ def caller_of(scope: Scope, body: CompletionRequestBase, *, with_keys: bool) -> 
     return Caller(tenant, (header(scope, b"x-session-id") or user)[:_MAX_KEY_CHARS])
 
 
+class ChatGeneration(NamedTuple):
+    """`new_parser` makes the parser of one choice; None: all text is content."""
+
+    request: GenerationRequest
+    new_parser: Callable[[], OutputParser] | None
+
+
 def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
-    """The prompt text of a conversation, with its special tokens. Raises: BadRequest, as `Tokenizer.render_chat`."""
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    """The prompt text of a conversation, for `Tokenizer.encode_chat`.
+
+    Raises: BadRequest, as `Tokenizer.render_chat`, and for tools whose calls could not be read.
+    """
+    tools = body.offered_tools
+    if tools and model.output_formats.tools is None:
+        raise BadRequest(
+            "the format of this model's tool calls is not known; send tool_choice='none', or start the router with "
+            "--tool-call-parser NAME",
+            param="tools",
+        )
     return model.tokenizer.render_chat(
-        messages, add_generation_prompt=body.add_generation_prompt is not False, kwargs=body.chat_template_kwargs
+        [message.for_template() for message in body.messages],
+        tools=[tool.for_template() for tool in tools],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        kwargs=body.chat_template_kwargs,
     )
 
 
-def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> GenerationRequest:
-    prompt_ids = _encode(model, chat_prompt(body, model), "messages", add_special_tokens=False)
-    return _generation_request(body, model, prompt_ids, "messages", caller)
+def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> ChatGeneration:
+    """Raises: BadRequest."""
+    if body.must_call:
+        raise BadRequest("a tool_choice that forces a call is not supported yet", param="tool_choice")
+    text = chat_prompt(body, model)
+    _check_length(model, text, "messages")
+    request = _generation_request(body, model, model.tokenizer.encode_chat(text), "messages", caller)
+    functions = frozenset(tool.function.name for tool in body.offered_tools)
+    new_parser = model.output_formats.parser(text, functions, single_call=body.parallel_tool_calls is False)
+    if new_parser is not None:
+        request = request._replace(visible_tokens=model.marker_ids)
+    return ChatGeneration(request, new_parser)
 
 
 def completion_generation(
     body: CompletionRequest, model: ServedModel, prompt: str | list[int], caller: Caller
 ) -> GenerationRequest:
     if isinstance(prompt, str):
-        prompt = _encode(model, prompt, "prompt", add_special_tokens=body.add_special_tokens is not False)
+        _check_length(model, prompt, "prompt")
+        prompt = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
     return _generation_request(body, model, prompt, "prompt", caller)
 
 
-def _encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+def _check_length(model: ServedModel, text: str, param: str) -> None:
+    """Refuse what cannot fit before it is encoded."""
     at_least = model.tokenizer.min_tokens(text)
     if at_least > model.max_model_len:
         raise _too_long(model, f"at least {at_least}", at_least, 0, param)
-    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _too_long(model: ServedModel, total: str, prompt: int, completion: int, param: str) -> BadRequest:

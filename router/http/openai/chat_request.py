@@ -4,55 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import FailFast, Field, field_validator, model_validator
 
-from router.http.openai.checks import MAX_INT, as_object, bounded, items, shorten
+from router.http.openai.chat_messages import Message
+from router.http.openai.checks import MAX_INT, bounded, shorten
 from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
+from router.http.openai.tools import MAX_TOOLS, NamedToolChoice, Tool
 
 MAX_MESSAGES = 4096
-MAX_CONTENT_PARTS = 4096
-"""Maximum for one message."""
-
-
-class TextPart(BaseModel):
-    """One part of a message's content."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn of a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
-    name: str | None = None
-
-    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
-    @classmethod
-    def _join_parts(cls, value: Any) -> Any:
-        if value is None:
-            return ""
-        parts = items(value)
-        if parts is None:
-            return value
-        bounded(parts, MAX_CONTENT_PARTS, "content parts in one message")
-        texts: list[str] = []
-        for part in parts:
-            kind = (as_object(part) or {}).get("type")
-            if kind != "text":
-                raise ValueError(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
-            texts.append(TextPart.model_validate(part).text)
-        return "\n".join(texts)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_tools(cls, value: Any) -> Any:
-        if (as_object(value) or {}).get("tool_calls"):
-            raise ValueError("tool_calls are not supported yet")
-        return value
 
 
 class ChatRequest(CompletionRequestBase):
@@ -64,17 +23,50 @@ class ChatRequest(CompletionRequestBase):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = True
 
     @field_validator("messages", mode="before")
     @classmethod
     def _bound_messages(cls, value: Any) -> Any:
         return bounded(value, MAX_MESSAGES, "messages")
 
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _bound_tools(cls, value: Any) -> Any:
+        return bounded(value, MAX_TOOLS, "tools")
+
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed with logprobs=true")
         return self
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two functions have the same name")
+        if isinstance(self.tool_choice, NamedToolChoice):
+            if self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice: tools has no function {shorten(self.tool_choice.function.name)}")
+        elif self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: 'required' needs tools")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The functions that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> list[Tool]:
+        """The functions one of which the model must call; empty: it may also answer in words."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.offered_tools if tool.function.name == name]
+        return self.offered_tools if self.tool_choice == "required" else []
 
     @property
     def num_logprobs(self) -> int | None:

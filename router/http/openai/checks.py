@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from typing import Any, cast
 
 ECHO_CHARS = 200
@@ -10,6 +11,13 @@ ECHO_CHARS = 200
 
 MAX_INT = 2**31 - 1
 """Upper limit for all integers except the seed: those of JSON are unbounded, those of the wire protocol are not."""
+
+MAX_CONTENT_PARTS = 4096
+"""Maximum for one message."""
+MAX_TOOL_CALLS = 128
+"""Maximum for one message."""
+MAX_JSON_DEPTH = 32
+MAX_JSON_VALUES = 10_000
 
 _excerpt = reprlib.Repr()
 _excerpt.maxlevel = 3
@@ -38,3 +46,21 @@ def bounded(value: Any, limit: int, what: str) -> Any:
     if len(items(value) or ()) > limit:
         raise ValueError(f"at most {limit} {what} are allowed")
     return value
+
+
+def bounded_json(value: Any) -> Any:
+    """`value`, a JSON value that the client defines, unless it is nested too deep or has too many values."""
+    level, count = [value], 0
+    for _ in range(MAX_JSON_DEPTH):
+        count += len(level)
+        if count > MAX_JSON_VALUES:
+            raise ValueError(f"at most {MAX_JSON_VALUES} values are allowed")
+        level = [inner for each in level for inner in _members(each)]
+        if not level:
+            return value
+    raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels")
+
+
+def _members(value: Any) -> Iterable[Any]:
+    members = as_object(value)
+    return (items(value) or ()) if members is None else members.values()

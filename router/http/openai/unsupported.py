@@ -17,12 +17,10 @@ def _only(*harmless: Any) -> Callable[[Any], bool]:
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "length_penalty": _only(1),
     "response_format": lambda value: value is None or value == {"type": "text"},
-    "tool_choice": _only("none", "auto"),
     "function_call": _only("none", "auto"),
     "modalities": lambda value: value is None or value == ["text"],
     **dict.fromkeys(
         (
-            "tools",
             "functions",
             "echo",
             "suffix",

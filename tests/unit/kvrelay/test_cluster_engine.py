@@ -11,7 +11,7 @@ from router import model_catalog
 
 
 def job(params: SamplingParams) -> Job:
-    return generate_jobs(model_catalog.load("demo", None, None, "auto"), [[5, 6, 7]], params)[0]
+    return generate_jobs(model_catalog.load("demo", None, model_catalog.LoadOptions()), [[5, 6, 7]], params)[0]
 
 
 def test_the_body_fixes_everything_that_a_server_would_choose() -> None:

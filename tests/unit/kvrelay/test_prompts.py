@@ -12,7 +12,7 @@ from router.model_catalog import ServedModel
 
 @pytest.fixture(scope="module")
 def model() -> ServedModel:
-    return model_catalog.load("demo", None, None, "auto")
+    return model_catalog.load("demo", None, model_catalog.LoadOptions())
 
 
 def ids(model: ServedModel, prompts: Any) -> list[list[int]]:

@@ -89,6 +89,63 @@ def test_named_templates_and_files_are_found_in_the_usual_order(folder: Path, tm
         file.unlink()
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells <the> weather & 'more'.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+TOOL_CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "Paris?"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": '{"t": 20}'},
+]
+TOOL_TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for message in messages %}[{{ message.role }}]
+    {%- if message.content is not defined %}(none){% endif %}
+    {%- if message.reasoning_content is defined %}({{ message.reasoning_content }}){% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {%- for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}
+    {%- endfor %}
+    {%- if message.tool_call_id %}{{ message.tool_call_id }}:{% endif %}{{ message.content or '' }}
+{% endfor %}"""
+
+
+def test_tools_are_rendered_as_by_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    set_config(folder, chat_template=TOOL_TEMPLATE)
+    oracle = transformers.AutoTokenizer.from_pretrained(str(folder))
+    want = oracle.apply_chat_template(TOOL_CHAT, tools=TOOLS, tokenize=False)
+    assert Tokenizer(folder).render_chat(TOOL_CHAT, tools=TOOLS) == want
+    assert "(none)city=Zürich" in want
+    assert "c1:{" in want
+
+
+def test_requests_with_tools_take_the_template_for_tools(folder: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    set_config(folder, chat_template=named)
+    ours = Tokenizer(folder)
+    assert ours.render_chat(CHAT) == "plain"
+    assert ours.render_chat(CHAT, tools=TOOLS) == "1 tools"
+    assert ours.template_source == "{{ tools | length }} tools"
+
+
+def test_a_template_without_tools_refuses_them(folder: Path) -> None:
+    set_config(folder, chat_template="{{ messages }}")
+    with pytest.raises(BadRequest, match="no place for tools; send tool_choice='none'"):
+        Tokenizer(folder).render_chat(CHAT, tools=TOOLS)
+
+
 @pytest.mark.parametrize(
     "template",
     [

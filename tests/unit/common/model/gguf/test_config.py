@@ -16,7 +16,7 @@ from common.model.files import weight_files
 from common.model.gguf.config import GGUF_NAMES
 from common.model.hub import resolve_model
 from common.node.plan import plan_node
-from router.model_catalog import load
+from router.model_catalog import LoadOptions, load
 from router.text.tokenizer import Tokenizer
 
 
@@ -32,7 +32,7 @@ def test_nodes_and_routers_take_a_file_as_the_model(tmp_path: Path) -> None:
     plan = plan_node(DecodeConfig(model=str(file)))
     assert (plan.path, plan.model.name, plan.dtype) == (file, "model", "bfloat16")
     assert weight_files(plan.path) == [file]
-    served = load(plan.model.path, None, None, "auto")
+    served = load(plan.model.path, None, LoadOptions())
     assert served.name == "model"
     assert served.tokenizer_digest == plan.model.tokenizer != ""
     assert served.tokenizer.encode("w5 w7") == Tokenizer(tmp_path).encode("w5 w7")
@@ -43,7 +43,7 @@ def test_a_file_without_a_tokenizer_beside_it_is_refused_in_one_sentence(tmp_pat
     file, _ = write_gguf(make_tiny("llama3", tmp_path / "original"), tmp_path, lambda name, weight: Kind.Q8_0)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json in"):
-        load(str(file), None, None, "auto")
+        load(str(file), None, LoadOptions())
 
 
 def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:

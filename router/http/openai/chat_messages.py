@@ -1,0 +1,101 @@
+"""The messages of a conversation, as clients send them and as chat templates see them. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic_core import from_json
+
+from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, bounded, items, shorten
+
+
+class TextPart(BaseModel):
+    """One part of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(BaseModel):
+    """`arguments`: a JSON object as text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(BaseModel):
+    """A tool call that the model made earlier."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
+    """Null where the client sends none."""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
+    @classmethod
+    def _join_parts(cls, value: Any) -> Any:
+        parts = items(value)
+        if parts is None:
+            return value
+        bounded(parts, MAX_CONTENT_PARTS, "content parts in one message")
+        texts: list[str] = []
+        for part in parts:
+            kind = (as_object(part) or {}).get("type")
+            if kind != "text":
+                raise ValueError(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
+            texts.append(TextPart.model_validate(part).text)
+        return "\n".join(texts)
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _bound_calls(cls, value: Any) -> Any:
+        return bounded(value, MAX_TOOL_CALLS, "tool calls in one message")
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.role != "assistant" and "content" not in self.model_fields_set:
+            raise ValueError("content is missing")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as Hugging Face passes it to a template: arguments are objects, and a message with calls and null
+        content has no content.
+
+        Arguments that are not a JSON object remain text: a model can have written them so.
+        """
+        if self.tool_calls is None and self.reasoning_content is None and self.tool_call_id is None:
+            plain = {"role": self.role, "content": self.content or ""}
+            return plain if self.name is None else {**plain, "name": self.name}
+        shown = self.model_dump(exclude_none=True)
+        if not self.tool_calls:
+            shown.setdefault("content", "")
+        for call in shown.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = _parsed(function["arguments"])
+        return shown
+
+
+def _parsed(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = as_object(from_json(arguments or "{}", allow_inf_nan=False, cache_strings=False))
+    except ValueError:
+        return arguments
+    return arguments if found is None else found

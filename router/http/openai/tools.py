@@ -1,0 +1,54 @@
+"""The functions that a chat request offers to the model. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from router.http.openai.checks import bounded_json
+
+MAX_TOOLS = 128
+_MAX_DESCRIPTION = 65_536
+
+
+class Function(BaseModel):
+    """`parameters`: the JSON schema of its arguments. `strict`: the arguments must follow it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    name: Annotated[str, Field(pattern=r"^[-.A-Za-z0-9_]{1,256}$")]
+    description: Annotated[str, Field(max_length=_MAX_DESCRIPTION)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _bound_parameters(cls, value: Any) -> Any:
+        return bounded_json(value)
+
+
+class Tool(BaseModel):
+    """One tool; only functions are supported."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as Hugging Face passes it to a template."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class FunctionName(BaseModel):
+    """A function that the model must call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    """Makes the model call one function."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["function"]
+    function: FunctionName

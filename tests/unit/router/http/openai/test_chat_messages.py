@@ -1,0 +1,57 @@
+"""Messages as templates see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from router.http.openai.chat_messages import Message
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+READ_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("sent", "seen"),
+    [
+        ({"role": "user", "content": "a", "extra": 1}, {"role": "user", "content": "a"}),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"}, {"role": "user", "content": "a", "name": "n"}),
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [READ_CALL]}),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "assistant", "content": "", "tool_calls": [READ_CALL]},
+        ),
+        ({"role": "tool", "content": "20", "tool_call_id": "c1"}, {"role": "tool", "content": "20", "tool_call_id": "c1"}),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        ),
+    ],
+)  # fmt: skip
+def test_messages_keep_what_templates_need(sent: Any, seen: Any) -> None:
+    assert Message.model_validate(sent).for_template() == seen
+
+
+@pytest.mark.parametrize(("arguments", "seen"), [("", {}), ("{", "{"), ("[1]", "[1]"), ({"a": 1}, {"a": 1})])
+def test_arguments_that_are_no_object_remain_text(arguments: Any, seen: Any) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == seen
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ({"role": "user"}, "content is missing"),
+        ({"role": "assistant", "tool_calls": [{}] * 129}, "at most 128"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}, "string"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}, "function"),
+    ],
+)
+def test_malformed_messages_are_refused(sent: Any, words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Message.model_validate(sent)
