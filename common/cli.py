@@ -39,7 +39,7 @@ from common.config.sources import (
 )
 
 ENTRY_POINT_GROUP = "kvrelay.commands"
-_ORDER = ["up", "router", "prefill", "decode", "admin", "load", "simulate", "cache"]
+_ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin", "load", "simulate", "cache"]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
@@ -150,8 +150,12 @@ def _commands() -> dict[str, EntryPoint]:
     return {**{name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in declared.items()}, **installed}
 
 
-def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[ConfigT]], None]) -> typer.Typer:
+def service_app(
+    cls: type[ConfigT], *, help: str, run: Callable[[Resolved[ConfigT]], None], name: str = "", argument: str = ""
+) -> typer.Typer:
     """A Typer application with one command whose options are the fields of `cls`.
+
+    `name`: that of the command; by default the service's. `argument`: the field that is given without a flag.
 
     `run` gets the resolved configuration, after logging is set up. A `ConfigError` ends the process with one sentence
     on standard error and exit code 78, any other `KvRelayError` with its `exit_code` or 1.
@@ -172,7 +176,9 @@ def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[Config
     # The defaults are here for `--help` only; `resolve` applies them.
     parameters += [
         _parameter(
-            f.name, Annotated[str | None, _option_of(cls, f.name)], None if f.default is None else str(f.default)
+            f.name,
+            Annotated[str | None, _option_of(cls, f.name, is_argument=f.name == argument)],
+            None if f.default is None else str(f.default),
         )
         for f in dataclasses.fields(cls)
     ]
@@ -183,7 +189,7 @@ def service_app(cls: type[ConfigT], *, help: str, run: Callable[[Resolved[Config
     switches = {_flag(name) for name in field_infos(cls) if type_label(field_type(cls, name)) == "BOOLEAN"}
     lists = {_flag(name) for name, info in field_infos(cls).items() if info.several}
     command_class = _command_class(aliases, switches, lists)
-    app.command(cls.section, help=flowing(help), cls=command_class, context_settings=_CONTEXT)(command)
+    app.command(name or cls.section, help=flowing(help), cls=command_class, context_settings=_CONTEXT)(command)
     return app
 
 
@@ -232,8 +238,10 @@ def _config_option() -> Any:
     )
 
 
-def _option_of(cls: type[ServiceConfig], name: str) -> Any:
+def _option_of(cls: type[ServiceConfig], name: str, *, is_argument: bool) -> Any:
     info = field_infos(cls)[name]
+    if is_argument:
+        return typer.Argument(help=info.help, metavar=name.upper(), envvar=ENV_PREFIX + name.upper())
     default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
     also = f" Also {', '.join(info.aliases)}." if info.aliases else ""
     return typer.Option(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 from pydantic_core import from_json, to_json
 
 from common.base.errors import DeadlineExceeded, KvRelayError
+
+T = TypeVar("T")
 
 _RETRIED = (429, 503)
 _LONGEST_WAIT_S = 30.0
@@ -34,13 +36,14 @@ class ApiAnswer(NamedTuple):
 
 
 def wait_before_retry_s(attempt: int, headers: Mapping[str, str]) -> float:
-    """Seconds to wait after the attempt of this number, from 1: what the server asks for, else exponentially growing."""
-    with contextlib.suppress(ValueError):
+    """Seconds to wait after the attempt of this number, from 1: grows exponentially, and is never less than what the
+    server asks for in `retry-after`, up to `_LONGEST_WAIT_S`."""
+    asked_s = 0.0
+    with contextlib.suppress(ValueError):  # a date, which our router does not send
         asked_s = float(headers.get("retry-after", ""))
-        if asked_s >= 0:
-            # Spread, so that refused requests do not come back all at once.
-            return min(asked_s, _LONGEST_WAIT_S) * random.uniform(1.0, 1.25)
-    return min(0.25 * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+    growing_s = 0.25 * 2**attempt * random.uniform(0.5, 1.0)
+    # Spread, so that requests refused together do not come back together.
+    return min(max(asked_s * random.uniform(1.0, 1.25), growing_s), _LONGEST_WAIT_S)
 
 
 class ApiClient:
@@ -108,6 +111,25 @@ class ApiClient:
                 asked = response.headers
             await asyncio.sleep(wait_before_retry_s(attempt, asked))
         raise AssertionError("attempts is at least 1")
+
+
+async def run_workers(items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int) -> None:
+    """Await `work(item)` for each item, `workers` at once; an item is taken when a worker is free.
+
+    Raises: the first error of `work` or of `items`; the other workers are cancelled.
+    """
+    waiting = iter(items)
+
+    async def worker() -> None:
+        for item in waiting:
+            await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(workers):
+                tasks.create_task(worker())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def _answer(response: httpx.Response) -> ApiAnswer:

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.base.errors import BadRequest, from_code
 from common.config.service_configs import UpConfig
-from common.tools.api_client import ApiAnswer, ApiClient
+from common.tools.api_client import ApiAnswer, ApiClient, run_workers
 from common.tools.local_cluster import LocalCluster
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
@@ -87,20 +87,14 @@ class ClusterEngine:
             thread.join()
 
     async def _run_all(self, jobs: Sequence[Job], news: queue.SimpleQueue[_News]) -> None:
-        waiting = enumerate(jobs)
+        async with self._client() as client:
 
-        async def worker(client: ApiClient) -> None:
-            for index, job in waiting:
+            async def send(item: tuple[int, Job]) -> None:
+                index, job = item
                 answer = await client.post("/v1/completions", request_body(job, self.model.name))
                 news.put((index, to_answer(index, job, answer)))
 
-        async with self._client() as client:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for _ in range(min(len(jobs), _MOST_IN_FLIGHT)):
-                        tasks.create_task(worker(client))
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+            await run_workers(enumerate(jobs), send, min(len(jobs), _MOST_IN_FLIGHT))
 
     def close(self) -> None:
         self._cluster.close()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import json
-import os
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +13,12 @@ import typer
 from common.base.errors import ConfigError
 from common.cli import check_writable, flowing, run_checked
 from common.config.sources import ENV_PREFIX
-from common.tools.admin.client import AdminUnreachable, AdminUsage
-from common.tools.admin.running_clusters import running_clusters, runtime_folder
+from common.tools.admin.client import AdminUsage
 from common.tools.load.jobs import TRACE_BLOCK
 from common.tools.load.plan import LoadPlan, Workload
 from common.tools.load.processes import LoadFailed, run_load
 from common.tools.load.summary import summarise
+from common.tools.served_models import default_url, list_models
 
 _HELP = """Benchmark a server of the OpenAI API: send requests, report latency, throughput and goodput.
 
@@ -35,7 +31,6 @@ _HELP = """Benchmark a server of the OpenAI API: send requests, report latency, 
 Exit codes: 0 done, 1 more errors than --max-error-rate or the run failed, 2 wrong usage, 3 no answer.
 """
 _FALLBACK_VOCAB = 32_000
-_TIMEOUT_S = 10.0
 
 app = typer.Typer(
     name="load",
@@ -146,7 +141,7 @@ def run(
 ) -> None:
     """Send requests (closed loop, open loop or a trace); print latencies, prefix hits, errors and goodput."""
     plan = LoadPlan(
-        url=url or _default_url(),
+        url=url or default_url(),
         model=model or "",
         api_key=api_key,
         chat=chat,
@@ -225,39 +220,15 @@ def _run(
     return summary
 
 
-def _default_url() -> str:
-    clusters = running_clusters(runtime_folder(os.environ))
-    return clusters[0].url if len(clusters) == 1 else "http://127.0.0.1:8000"
-
-
 def _ask_server(plan: LoadPlan) -> LoadPlan:
     """Complete `plan` with what only the server knows: model, vocabulary size, context length.
 
     Raises: AdminUnreachable (exit code 3) if no server there lists models, ConfigError if it does not serve this one.
     """
-    models = _models(plan)
+    models = list_models(plan.url, plan.api_key)
     if plan.model and plan.model not in models:
         raise ConfigError(f"{plan.url} has no model {plan.model!r}, it has {', '.join(models)}")
     name = plan.model or next(iter(models))
     model = models[name]
     vocab_size = plan.vocab_size or int(model.get("vocab_size") or _FALLBACK_VOCAB)
     return dataclasses.replace(plan, model=name, vocab_size=vocab_size, max_len=int(model.get("max_model_len") or 0))
-
-
-def _models(plan: LoadPlan) -> dict[str, dict[str, Any]]:
-    """The models that the server lists, by id."""
-    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
-    where = plan.url.rstrip("/") + "/v1/models"
-    try:
-        request = urllib.request.Request(where, headers=headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            models = {model["id"]: model for model in json.loads(answer.read())["data"]}
-    except urllib.error.HTTPError as error:
-        with error:
-            raise AdminUnreachable(f"{where} answers {error.code}: is this a server of the OpenAI API?") from None
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-        raise AdminUnreachable(f"{where} does not list models: {getattr(error, 'reason', error)}") from None
-    if not models:
-        raise AdminUnreachable(f"{where} lists no model: nothing is served there yet")
-    return models

@@ -30,3 +30,12 @@ def _run(resolved: Resolved[UpConfig]) -> None:
 
 
 app = service_app(UpConfig, help=_HELP, run=_run)
+
+_SERVE_HELP = """Serve a model with a whole cluster on this machine: `kvrelay up --model MODEL`, for hands that know vLLM.
+
+The options are those of `kvrelay up`, among them vLLM's under the same names; others are refused.
+
+[bold]Example:[/bold] kvrelay serve Qwen/Qwen2.5-0.5B-Instruct --port 9000 --max-model-len 4096 --dtype bfloat16
+"""
+
+serve = service_app(UpConfig, help=_SERVE_HELP, run=_run, name="serve", argument="model")

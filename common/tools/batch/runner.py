@@ -1,0 +1,35 @@
+"""Runs the requests of a batch that have no result yet, a bounded number at once. One asyncio loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from common.base.errors import DeadlineExceeded
+from common.tools.api_client import ApiClient, run_workers
+from common.tools.batch.input_file import BatchLine
+from common.tools.batch.output_file import OutputFile
+
+
+async def run_batch(
+    lines: Iterable[BatchLine],
+    output: OutputFile,
+    client: ApiClient,
+    *,
+    concurrency: int,
+    on_result: Callable[[], None],
+) -> None:
+    """Send the requests and write each result as it comes. `lines` is read no faster than requests are sent.
+
+    Raises: ServerUnreachable if the server is gone, BatchFailed if a result cannot be written; every result so far stays.
+    """
+
+    async def send(line: BatchLine) -> None:
+        try:
+            outcome = await client.post(line.url, line.body)
+        except DeadlineExceeded as error:
+            outcome = error
+        output.add(line.custom_id, outcome)
+        on_result()
+
+    remaining = (line for line in lines if line.custom_id not in output.finished)
+    await run_workers(remaining, send, concurrency)

@@ -1,0 +1,43 @@
+"""Which server of the OpenAI API the command line asks by default, and what it serves."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any
+
+from common.tools.admin.client import AdminUnreachable
+from common.tools.admin.running_clusters import running_clusters, runtime_folder
+
+_TIMEOUT_S = 10.0
+
+
+def default_url() -> str:
+    """The URL of this user's only `kvrelay up`, else port 8000 on this host."""
+    clusters = running_clusters(runtime_folder(os.environ))
+    return clusters[0].url if len(clusters) == 1 else "http://127.0.0.1:8000"
+
+
+def list_models(url: str, api_key: str) -> dict[str, dict[str, Any]]:
+    """The models that the server lists, by id; at least one.
+
+    Raises: AdminUnreachable (exit code 3) if it lists none.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    where = url.rstrip("/") + "/v1/models"
+    try:
+        request = urllib.request.Request(where, headers=headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_TIMEOUT_S) as answer:
+            models = {model["id"]: model for model in json.loads(answer.read())["data"]}
+    except urllib.error.HTTPError as error:
+        with error:
+            raise AdminUnreachable(f"{where} answers {error.code}: is this a server of the OpenAI API?") from None
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise AdminUnreachable(f"{where} does not list models: {getattr(error, 'reason', error)}") from None
+    if not models:
+        raise AdminUnreachable(f"{where} lists no model: nothing is served there yet")
+    return models

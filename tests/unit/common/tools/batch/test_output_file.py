@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from common.base.errors import DeadlineExceeded
+from common.tools.api_client import ApiAnswer
+from common.tools.batch import output_file
+from common.tools.batch.input_file import BadBatch
+from common.tools.batch.output_file import BatchFailed, OutputFile
+
+GOOD = ApiAnswer(200, "r", {"choices": []})
+
+
+def test_results_have_the_fields_of_openais_format(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    with OutputFile(file) as output:
+        output.add("a", GOOD)
+        output.add("b", ApiAnswer(400, "s", {"error": {"message": "no"}}))
+        output.add("c", DeadlineExceeded("late"))
+    first, second, third = (json.loads(line) for line in file.read_text().splitlines())
+    assert first.pop("id") != second.pop("id")
+    response = {"status_code": 200, "request_id": "r", "body": {"choices": []}}
+    assert first == {"custom_id": "a", "response": response, "error": None}
+    assert second["response"]["status_code"] == 400
+    assert (third["response"], third["error"]) == (None, {"code": "deadline_exceeded", "message": "late"})
+    with OutputFile(file) as output:
+        assert (output.finished, output.failed) == ({"a", "b", "c"}, 2)
+
+
+@pytest.mark.parametrize("size", [1, 30, 200_000])
+def test_an_incomplete_last_line_is_cut_off(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "out.jsonl"
+    with OutputFile(file) as output:
+        output.add("a", GOOD)
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:-1][:1] + b"x" * (size - 1))
+    with OutputFile(file) as output:
+        assert output.finished == {"a"}
+        output.add("b", GOOD)
+    assert [json.loads(line)["custom_id"] for line in file.read_text().splitlines()] == ["a", "b"]
+
+
+def test_a_file_of_only_an_incomplete_line_is_empty_again(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_bytes(b'{"id"')
+    with OutputFile(file) as output:
+        assert not output.finished
+    assert file.read_bytes() == b""
+
+
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_text("my notes\n")
+    with pytest.raises(BadBatch, match="line 1 is not a result"):
+        OutputFile(file)
+    assert file.read_text() == "my notes\n"
+
+
+def test_a_second_batch_on_the_same_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    with OutputFile(file), pytest.raises(BadBatch, match="is being written by another batch"):
+        OutputFile(file)
+    with OutputFile(file):
+        pass
+
+
+def test_results_reach_the_disk_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    synced: list[int] = []
+    monkeypatch.setattr(output_file.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(output_file.os, "fsync", synced.append)
+    with OutputFile(tmp_path / "out.jsonl") as output:
+        at_start = len(synced)
+        for now_s in (0.1, 0.9):
+            output.add(str(now_s), GOOD)
+        assert len(synced) == at_start
+        now_s = 1.1
+        output.add("c", GOOD)
+        assert len(synced) == at_start + 1
+    assert len(synced) == at_start + 2
+
+
+def test_a_full_disk_ends_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with OutputFile(tmp_path / "out.jsonl") as output:
+        monkeypatch.setattr(output_file.os, "write", full)
+        with pytest.raises(BatchFailed, match="No space left"):
+            output.add("a", GOOD)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadBatch, match="cannot write"):
+        OutputFile(tmp_path / "nowhere" / "out.jsonl")
+    os.mkdir(tmp_path / "folder")
+    with pytest.raises(BadBatch, match="cannot write"):
+        OutputFile(tmp_path / "folder")

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from support.stub_api import Reply, stub_api
+from typer.testing import CliRunner
+
+from common.tools.chat.cli import app
+from common.tools.chat.stream import ChatClient, ChatFailed, Piece
+
+
+def events(*data: Any, done: bool = True) -> bytes:
+    lines = [f"data: {json.dumps(each)}\n\n" for each in data] + ["data: [DONE]\n\n"] * done
+    return "".join(lines).encode()
+
+
+def delta(**fields: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+def answer(path: str, body: dict[str, Any]) -> Reply:
+    content = body["messages"][-1]["content"]
+    if content == "refuse":
+        return 400, {}, {"error": {"message": "not this"}}
+    return 200, {"content-type": "text/event-stream"}, events(delta(role="assistant"), delta(content=content.upper()))
+
+
+def test_lines_of_a_pipe_are_answered_one_by_one() -> None:
+    with stub_api(answer) as stub:
+        args = ["--url", stub.url + "/v1", "--system", "s", "--temperature", "0", "--max-tokens", "5"]
+        result = CliRunner().invoke(app, args, input="hello\nyou\n")
+    assert (result.exit_code, result.stdout) == (0, "HELLO\nYOU\n")
+    path, body = stub.asked[0]
+    assert path == "/v1/chat/completions"
+    assert body == {
+        "model": "m",
+        "temperature": 0.0,
+        "max_tokens": 5,
+        "stream": True,
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}],
+    }
+
+
+def test_a_refused_message_of_a_pipe_is_said_and_the_exit_code_is_one() -> None:
+    with stub_api(answer) as stub:
+        result = CliRunner().invoke(app, ["--url", stub.url], input="refuse\nyou\n")
+    assert (result.exit_code, result.stdout) == (1, "YOU\n")
+    assert "not this" in result.stderr
+
+
+def test_an_unknown_model_and_a_missing_server_are_said_before_the_chat() -> None:
+    with stub_api(answer) as stub:
+        wrong = CliRunner().invoke(app, ["--url", stub.url, "--model", "other"])
+    assert wrong.exit_code == 2
+    assert "no model 'other', it has m" in wrong.stderr
+    assert CliRunner().invoke(app, ["--url", stub.url]).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (httpx.Response(200, content=events(delta(content="a"), done=False)), "broke off"),
+        (httpx.Response(200, content=events(delta(content="a"), {"error": {"message": "late"}})), "late"),
+        (httpx.Response(200, content=events({"x": 1})), "not an event"),
+        (httpx.Response(502, content=b"<html>"), "answers 502"),
+    ],
+)
+def test_an_answer_that_breaks_off_is_an_error(response: httpx.Response, message: str) -> None:
+    transport = httpx.MockTransport(lambda _: response)
+    with (
+        ChatClient("http://x", "", timeout_s=1.0, transport=transport) as client,
+        pytest.raises(ChatFailed, match=message),
+    ):
+        list(client.stream({}))
+
+
+def test_pieces_have_text_and_reasoning() -> None:
+    stream = httpx.Response(200, content=events(delta(reasoning_content="r"), delta(content="c"), {"choices": []}))
+    with ChatClient("http://x", "", timeout_s=1.0, transport=httpx.MockTransport(lambda _: stream)) as client:
+        assert list(client.stream({})) == [Piece("", "r"), Piece("c")]

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from common.base.errors import DeadlineExceeded
+from common.tools import api_client
+from common.tools.api_client import ApiAnswer, ApiClient, ServerUnreachable, run_workers, wait_before_retry_s
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits before retries, none of which takes time."""
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(api_client.asyncio, "sleep", sleep)
+    return waited
+
+
+def ask(answer: Callable[[httpx.Request], httpx.Response], *, attempts: int = 4, key: str = "") -> ApiAnswer:
+    async def main() -> ApiAnswer:
+        transport = httpx.MockTransport(answer)
+        async with ApiClient(
+            "http://x/v1/", key, connections=2, timeout_s=1.0, attempts=attempts, transport=transport
+        ) as client:
+            return await client.post("/v1/completions", {"prompt": "a"})
+
+    return asyncio.run(main())
+
+
+def test_an_answer_has_status_id_and_body() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert str(request.url) == "http://x/v1/completions"
+        assert request.headers["authorization"] == "Bearer k"
+        return httpx.Response(400, json={"error": {}}, headers={"x-request-id": "r1"})
+
+    assert ask(answer, key="k") == ApiAnswer(400, "r1", {"error": {}})
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again_no_sooner_than_it_says(status: int, waits: list[float]) -> None:
+    answers = iter([httpx.Response(status, json={}, headers={"retry-after": "7"}), httpx.Response(200, json={"a": 1})])
+    assert ask(lambda _: next(answers)).body == {"a": 1}
+    [wait] = waits
+    assert 7.0 <= wait <= 7.0 * 1.25
+
+
+def test_the_last_refusal_is_the_answer(waits: list[float]) -> None:
+    assert ask(lambda _: httpx.Response(429, json={"error": {}})).status_code == 429
+    assert len(waits) == 3
+    assert waits == sorted(waits)
+
+
+def test_a_lost_connection_is_retried_and_named_in_the_end() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("connection refused", request=request)
+
+    with pytest.raises(ServerUnreachable, match="http://x does not answer: connection refused"):
+        ask(refuse)
+
+
+def test_an_answer_that_takes_too_long_is_not_asked_for_again(waits: list[float]) -> None:
+    def never(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("", request=request)
+
+    with pytest.raises(DeadlineExceeded, match="within 1 s"):
+        ask(never)
+    assert not waits
+
+
+def test_something_else_than_json_is_no_server_of_this_api() -> None:
+    with pytest.raises(ServerUnreachable, match="is this a server of the OpenAI API"):
+        ask(lambda _: httpx.Response(200, text="<html>"))
+
+
+def test_waits_grow_and_are_bounded() -> None:
+    assert wait_before_retry_s(1, {}) <= 0.5
+    assert wait_before_retry_s(30, {}) == 30.0
+    assert wait_before_retry_s(1, {"retry-after": "3600"}) == 30.0
+    assert wait_before_retry_s(1, {"retry-after": "Mon, 01 Jan 2035 00:00:00 GMT"}) <= 0.5
+
+
+def test_workers_take_an_item_when_they_are_free() -> None:
+    running, most, taken = 0, 0, 0
+
+    async def work(item: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert taken <= item + 3
+        for _ in range(3):
+            await asyncio.sleep(0)
+        running -= 1
+
+    def items() -> Any:
+        nonlocal taken
+        for item in range(20):
+            taken += 1
+            yield item
+
+    async def main() -> None:
+        await run_workers(items(), work, 3)
+
+    asyncio.run(main())
+    assert (taken, running) == (20, 0)
+
+
+def test_the_first_error_of_a_worker_is_raised_plainly() -> None:
+    async def work(item: int) -> None:
+        raise ValueError(item)
+
+    with pytest.raises(ValueError, match="0"):
+        asyncio.run(run_workers(range(5), work, 2))
