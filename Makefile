@@ -1,5 +1,5 @@
 # Thin names for scripts/*, which also run without make.
-.PHONY: run test test-all test-matrix test-faults check bench bench-router bench-peers check-api gpu-check gpu-bench install clean
+.PHONY: run test test-all test-matrix test-faults check bench bench-router bench-peers check-api check-clients gpu-check gpu-bench install clean
 
 run: ; @scripts/run
 test: ; @scripts/test
@@ -11,7 +11,8 @@ bench: ; @scripts/bench
 bench-router: ; @scripts/bench-router
 bench-peers: ; @scripts/bench-peers
 check-api: ; @scripts/check-api
+check-clients: ; @scripts/check-clients
 gpu-check: ; @scripts/gpu-check
 gpu-bench: ; @scripts/gpu-bench
 install: ; @scripts/install
-clean: ; rm -rf .venv .venv-gpu build dist bench-results .bench-peers .check-api .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ; rm -rf .venv .venv-gpu build dist bench-results .bench-peers .check-api .check-clients .pytest_cache .ruff_cache .hypothesis .import_linter_cache

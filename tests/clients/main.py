@@ -1,0 +1,160 @@
+"""`scripts/check-clients`: runs real clients, unchanged, against a local cluster with the demo model.
+
+Each client is installed into an environment of its own, and its checks (`tests/clients/checks/`) run there. One that cannot
+be installed is named with the reason. Writes the table of docs/compatibility.md and bench-results/clients.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
+
+from bench.peers.environments import Environment, Unavailable, reason_in, run_step  # noqa: E402
+from support.system import running_system  # noqa: E402
+
+from common.model.hub import DEMO_MODEL_PATH  # noqa: E402
+
+_DOCS, _RESULTS = _ROOT / "docs" / "compatibility.md", _ROOT / "bench-results" / "clients.json"
+_BEGIN, _END = "<!-- check-clients: begin -->", "<!-- check-clients: end -->"
+_CHECKS = Path(__file__).parent / "checks"
+_CLIENT_S = 400.0
+_SHOWN = 160
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client and the script of its checks. `packages`: from PyPI, or from npm for a script in JavaScript."""
+
+    name: str
+    packages: Sequence[str]
+    script: str
+    arguments: Sequence[str] = ()
+
+
+@dataclass
+class Outcome:
+    """A client's checks by name, each with why it failed (empty: it passed)."""
+
+    client: str
+    versions: str = ""
+    checks: dict[str, str] = field(default_factory=dict[str, str])
+
+
+CLIENTS = (
+    Client("openai (Python)", ["openai"], "openai_client.py"),
+    Client("openai (npm)", ["openai"], "openai_npm.mjs"),
+    Client("anthropic", ["anthropic"], "anthropic_client.py"),
+    Client("langchain-openai", ["langchain-openai"], "langchain_client.py"),
+    Client("litellm", ["litellm", "mcp"], "litellm_client.py"),
+    Client("instructor", ["instructor"], "instructor_client.py"),
+    Client("pydantic-ai", ["pydantic-ai-slim[openai]"], "pydantic_ai_client.py"),
+    Client("llama-index", ["llama-index-llms-openai-like"], "llama_index_client.py"),
+    Client("haystack", ["haystack-ai"], "haystack_client.py"),
+    Client("aiperf", ["aiperf"], "commands.py", ["aiperf", str(DEMO_MODEL_PATH)]),
+    Client("guidellm", ["guidellm"], "commands.py", ["guidellm", str(DEMO_MODEL_PATH)]),
+    Client("lm-eval", ["lm-eval[api]", "torch", "transformers"], "commands.py", ["lm-eval", str(DEMO_MODEL_PATH)]),
+)
+
+
+def run_client(client: Client, url: str, cache: Path, log: Path) -> Outcome:
+    """Install a client if needed, and run its checks."""
+    outcome = Outcome(client.name)
+    folder = cache / client.name.replace(" ", "-").replace("(", "").replace(")", "")
+    try:
+        if client.script.endswith(".mjs"):
+            command, outcome.versions = _with_node(client, folder, log)
+        else:
+            environment = Environment(folder)
+            environment.prepare(client.packages)
+            command, outcome.versions = [environment.python], _version(environment, client.packages[0])
+    except Unavailable as error:
+        outcome.checks["installation"] = str(error)
+        return outcome
+    script = folder / client.script if client.script.endswith(".mjs") else _CHECKS / client.script
+    command += [str(script), url, "demo", *client.arguments]
+    with tempfile.TemporaryDirectory() as work:
+        try:
+            ended = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=_CLIENT_S, check=False)
+        except subprocess.TimeoutExpired:
+            outcome.checks["all"] = f"took more than {_CLIENT_S:g} s"
+            return outcome
+    with log.open("a", encoding="utf-8") as out:
+        out.write(f"== {client.name}\n{ended.stdout}\n{ended.stderr}\n")
+    for line in ended.stdout.splitlines():
+        if line.startswith('{"check"'):
+            found = json.loads(line)
+            outcome.checks[found["check"]] = found["why"]
+    if ended.returncode or not outcome.checks:
+        outcome.checks["the script"] = reason_in(ended.stderr)
+    return outcome
+
+
+def _with_node(client: Client, folder: Path, log: Path) -> tuple[list[str], str]:
+    """Node.js with the client's npm packages in `folder`. Raises: Unavailable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "node_modules").exists():
+        run_step(["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *client.packages], log)
+    # Node.js looks for packages beside the script.
+    (folder / client.script).write_bytes((_CHECKS / client.script).read_bytes())
+    package = json.loads((folder / "node_modules" / client.packages[0] / "package.json").read_text("utf-8"))
+    return ["node"], package["version"]
+
+
+def _version(environment: Environment, requirement: str) -> str:
+    name = requirement.partition("[")[0]
+    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+    return subprocess.run([environment.python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The table of docs/compatibility.md."""
+    lines = ["| client | check | result |", "|---|---|---|"]
+    for outcome in outcomes:
+        title = f"{outcome.client} {outcome.versions}".strip()
+        for check, why in outcome.checks.items():
+            result = "fails: " + why.replace("|", "\\|").replace("\n", " ")[:_SHOWN] if why else "passes"
+            lines.append(f"| {title} | {check} | {result} |")
+            title = ""
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the clients that were asked for; 1 if a check failed."""
+    parser = argparse.ArgumentParser("check-clients", description=__doc__.splitlines()[0])
+    names = [client.name for client in CLIENTS]
+    parser.add_argument("--clients", default="", metavar="NAME,...", help=f"of: {', '.join(names)} (default: all)")
+    parser.add_argument("--cache", type=Path, default=_ROOT / ".check-clients", help="environments and logs")
+    args = parser.parse_args()
+    wanted = [client for client in CLIENTS if not args.clients or client.name in args.clients.split(",")]
+    cache: Path = args.cache.resolve()
+    cache.mkdir(parents=True, exist_ok=True)
+    log = cache / "checks.log"
+    log.write_text("")
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder, running_system(Path(folder)) as system:
+        system.wait_usable()
+        for client in wanted:
+            outcomes.append(run_client(client, system.url, cache, log))
+            for check, why in outcomes[-1].checks.items():
+                print(f"{client.name:18} {check:45} {why or 'passes'}", flush=True)
+    _RESULTS.parent.mkdir(exist_ok=True)
+    _RESULTS.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n", "utf-8")
+    if len(wanted) == len(CLIENTS):
+        text = _DOCS.read_text("utf-8")
+        head, _, rest = text.partition(_BEGIN)
+        tail = rest.partition(_END)[2]
+        _DOCS.write_text(f"{head}{_BEGIN}\n\n{table(outcomes)}\n\n{_END}{tail}", "utf-8")
+    return int(any(why for outcome in outcomes for why in outcome.checks.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
