@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
 from typing import Any
@@ -13,6 +14,7 @@ _TOKEN = re.compile(
     r"""|(?P<word>[A-Za-z]\w*)|(?P<mark>[\[\]{}(),:])|(?P<end>\Z))""",
     re.DOTALL,
 )
+_NO_ESCAPE = re.compile(r"""(?<!\\)((?:\\\\)*)\\(?![\\'"abfnrtv0-7xuUN])""")
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _MAX_DEPTH = 64
 
@@ -100,9 +102,14 @@ class _Literal:
 
 
 def _string(token: str) -> str:
+    if token[0] == '"':
+        try:
+            return str(json.loads(token, strict=False))
+        except ValueError:
+            pass
+    # Line breaks, and backslashes that escape nothing, are taken as they are.
+    token = _NO_ESCAPE.sub(r"\1\\\\", token.replace("\r", "\\r").replace("\n", "\\n"))
     try:
-        # One string token cannot contain code; line breaks within it are taken as they are.
-        value = ast.literal_eval(token.replace("\r", "\\r").replace("\n", "\\n"))
+        return str(ast.literal_eval(token))  # one string token cannot contain code
     except (SyntaxError, ValueError):
         raise ValueError("not a string") from None
-    return str(value)

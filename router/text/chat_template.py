@@ -7,6 +7,7 @@ strings, lists and dicts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -19,6 +20,8 @@ import jinja2.parser
 import jinja2.sandbox
 
 from common.base.errors import BadRequest, ConfigError
+
+_NULL_CONTENT = re.compile(r"content['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -46,6 +49,16 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class JsonText(dict[str, Any]):
+    """A JSON object that joins texts as JSON: some templates take a call's arguments for the text that clients send."""
+
+    def __add__(self, other: str) -> str:
+        return _tojson(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + _tojson(self)
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -62,6 +75,7 @@ class ChatTemplate:
         environment.globals.update(helpers)
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._expects_null_content = _NULL_CONTENT.search(source) is not None
         try:
             parsed = environment.parse(source)
             self._template = environment.from_string(parsed)
@@ -84,11 +98,14 @@ class ChatTemplate:
         them. `kwargs`: the client's extra template variables.
 
         Newer OpenAI models call the system role `developer`. Most templates know only `system` and silently drop
-        `developer` messages, so the role is renamed.
+        `developer` messages, so the role is renamed. Messages with tool calls may have no content, as in Hugging
+        Face's rendering; a template that asks whether it is none sees null.
         Raises: BadRequest when the template rejects the messages.
         """
         if not self._knows_developer:
             messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+        if self._expects_null_content:
+            messages = [each if "content" in each else {**each, "content": None} for each in messages]
         variables = {
             **(kwargs or {}),
             **self._special_tokens,

@@ -37,7 +37,7 @@ class TypedTokens:
             return self._starts.sub(_separate, value)
         if isinstance(value, dict):
             members = cast("dict[str, Any]", value)
-            return {self.separated(key): self.separated(member) for key, member in members.items()}
+            return type(members)((self.separated(key), self.separated(member)) for key, member in members.items())
         if isinstance(value, list):
             return [self.separated(item) for item in cast("list[Any]", value)]
         return value

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from pydantic_core import from_json
 
 from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_TOOL_CALLS, as_object, bounded, items, shorten
+from router.text.chat_template import JsonText
 
 
 class TextPart(BaseModel):
@@ -93,9 +94,9 @@ class Message(BaseModel):
 
 def _parsed(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     if not isinstance(arguments, str):
-        return arguments
+        return JsonText(arguments)
     try:
         found = as_object(from_json(arguments or "{}", allow_inf_nan=False, cache_strings=False))
     except ValueError:
         return arguments
-    return arguments if found is None else found
+    return arguments if found is None else JsonText(found)

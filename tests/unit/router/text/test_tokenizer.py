@@ -14,6 +14,7 @@ from support.stub_node import StubNode, make_model_folder
 import router.model_catalog
 from common.base.errors import BadRequest, ConfigError, Unavailable
 from common.model.fingerprint import tokenizer_digest
+from router.http.openai.chat_messages import Message
 from router.model_catalog import ModelCatalog
 from router.text.tokenizer import Tokenizer
 
@@ -129,6 +130,23 @@ def test_tools_are_rendered_as_by_transformers(folder: Path) -> None:
     assert Tokenizer(folder).render_chat(TOOL_CHAT, tools=TOOLS) == want
     assert "(none)city=Zürich" in want
     assert "c1:{" in want
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% if message.content is none %}none{% endif %}", "none"),
+        ("{{ message.tool_calls[0].function.arguments + '!' }}", '{"city": "Zürich"}!'),
+        ("{{ '!' + message.tool_calls[0].function.arguments }}", '!{"city": "Zürich"}'),
+        ("{{ message.tool_calls[0].function.arguments | tojson }}", '{"city": "Zürich"}'),
+    ],
+)
+def test_templates_that_expect_null_or_text_are_served(folder: Path, template: str, text: str) -> None:
+    """As those of DeepSeek do."""
+    call = {"function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
+    message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+    set_config(folder, chat_template="{% for message in messages %}" + template + "{% endfor %}")
+    assert Tokenizer(folder).render_chat([message.for_template()]) == text
 
 
 def test_requests_with_tools_take_the_template_for_tools(folder: Path) -> None:
