@@ -19,6 +19,7 @@ from support.system import System, running_system, wait_until
 
 PROMPTS = ["The capital of France is", "Hello, my name is", "One day a", "I like"]
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=0.9, top_p=0.95, seed=7, stop=".")]
+SAMPLED = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=24)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 REQUESTS = 40
 
@@ -30,27 +31,29 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield system
 
 
-def over_http(system: System, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+def over_http(system: System, path: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     answer = httpx.post(f"{system.url}{path}", json={"return_token_ids": True, **fields}, timeout=60)
     assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]
+    return answer.json()["choices"]
 
 
 def offline(llm: LLM) -> list[tuple[str, list[int], str | None]]:
     outputs = [output for params in PARAMS for output in llm.generate(PROMPTS, params)] + llm.chat(QUESTION, PARAMS[0])
-    answers = [output.outputs[0] for output in outputs]
+    outputs += llm.generate(PROMPTS[0], SAMPLED)
+    answers = [answer for output in outputs for answer in output.outputs]
     return [(answer.text, answer.token_ids, answer.finish_reason) for answer in answers]
 
 
 def test_one_process_returns_the_tokens_of_the_http_api(system: System) -> None:
-    bodies = [
-        over_http(system, "/v1/completions", {"prompt": prompt, **params.completion_fields()})
-        for params in PARAMS
-        for prompt in PROMPTS
+    choices = [
+        choice
+        for prompt, params in [*((prompt, params) for params in PARAMS for prompt in PROMPTS), (PROMPTS[0], SAMPLED)]
+        for choice in over_http(system, "/v1/completions", {"prompt": prompt, **params.completion_fields()})
     ]
-    expected = [(choice["text"], choice["token_ids"], choice["finish_reason"]) for choice in bodies]
-    chat = over_http(system, "/v1/chat/completions", {"messages": QUESTION, **PARAMS[0].chat_fields()})
-    expected.append((chat["message"]["content"], chat["token_ids"], chat["finish_reason"]))
+    expected = [(choice["text"], choice["token_ids"], choice["finish_reason"]) for choice in choices]
+    [chat] = over_http(system, "/v1/chat/completions", {"messages": QUESTION, **PARAMS[0].chat_fields()})
+    answer = chat["message"]["content"], chat["token_ids"], chat["finish_reason"]
+    expected.insert(len(PROMPTS) * len(PARAMS), answer)
     with LLM("demo", kv_memory_gb=0.1) as llm:
         assert offline(llm) == expected
 

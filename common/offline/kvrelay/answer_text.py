@@ -20,6 +20,7 @@ class AnswerInProgress:
             request.stop,
             min_tokens=request.engine.sampling.min_tokens,
             skip_special_tokens=request.skip_special_tokens,
+            visible=request.visible_tokens,
         )
         self._parts: list[str] = []
         self._token_ids: list[int] = []

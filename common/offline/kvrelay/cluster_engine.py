@@ -13,6 +13,7 @@ from common.base.errors import BadRequest, from_code
 from common.config.service_configs import UpConfig
 from common.tools.api_client import ApiAnswer, ApiClient, run_workers
 from common.tools.local_cluster import LocalCluster
+from kvrelay.engine import load_options
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
 from router import model_catalog
@@ -21,8 +22,8 @@ _MOST_IN_FLIGHT = 128
 """Below the router's default limit of waiting requests."""
 _ATTEMPTS = 20
 
-_News = tuple[int, Answer] | BaseException | None
-"""An answer with its job's index, an error, or the end."""
+_News = tuple[int, list[Answer]] | BaseException | None
+"""The answers to a job with its index, an error, or the end."""
 
 
 class ClusterEngine:
@@ -35,7 +36,7 @@ class ClusterEngine:
         """
         self._config = config
         # Read before anything is started: what is wrong with the model's folder is said in one sentence.
-        options = model_catalog.LoadOptions(config.chat_template, config.generation_config)
+        options = load_options(config)
         served = model_catalog.load(config.model, None, options)
         self._cluster = LocalCluster(arguments)
         try:
@@ -55,7 +56,7 @@ class ClusterEngine:
         async with self._client() as client:
             return (await client.get("/v1/models")).body["data"][0]
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, list[Answer]]]:
         if any(job.request.engine.sampling.logprobs is not None for job in jobs):
             # The HTTP API shows tokens as text, which can stand for several ids.
             raise BadRequest("log-probabilities by token id need LLM in one process", param="logprobs")
@@ -92,9 +93,10 @@ class ClusterEngine:
             async def send(item: tuple[int, Job]) -> None:
                 index, job = item
                 answer = await client.post("/v1/completions", request_body(job, self.model.name))
-                news.put((index, to_answer(index, job, answer)))
+                news.put((index, to_answers(index, job, answer)))
 
-            await run_workers(enumerate(jobs), send, min(len(jobs), _MOST_IN_FLIGHT))
+            samples = max((job.params.n for job in jobs), default=1)
+            await run_workers(enumerate(jobs), send, max(1, min(len(jobs), _MOST_IN_FLIGHT // samples)))
 
     def close(self) -> None:
         self._cluster.close()
@@ -113,18 +115,14 @@ def request_body(job: Job, model: str) -> dict[str, Any]:
     }
 
 
-def to_answer(index: int, job: Job, answer: ApiAnswer) -> Answer:
-    """The answer in a response. Raises: KvRelayError, the server's error."""
+def to_answers(index: int, job: Job, answer: ApiAnswer) -> list[Answer]:
+    """The answers in a response. Raises: KvRelayError, the server's error."""
     if answer.status_code != 200:
         error: dict[str, Any] = answer.body.get("error") or {}
         raise from_code(str(error.get("code")), f"prompt {index}: {error.get('message')}")
-    [choice] = answer.body["choices"]
     usage: dict[str, Any] = answer.body["usage"]
-    return Answer(
-        choice["text"],
-        choice["token_ids"],
-        None,
-        choice["finish_reason"],
-        choice["stop_reason"],
-        usage["prompt_tokens_details"]["cached_tokens"],
-    )
+    cached = int(usage["prompt_tokens_details"]["cached_tokens"]) if job.params.n == 1 else None
+    return [
+        Answer(choice["text"], choice["token_ids"], None, choice["finish_reason"], choice["stop_reason"], cached)
+        for choice in sorted(answer.body["choices"], key=lambda choice: choice["index"])
+    ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
+from common.config.option_groups import ClientOptions
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
-from router.model_catalog import ServedModel
+from router.model_catalog import LoadOptions, ServedModel
 
 
 class Engine(Protocol):
@@ -18,8 +19,8 @@ class Engine(Protocol):
         """The model with the limits of this engine."""
         ...
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
-        """Run the jobs and yield (index, answer) in the order in which they end. Closing the generator ends the others.
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, list[Answer]]]:
+        """Run the jobs and yield (index, its answers) in the order in which they end. Closing the generator ends the others.
 
         Raises: KvRelayError if any job fails.
         """
@@ -28,3 +29,8 @@ class Engine(Protocol):
     def close(self) -> None:
         """End everything. Called once."""
         ...
+
+
+def load_options(config: ClientOptions) -> LoadOptions:
+    """How the model's files are used."""
+    return LoadOptions(config.chat_template, config.generation_config, config.tool_call_parser, config.reasoning_parser)

@@ -17,10 +17,11 @@ from common.base.errors import BadRequest, ConfigError
 from common.config.option_groups import CapacityOptions, DeviceOptions, GpuMemoryOptions, ModelOptions
 from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
 from common.config.sources import resolve
-from kvrelay.engine import Engine
+from kvrelay.engine import Engine, load_options
 from kvrelay.outputs import RequestOutput, completion_output
 from kvrelay.progress import progress_bar
 from kvrelay.prompts import Conversation, Job, Params, Prompt, chat_jobs, generate_jobs
+from router.model_catalog import LoadOptions
 
 _IN_PROCESS = {
     *(
@@ -31,7 +32,6 @@ _IN_PROCESS = {
     *("max_num_batched_tokens", "threads", "nice", "start_timeout_s", "tensor_parallel_size"),
 }
 """Options of `kvrelay decode` that mean something in one process."""
-_OF_CLIENTS = {"chat_template", "generation_config"}
 _OWN_OF_CLUSTER = {"host", "port", "routers", "pid_file", "redis_url", "cluster", "api_key"}
 
 
@@ -43,8 +43,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", *, prefill: int = 0, decode: int = 0, **options: Any) -> None:
-        """`model`: folder, GGUF file or hub name. `options`: those of `kvrelay decode`, with `_` for `-`, and
-        `chat_template` and `generation_config`; with `prefill` or `decode`, those of `kvrelay up`.
+        """`model`: folder, GGUF file or hub name. `options`: those of `kvrelay decode` with `_` for `-`, and
+        those of `kvrelay router` about the model's files; with `prefill` or `decode`, those of `kvrelay up`.
 
         Raises: ConfigError in one sentence for what cannot start.
         """
@@ -74,11 +74,18 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, through the model's chat template. Otherwise as `generate`."""
+        """Answer a conversation, or each of several, through the model's chat template. `tools`: offered to the model, as over
+        HTTP; its calls and its reasoning are part of the text. Otherwise as `generate`.
+        """
         engine = self._running()
-        options = {"add_generation_prompt": add_generation_prompt, "chat_template_kwargs": chat_template_kwargs}
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None if tools is None else list(tools),
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         return self._run(engine, chat_jobs(engine.model, messages, sampling_params, options), use_tqdm=use_tqdm)
 
     def close(self) -> None:
@@ -101,18 +108,21 @@ class LLM:
     def _run(self, engine: Engine, jobs: list[Job], *, use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         generated = 0
-        with self._lock, progress_bar(wanted=use_tqdm) as progress, closing(engine.run(jobs)) as answers:
+        with self._lock, progress_bar(wanted=use_tqdm) as progress, closing(engine.run(jobs)) as ended:
             task = progress.add_task("prompts", total=len(jobs), speed="")
-            for index, answer in answers:
+            for index, answers in ended:
                 job = jobs[index]
                 outputs[index] = RequestOutput(
                     request_id=str(next(self._ids)),
                     prompt=job.prompt,
                     prompt_token_ids=job.request.engine.prompt_ids,
-                    outputs=[completion_output(answer, engine.model.tokenizer)],
-                    num_cached_tokens=answer.cached_tokens,
+                    outputs=[
+                        completion_output(number, answer, engine.model.tokenizer)
+                        for number, answer in enumerate(answers)
+                    ],
+                    num_cached_tokens=answers[0].cached_tokens,
                 )
-                generated += len(answer.token_ids)
+                generated += sum(len(answer.token_ids) for answer in answers)
                 elapsed_s = progress.tasks[task].elapsed or 0.0
                 speed = f"{generated / elapsed_s:.0f} tokens/s" if elapsed_s else ""
                 progress.update(task, advance=1, speed=speed)
@@ -120,17 +130,15 @@ class LLM:
 
 
 def _local_engine(options: dict[str, Any]) -> Engine:
-    of_clients = {name: options.pop(name) for name in _OF_CLIENTS & options.keys()}
-    client_options = resolve(UpConfig, flags=_texts(of_clients), environ=os.environ, file=None).config
+    of_files = {name: options.pop(name) for name in set(LoadOptions._fields) & options.keys()}
+    files = load_options(resolve(UpConfig, flags=_texts(of_files), environ=os.environ, file=None).config)
     _check_known(options, _IN_PROCESS, "in one process")
     config = resolve(DecodeConfig, flags=_texts(options), environ=os.environ, file=None).config
     if config.num_ranks > 1:
         raise ConfigError("one process runs one rank: for more, start a cluster with LLM(..., decode=1, decode_tp=2)")
     from kvrelay.local_engine import LocalEngine
 
-    return LocalEngine(
-        config, chat_template=client_options.chat_template, generation_config=client_options.generation_config
-    )
+    return LocalEngine(config, files)
 
 
 def _cluster_engine(options: dict[str, Any]) -> Engine:

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from common.base.errors import EngineError, from_code
 from common.base.process import prepare_compute
-from common.config.option_groups import GenerationConfig
 from common.config.service_configs import DecodeConfig
-from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, Message, TokenBatch
+from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, Message, TokenBatch, TokenChunk
 from common.kernels.native.build import build_library
 from common.node.before_torch import COMPILE_S
 from common.node.events import OutgoingMessage
@@ -20,17 +19,17 @@ from kvrelay.answer_text import AnswerInProgress
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
 from router import model_catalog
+from router.http.openai.samples import samples
 from router.model_catalog import LoadOptions, ServedModel
+from router.text.detokenizer import TokenPieces
 
 
 class LocalEngine:
     """Tokenizer, scheduler and model in one process."""
 
-    def __init__(
-        self, config: DecodeConfig, *, chat_template: str | None = None, generation_config: GenerationConfig = "auto"
-    ) -> None:
+    def __init__(self, config: DecodeConfig, options: LoadOptions) -> None:
         """Load the model. Raises: ConfigError in one sentence for what cannot start."""
-        served = model_catalog.load(config.model, None, LoadOptions(chat_template, generation_config))
+        served = model_catalog.load(config.model, None, options)
         if config.device != "cuda":
             build_library(min(COMPILE_S, config.start_timeout_s / 2))
         prepare_compute(config.threads, config.nice)
@@ -51,43 +50,74 @@ class LocalEngine:
     def model(self) -> ServedModel:
         return self._model
 
-    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, Answer]]:
-        waiting = enumerate(jobs)
-        running: dict[AttemptKey, tuple[int, AnswerInProgress]] = {}
+    def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, list[Answer]]]:
+        prompts = (_Prompt(index, job, self._model.tokenizer.pieces) for index, job in enumerate(jobs))
+        first_waiting = next(prompts, None)
+        running: _Running = {}
+        room = self._most_in_flight
         try:
-            while True:
-                for index, job in itertools.islice(waiting, self._most_in_flight - len(running)):
-                    key = AttemptKey(f"offline-{next(self._ids)}", 1)
-                    running[key] = index, AnswerInProgress(job.request, self._model.tokenizer.pieces)
-                    self._node.send(DecodeRequest(key, job.request.engine, [], None, math.inf))
-                if not running:
-                    return
-                yield from self._take_news(running)
+            while first_waiting is not None or running:
+                while first_waiting is not None and len(first_waiting.samples) <= room:
+                    room -= len(first_waiting.samples)
+                    self._send(first_waiting, 0, running)
+                    first_waiting = next(prompts, None)
+                for ended in self._take_news(running):
+                    room += len(ended.samples)
+                    yield ended.index, ended.answers()
         finally:
             for key in running:
                 self._node.send(Abort(key))
 
-    def _take_news(self, running: dict[AttemptKey, tuple[int, AnswerInProgress]]) -> Generator[tuple[int, Answer]]:
-        """Wait for the next message; yield the answers that it completes, and take them out of `running`."""
+    def _send(self, prompt: _Prompt, number: int, running: _Running) -> None:
+        key = AttemptKey(f"offline-{next(self._ids)}", 1)
+        running[key] = prompt, number
+        self._node.send(DecodeRequest(key, prompt.samples[number].engine, [], None, math.inf))
+
+    def _take_news(self, running: _Running) -> list[_Prompt]:
+        """Wait for the next message. Samples that it ends leave `running`; returns the prompts that it completes."""
         match self._news.get():
             case TokenBatch(chunks):
-                for chunk in chunks:
-                    if chunk.key not in running:  # aborted
-                        continue
-                    index, progress = running[chunk.key]
-                    if progress.push(chunk):
-                        self._node.send(Abort(chunk.key))
-                    if progress.answer is not None:
-                        del running[chunk.key]
-                        yield index, progress.answer
+                return [prompt for chunk in chunks if (prompt := self._take(chunk, running)) is not None]
             case AttemptFailed(key, code, message) if key in running:
-                index, _ = running.pop(key)
-                raise from_code(code, f"prompt {index}: {message}")
+                prompt, _ = running.pop(key)
+                raise from_code(code, f"prompt {prompt.index}: {message}")
             case BaseException() as error:
                 self._news.put(error)  # for later calls
                 raise EngineError(f"the engine crashed: {error}") from error
             case _:
-                pass
+                return []
+
+    def _take(self, chunk: TokenChunk, running: _Running) -> _Prompt | None:
+        """The prompt whose last answer this chunk ends."""
+        if chunk.key not in running:  # aborted
+            return None
+        prompt, number = running[chunk.key]
+        progress = prompt.progress[number]
+        if number == 0 and chunk.start == 0:
+            for other in range(1, len(prompt.samples)):
+                self._send(prompt, other, running)
+        if progress.push(chunk):
+            self._node.send(Abort(chunk.key))
+        if progress.answer is None:
+            return None
+        del running[chunk.key]
+        return prompt if all(each.answer is not None for each in prompt.progress) else None
 
     def close(self) -> None:
         self._node.close()
+
+
+class _Prompt:
+    """One job's samples. The first one goes ahead: once its prompt is computed, the others find it in the prefix cache."""
+
+    def __init__(self, index: int, job: Job, pieces: TokenPieces) -> None:
+        self.index = index
+        self.samples = samples(job.request, job.params.n, ranked=False)
+        self.progress = [AnswerInProgress(sample, pieces) for sample in self.samples]
+
+    def answers(self) -> list[Answer]:
+        return [each.answer for each in self.progress if each.answer is not None]
+
+
+_Running = dict[AttemptKey, tuple[_Prompt, int]]
+"""The samples in the engine: each one's prompt and number."""

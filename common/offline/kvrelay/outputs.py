@@ -44,8 +44,9 @@ class RequestOutput:
     """The text, for a conversation as its template renders it; None if token ids were given."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    num_cached_tokens: int
-    """Prompt tokens whose KV was in the prefix cache."""
+    num_cached_tokens: int | None
+    """Prompt tokens whose KV was in the prefix cache when the first answer began. None: a cluster does not say it of several
+    answers."""
     finished: bool = True
 
 
@@ -57,14 +58,14 @@ class Answer(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason
     stop_reason: str | int | None
-    cached_tokens: int
+    cached_tokens: int | None
 
 
-def completion_output(answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
-    """The answer as `LLM` returns it."""
+def completion_output(index: int, answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
+    """The answer as `LLM` returns it. `index`: among those to its prompt."""
     logprobs = answer.logprobs
     return CompletionOutput(
-        index=0,
+        index=index,
         text=answer.text,
         token_ids=answer.token_ids,
         cumulative_logprob=None if logprobs is None else sum(found.logprob for found in logprobs),

@@ -20,6 +20,8 @@ class SamplingParams:
     Raises: BadRequest naming the field that is wrong.
     """
 
+    n: int = 1
+    """Answers to each prompt."""
     temperature: float | None = None
     """0 is greedy."""
     top_p: float | None = None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from kvrelay import BadRequest, SamplingParams
-from kvrelay.cluster_engine import request_body, to_answer
+from kvrelay.cluster_engine import request_body, to_answers
 from kvrelay.prompts import Job, generate_jobs
 
 from common.base.errors import EngineError
@@ -24,14 +24,17 @@ def test_the_body_fixes_everything_that_a_server_would_choose() -> None:
     assert "temperature" not in body
 
 
-def test_an_answer_is_read_from_the_response() -> None:
-    choice = {"text": "hi", "token_ids": [1, 2], "finish_reason": "stop", "stop_reason": "x"}
+def test_answers_are_read_from_the_response_in_their_order() -> None:
+    choice = {"index": 0, "text": "hi", "token_ids": [1, 2], "finish_reason": "stop", "stop_reason": "x"}
     body = {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}}
-    answer = to_answer(0, job(SamplingParams()), ApiAnswer(200, "", body))
+    [answer] = to_answers(0, job(SamplingParams()), ApiAnswer(200, "", body))
     assert answer == ("hi", [1, 2], None, "stop", "x", 16)
+    body["choices"] = [{**choice, "index": 1, "text": "second"}, choice]
+    two = to_answers(0, job(SamplingParams(n=2)), ApiAnswer(200, "", body))
+    assert [(answer.text, answer.cached_tokens) for answer in two] == [("hi", None), ("second", None)]
 
 
 @pytest.mark.parametrize(("code", "kind"), [("invalid_request", BadRequest), ("engine_error", EngineError)])
 def test_an_error_of_the_server_keeps_its_kind(code: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="prompt 3: no"):
-        to_answer(3, job(SamplingParams()), ApiAnswer(400, "", {"error": {"code": code, "message": "no"}}))
+        to_answers(3, job(SamplingParams()), ApiAnswer(400, "", {"error": {"code": code, "message": "no"}}))

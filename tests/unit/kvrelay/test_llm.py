@@ -88,6 +88,30 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(llm: LLM) -> None:
     assert again.num_cached_tokens >= 32
 
 
+def test_several_answers_to_a_prompt_begin_with_the_one_it_gets_alone(llm: LLM) -> None:
+    prompts = [list(range(7, 45)), "Hello", "The"]
+    params = [SamplingParams(n=n, seed=3, temperature=1, max_tokens=12, stop=".") for n in (5, 1, 128)]
+    outputs = llm.generate(prompts, params)
+    assert [[answer.index for answer in output.outputs] for output in outputs] == [list(range(n)) for n in (5, 1, 128)]
+    assert len({tuple(answer.token_ids) for answer in outputs[0].outputs}) > 1
+    for output, prompt in zip(outputs, prompts, strict=True):
+        [alone] = llm.generate(prompt, SamplingParams(seed=3, temperature=1, max_tokens=12, stop="."))
+        assert output.outputs[0] == alone.outputs[0]
+    assert attempts(llm) == 0
+
+
+def test_the_samples_of_a_prompt_share_its_blocks(llm: LLM) -> None:
+    node: Any = llm._engine._node  # type: ignore[attr-defined]
+    before = node.core.scheduler.prefix_hits
+    llm.generate(list(range(100, 180)), SamplingParams(n=4, max_tokens=2))
+    assert node.core.scheduler.prefix_hits - before >= 3 * 64
+
+
+def test_more_samples_than_the_engine_accepts_at_once_wait(llm: LLM) -> None:
+    outputs = llm.generate(["a"] * 20, SamplingParams(n=100, max_tokens=1))
+    assert {len(output.outputs) for output in outputs} == {100}
+
+
 def test_one_wrong_prompt_is_refused_before_anything_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm._engine, "run", lambda jobs: pytest.fail("something ran"))
     with pytest.raises(BadRequest, match="prompt 1: "):
@@ -154,3 +178,9 @@ def test_wrong_options_are_refused_in_one_sentence(options: dict[str, Any], mess
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         LLM(str(tmp_path))
+
+
+def test_offered_tools_are_checked_as_over_http(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What time is it?"}]
+    with pytest.raises(BadRequest, match="conversation 0: tools"):
+        llm.chat(question, tools=[{"type": "function"}])
