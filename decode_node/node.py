@@ -168,8 +168,7 @@ class DecodeNode(NodeCore[_Attempt]):
         if request.prefill is None:
             self._local_prefills += 1
             attempt.phase = Phase.ACTIVE
-            self.scheduler.add(seq)
-            return
+        self._begin(attempt)
         early = self.early.pop(request.key, None)
         for prefill_identity, message in early.messages if early else ():
             self._from_prefill(prefill_identity, message)
@@ -262,8 +261,7 @@ class DecodeNode(NodeCore[_Attempt]):
             self._end(attempt)  # the router has the whole answer from the prefill node
             return
         attempt.first_token, attempt.first_token_s = done.token_id, self.clock()
-        if attempt.phase is Phase.ARRIVED:
-            self._join(attempt)
+        self._join_if_complete(attempt)
 
     def _received(self, attempt: _Attempt, bytes_received: int) -> None:
         attempt.received_bytes = bytes_received
@@ -291,14 +289,26 @@ class DecodeNode(NodeCore[_Attempt]):
             self.scheduler.abort(attempt.seq)
             return
         attempt.phase = Phase.ARRIVED
-        if attempt.first_token is not None:
-            self._join(attempt)
+        self._join_if_complete(attempt)
 
-    def _join(self, attempt: _Attempt) -> None:
-        assert attempt.first_token is not None
+    def _ready(self, attempt: _Attempt) -> None:
+        if attempt.request.prefill is None:
+            self.scheduler.add(attempt.seq)
+        else:
+            self._join_if_complete(attempt)
+
+    def _join_if_complete(self, attempt: _Attempt) -> None:
+        """Let it generate, if its KV, its first token and its grammar are here."""
+        seq, first_token = attempt.seq, attempt.first_token
+        if attempt.phase is not Phase.ARRIVED or first_token is None or seq.key in self._uncompiled:
+            return
         attempt.phase = Phase.ACTIVE
-        attempt.seq.first_step_s = self.clock()
-        self.scheduler.join(attempt.seq, attempt.first_token)
+        seq.first_step_s = self.clock()
+        self.scheduler.join(seq, first_token)
+        try:
+            seq.take_tokens()
+        except KvRelayError as error:
+            self._fail(attempt, error)
 
     # ------------------------------------------------------------ tokens
 

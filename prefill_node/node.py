@@ -110,8 +110,12 @@ class PrefillNode(NodeCore[_Attempt]):
         seq = self._take(identity, request)
         if seq is None:
             return
-        self.attempts[request.key] = _Attempt(identity, seq, seq.arrival_s + request.timeout_s, request)
-        self.scheduler.add(seq)
+        attempt = _Attempt(identity, seq, seq.arrival_s + request.timeout_s, request)
+        self.attempts[request.key] = attempt
+        self._begin(attempt)
+
+    def _ready(self, attempt: _Attempt) -> None:
+        self.scheduler.add(attempt.seq)
 
     def _admitted(self, attempt: _Attempt) -> None:
         """Offer it to the decode node."""

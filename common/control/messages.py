@@ -33,6 +33,15 @@ class AttemptKey(NamedTuple):
         return f"{self.request_id}#{self.attempt}"
 
 
+class Grammar(NamedTuple):
+    """What the answer must look like. The router makes and validates it (`router.structured`)."""
+
+    source: str
+    """What llguidance's `LLMatcher` takes."""
+    after: list[int] = []
+    """The grammar begins after the first occurrence of these tokens among the generated ones; empty: at the first token."""
+
+
 class SamplingParams(NamedTuple):
     """How the next token is sampled, in terms of token ids. Text-level rules (stop strings) are the router's.
 
@@ -69,6 +78,9 @@ class SamplingParams(NamedTuple):
     """Token sequences that must not be generated: where all but the last token of one were, the last cannot be sampled."""
     prompt_logprobs: int | None = None
     """n: return log-probabilities of each prompt token after the first, and of the n most likely ones; None: none."""
+    grammar: Grammar | None = None
+    """Allows, at each position, the tokens with which the answer can still come to match it. It goes before `min_tokens`
+    where only stop tokens are left."""
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
 
 def _draw(seq: Sequence, index: int, row: int, position: int, *, num_drafts: int) -> SampleSpec:
     """The draw of the token at `position` from `row`, after `num_drafts` of the drafts."""
-    seen, banned = seq.seen_tokens(num_drafts), seq.banned_tokens(num_drafts)
-    return SampleSpec(index, row, seq.draw_params, position, position - seq.prompt_len, seen, seq.mask, banned)
+    seen, banned, mask = seq.seen_tokens(num_drafts), seq.banned_tokens(num_drafts), seq.mask_after(num_drafts)
+    return SampleSpec(index, row, seq.draw_params, position, position - seq.prompt_len, seen, mask, banned)
 
 
 def _scored_rows(seq: Sequence, index: int, start: int, stop: int, row_of: int) -> list[ScoredRows]:

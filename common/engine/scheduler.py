@@ -230,14 +230,19 @@ class Scheduler:
         seq.num_pending -= len(tokens)
         seq.num_scored += len(scored)
         reason: FinishReason | None = None
-        for count, token in enumerate(tokens, 1):
-            if token.error is not None:  # its KV must not be cached either
-                return Progress(seq, [], error=from_code(token.error_code, token.error))
-            seq.token_ids.append(token.token_id)
-            reason = seq.finish_reason(self.config.max_model_len)
-            if reason is not None:
-                del tokens[count:]
-                break
+        try:
+            for count, token in enumerate(tokens, 1):
+                if token.error is not None:  # its KV must not be cached either
+                    return Progress(seq, [], error=from_code(token.error_code, token.error))
+                seq.token_ids.append(token.token_id)
+                reason = seq.finish_reason(self.config.max_model_len)
+                if reason is not None:
+                    del tokens[count:]
+                    break
+            if tokens and reason is None and not seq.relays:
+                seq.prepare_grammar()
+        except BadRequest as error:
+            return Progress(seq, [], error=error)
         if seq.draft_ids:
             seq.draft_ids = []
         seq.num_computed = min(seq.num_computed + num_rows, len(seq.token_ids))
@@ -277,9 +282,14 @@ class Scheduler:
 
     def _decoding(self, group: int) -> Iterator[Sequence]:
         """Running sequences of `group` that decode, with blocks for their rows; preempts where blocks lack."""
+        drafts = min(self.config.max_num_batched_tokens - len(self.running), self.config.prefill_chunk)
         for seq in list(self.running.values()):
             if not seq.blocks or not seq.is_decoding or not self._can_run(seq, group):  # no blocks: preempted here
                 continue
+            if seq.grammar is not None:  # its drafts take no other sequence's blocks
+                spare = (len(seq.blocks) + self.pool.num_idle) * BLOCK_SIZE - seq.num_tokens
+                seq.draft_forced_tokens(min(drafts, spare), self.config.max_model_len)
+                drafts -= len(seq.draft_ids)
             needed = seq.num_expected + len(seq.draft_ids)
             if len(seq.blocks) * BLOCK_SIZE < needed and not self._grow(seq, needed):
                 continue

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from llguidance import LLMatcher
+
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks
 from common.control.messages import AttemptKey, EngineRequest, FinishReason, SamplingParams
+from common.engine.grammar.state import GrammarState
 from common.engine.seen_tokens import SeenTokens, TokenCounter, counts_tokens, with_token
-from common.engine.token_constraints import completed_by, mask_of
+from common.engine.token_constraints import both, completed_by, mask_of
 
 
 @dataclass(eq=False)
@@ -55,6 +58,8 @@ class Sequence:
     """Leading rows of the prompt whose log-probabilities were computed, or are not wanted from this node."""
     over: bool = False
     """It has ended or was aborted, and leaves with the last of its steps in flight."""
+    grammar: GrammarState | None = None
+    """Set by `set_grammar`, for a request with a grammar before its first draw."""
     given_up: bool = False
     """The owner no longer needs the blocks, but a step in flight still writes to them."""
     _counter: TokenCounter | None = None
@@ -68,12 +73,12 @@ class Sequence:
         """The tokens that can be drawn, as `SampleSpec.mask`."""
         self.draw_params: SamplingParams = sampling
         """`sampling` for the ranks, without what each draw has in another form."""
-        if sampling.allowed_token_ids or sampling.bad_words:
-            self.draw_params = sampling._replace(allowed_token_ids=[], bad_words=[])
+        if sampling.allowed_token_ids or sampling.bad_words or sampling.grammar:
+            self.draw_params = sampling._replace(allowed_token_ids=[], bad_words=[], grammar=None)
         self._longest_bad_word: int = max(map(len, sampling.bad_words), default=0)
         if sampling.prompt_logprobs is None:
             self.num_scored = self.prompt_len
-        self.needs_known_tokens: bool = self._longest_bad_word > 1
+        self.needs_known_tokens: bool = self._longest_bad_word > 1 or sampling.grammar is not None
         """Whether a draw depends on the tokens before it beyond what penalties count: none can be pending."""
 
     @property
@@ -138,11 +143,50 @@ class Sequence:
         known = self.token_ids[start:] + self.draft_ids[max(0, start - len(self.token_ids)) : num_drafts]
         return completed_by(self.sampling.bad_words, known)
 
+    def set_grammar(self, matcher: LLMatcher, eos_ids: list[int]) -> None:
+        """Begin its grammar, and take in the tokens of earlier attempts. matcher: at the grammar's start, not changed.
+
+        Raises: BadRequest as `GrammarState`.
+        """
+        self.grammar = GrammarState(matcher.deep_copy(), self.sampling, self.prompt_len, eos_ids)
+        self.take_tokens()
+
+    def take_tokens(self) -> None:
+        """Bring its grammar, if it has one, up to tokens that it did not draw itself. Raises: BadRequest as `GrammarState`."""
+        if self.grammar is not None:
+            self.grammar.take(self.token_ids)
+            self.prepare_grammar()
+
+    def prepare_grammar(self) -> None:
+        """Make the masks of its next tokens, if it has a grammar. Raises: BadRequest as `GrammarState`."""
+        if self.grammar is None:
+            return
+        self.grammar.prepare()
+        if self.grammar.begun:
+            self.draw_params = self.draw_params._replace(min_tokens=0)  # is in the masks
+
+    def draft_forced_tokens(self, limit: int, max_model_len: int) -> None:
+        """Draft what its grammar forces next, if it has one: at most `limit` tokens, and none after its last one."""
+        if self.grammar is not None and not self.relays:
+            last = min(self.sampling.max_tokens - self.num_generated, max_model_len - len(self.token_ids)) - 1
+            self.draft_ids = self.grammar.forced[: max(0, min(limit, last))]
+
+    def mask_after(self, num_drafts: int) -> bytes | None:
+        """The tokens that can be drawn after the first drafts, as `SampleSpec.mask`."""
+        return self.mask if self.grammar is None else both(self.mask, self.grammar.mask(num_drafts))
+
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
-        """Why the sequence ends with its last token, or None if it goes on."""
+        """Why the sequence ends with its last token, or None if it goes on.
+
+        Raises: BadRequest if its grammar does not allow the token.
+        """
         sampling, length = self.sampling, len(self.token_ids)
         if self.token_ids[-1] in sampling.stop_token_ids:
             return "stop"
+        if self.grammar is not None:
+            self.grammar.take(self.token_ids)
+            if self.grammar.complete:
+                return "stop"
         if length - self.prompt_len >= sampling.max_tokens or length >= max_model_len:
             return "length"
         return None

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from llguidance import LLMatcher
+
 from common.base.clock import Clock
 from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
@@ -26,6 +28,8 @@ from common.control.messages import (
     TokenChunk,
 )
 from common.engine.executor import Executor, StepDone, StepFailed
+from common.engine.grammar.compile import COMPILE_TIMEOUT_S
+from common.engine.grammar.compiler import GrammarCompiled, Grammars
 from common.engine.plan import Plan, Progress
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
@@ -70,6 +74,7 @@ class CoreParts:
     vocab_size: int
     scheduler: Scheduler
     executor: Executor
+    grammars: Grammars
     send_buffer: SendBuffer
     clock: Clock
     max_accepted: int
@@ -89,12 +94,15 @@ class NodeCore(ABC, Generic[AttemptT]):
         self.vocab_size = parts.vocab_size
         self.scheduler = parts.scheduler
         self.executor = parts.executor
+        self.grammars = parts.grammars
         self.send_buffer = parts.send_buffer
         self.clock = parts.clock
         self.max_accepted = parts.max_accepted
         self.transfer_timeout_s = parts.transfer_timeout_s
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks)
+        self._uncompiled: dict[AttemptKey, float] = {}
+        """Attempts that wait for their grammar, some of them ended meanwhile, and when they give up."""
         self._plans: dict[int, Plan] = {}
         """Plans of the steps in flight, by step id."""
         self._timer = StepTimer(depth=parts.scheduler.config.depth)
@@ -104,6 +112,10 @@ class NodeCore(ABC, Generic[AttemptT]):
         self._transfers_failed = 0
 
     # ------------------------------------------------------------ what a role adds
+
+    @abstractmethod
+    def _ready(self, attempt: AttemptT) -> None:
+        """The attempt can take part in steps from now on: its grammar, if it has one, is compiled."""
 
     @abstractmethod
     def _tokens(self, attempt: AttemptT, done: Progress) -> None:
@@ -133,6 +145,8 @@ class NodeCore(ABC, Generic[AttemptT]):
                 self._step_done(output)
             case StepFailed(step_id, error):
                 self._step_failed(step_id, error)
+            case GrammarCompiled(key, result):
+                self._grammar_compiled(key, result)
             case ClientLost(identity):
                 # The router may only have been slow: then it must learn that its attempts are over.
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
@@ -144,6 +158,9 @@ class NodeCore(ABC, Generic[AttemptT]):
         """End attempts that are past their deadline; measure the load."""
         for attempt in [a for a in self.attempts.values() if now_s > a.deadline_s]:
             self._end(attempt)
+        for key in [key for key, due_s in self._uncompiled.items() if now_s > due_s]:
+            del self._uncompiled[key]
+            self._fail(self.attempts.get(key), Overloaded(f"no grammar was compiled within {COMPILE_TIMEOUT_S:g} s"))
         self.load = self._measure_load()
 
     def describe_attempts(self) -> list[dict[str, Any]]:
@@ -191,6 +208,34 @@ class NodeCore(ABC, Generic[AttemptT]):
         )
         self.scheduler.check_fits(sequence)
         return sequence
+
+    def _begin(self, attempt: AttemptT) -> None:
+        """`_ready`, at once or when its grammar is compiled. Until then it takes no part in steps; all else goes on."""
+        seq = attempt.seq
+        if seq.sampling.grammar is None:
+            self._ready(attempt)
+        elif (matcher := self.grammars.cached(seq.sampling.grammar.source)) is not None:
+            self._set_grammar(attempt, matcher)
+        else:
+            self._uncompiled[seq.key] = self.clock() + COMPILE_TIMEOUT_S
+            self.grammars.compile(seq.key, seq.sampling.grammar.source)
+
+    def _grammar_compiled(self, key: AttemptKey, result: LLMatcher | KvRelayError) -> None:
+        attempt = self.attempts.get(key)
+        if self._uncompiled.pop(key, None) is None or attempt is None:
+            return  # ended meanwhile
+        if isinstance(result, KvRelayError):
+            self._fail(attempt, result)
+        else:
+            self._set_grammar(attempt, result)
+
+    def _set_grammar(self, attempt: AttemptT, matcher: LLMatcher) -> None:
+        try:
+            attempt.seq.set_grammar(matcher, self.grammars.eos_ids)
+        except KvRelayError as error:
+            self._fail(attempt, error)
+        else:
+            self._ready(attempt)
 
     # ------------------------------------------------------------ steps
 

@@ -8,6 +8,7 @@ import resource
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from common.config.fields import listed
 from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig
 from common.control.messages import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
+from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
@@ -25,7 +27,7 @@ from common.model.config import ModelConfig, load_model_config
 from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.formats.quantization import Fp8Quantization
 from common.model.formats.quantization import Quantization as CheckpointQuantization
-from common.model.hub import model_name, resolve_model
+from common.model.hub import model_folder, model_name, resolve_model
 from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
 from common.parallel.mesh import RankPlace
@@ -190,6 +192,12 @@ def make_scheduler(config: NodeConfig, plan: NodePlan, num_blocks: int, *, prefi
         ),
         BlockPool(num_blocks),
     )
+
+
+def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> GrammarCompiler:
+    """The grammars of a node. `post` hands over events, on any thread."""
+    folder = model_folder(plan.path)
+    return GrammarCompiler(folder, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
 
 
 WARM_UP = StepInput(

@@ -19,7 +19,7 @@ from common.cluster.address import advertised
 from common.config.service_configs import NodeConfig
 from common.engine.kv_transfer import NodeTransfers
 from common.node.core import CoreParts
-from common.node.plan import NodePlan, fit_memory, make_record, make_scheduler, node_id_for
+from common.node.plan import NodePlan, fit_memory, make_grammars, make_record, make_scheduler, node_id_for
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.launch import fork_ranks, run_other_host, share_cores
 from common.node.ranks.leader import Leader
@@ -57,6 +57,8 @@ async def _serve(
     """Run until cancelled. Raises: as `run_node`."""
     server = NodeServer(config, node_id_for(role.name, config))
     await server.bind()
+    grammars = make_grammars(plan, server.post)
+    grammars.preload()
     leader = Leader(config, role, plan, forked)
     await leader.load()
     try:
@@ -74,6 +76,7 @@ async def _serve(
                 vocab_size=plan.model.vocab_size,
                 scheduler=make_scheduler(config, plan, leader.num_blocks, prefill_chunk=chunk),
                 executor=leader.executor(transfers.on_blocks_final, server.post),
+                grammars=grammars,
                 send_buffer=server.send_buffer,
                 clock=monotonic,
                 max_accepted=_MAX_ACCEPTED,
@@ -89,4 +92,5 @@ async def _serve(
         finally:
             transfers.close()
     finally:
+        grammars.close()
         leader.close()

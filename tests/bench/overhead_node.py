@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from common.base.clock import monotonic
 from common.control.codec import encode
 from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, ModelInfo, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor, Runner
+from common.engine.grammar.compiler import GrammarCompiler
 from common.engine.kv_transfer import IncomingTransfer
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
@@ -70,6 +72,7 @@ class OverheadNode:
             vocab_size=model.vocab_size,
             scheduler=scheduler,
             executor=self._executor,
+            grammars=GrammarCompiler(Path(), model.vocab_size, [], post=lambda _: None),
             send_buffer=self._send_buffer,
             clock=monotonic,
             max_accepted=1024,

@@ -29,7 +29,7 @@ from common.engine.loop import EngineLoop
 from common.engine.step import StepInput, StepOutput
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer, ToClient
-from common.node.plan import WARM_UP, make_scheduler, plan_node
+from common.node.plan import WARM_UP, make_grammars, make_scheduler, plan_node
 from common.node.ranks.launch import share_cores
 from common.node.ranks.leader import Leader
 from common.node.worker import load_worker
@@ -114,6 +114,7 @@ class PipelineNode:
                     config, plan, self._leader.num_blocks, prefill_chunk=config.local_prefill_chunk
                 ),
                 executor=self._recorder,
+                grammars=make_grammars(plan, post=lambda _: None),
                 send_buffer=self._send_buffer,
                 clock=monotonic,
                 max_accepted=1024,

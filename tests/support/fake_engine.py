@@ -38,15 +38,16 @@ def generate(token_ids: Sequence[int], count: int, stop: Sequence[int] = (), min
     """The expected answer to a request for `count` tokens; shorter if one of `stop` occurs after `min_tokens`."""
     tokens = list(token_ids)
     for index in range(count):
-        tokens.append(_choose(tokens, stop if index < min_tokens else ()))
+        tokens.append(choose(tokens, stop if index < min_tokens else ()))
         if tokens[-1] in stop:
             break
     return tokens[len(token_ids) :]
 
 
-def _choose(token_ids: Sequence[int], banned: Sequence[int]) -> int:
+def choose(token_ids: Sequence[int], banned: Sequence[int], mask: bytes | None = None) -> int:
+    """The fake model's choice among the tokens that are allowed."""
     token = next_token(token_ids)
-    while token in banned:
+    while token in banned or (mask is not None and not (token // 8 < len(mask) and mask[token // 8] >> token % 8 & 1)):
         token = (token + 1) % VOCAB
     return token
 
@@ -113,7 +114,7 @@ class FakeRunner:
             assert spec.position == step.positions[spec.row] + 1
             tokens, params = sequences[spec.seq_index][: spec.position], spec.params
             banned = params.stop_token_ids if spec.num_generated < params.min_tokens else ()
-            sampled.append(SampledToken(_choose(tokens, banned)))
+            sampled.append(SampledToken(choose(tokens, banned, spec.mask)))
         self._drawn[step.step_id] = [token.token_id for token in sampled]
         scored = [
             [

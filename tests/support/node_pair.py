@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.fake_engine import VOCAB, FakeRunner, FakeWire
+from support.grammars import FakeGrammars
 
 from common.base.clock import Clock, MockClock
 from common.control.messages import (
@@ -18,6 +19,7 @@ from common.control.messages import (
     TokenBatch,
 )
 from common.engine.executor import Executor, LocalExecutor
+from common.engine.grammar.compiler import Grammars
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
@@ -43,6 +45,7 @@ def core_parts(
     send_buffer: SendBuffer,
     clock: Clock,
     max_accepted: int = 4,
+    grammars: Grammars | None = None,
 ) -> CoreParts:
     """What both cores are built from, with the fake model's vocabulary."""
     return CoreParts(
@@ -51,6 +54,7 @@ def core_parts(
         vocab_size=VOCAB,
         scheduler=scheduler,
         executor=executor,
+        grammars=FakeGrammars() if grammars is None else grammars,
         send_buffer=send_buffer,
         clock=clock,
         max_accepted=max_accepted,
@@ -63,6 +67,7 @@ class Pair:
 
     def __init__(self, *, p_blocks: int = 32, d_blocks: int = 32, d_layout: KVLayout = LAYOUT, chunk: int = 16) -> None:
         self.clock = MockClock()
+        self.p_grammars, self.d_grammars = FakeGrammars(), FakeGrammars()
         self.p_out: list[OutgoingMessage] = []
         self.d_out: list[OutgoingMessage] = []
         self.p_runner, self.d_runner = FakeRunner(p_blocks), FakeRunner(d_blocks)
@@ -75,9 +80,11 @@ class Pair:
                 LocalExecutor(self.p_runner, self.wire.sender.blocks_final),
                 SendBuffer(self.p_out.extend),
                 self.clock,
+                grammars=self.p_grammars,
             ),
             self.wire.sender,
         )
+        self.p_grammars.post = self.p.handle
         self.d = DecodeNode(
             core_parts(
                 D_REF,
@@ -86,10 +93,12 @@ class Pair:
                 LocalExecutor(self.d_runner),
                 SendBuffer(self.d_out.extend),
                 self.clock,
+                grammars=self.d_grammars,
             ),
             self.wire.receiver,
             early_s=3.0,
         )
+        self.d_grammars.post = self.d.handle
         self.wire.on_sender_event = self.p.handle
         self.wire.on_receiver_event = self.d.handle
 

@@ -20,7 +20,7 @@ from common.engine.kv_transfer import IncomingTransfer, TransferOrder
 from common.engine.loop import EngineLoop
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer
-from common.node.plan import NodePlan, batched_tokens, fit_memory, make_scheduler
+from common.node.plan import NodePlan, batched_tokens, fit_memory, make_grammars, make_scheduler
 from common.node.ranks.leader import Leader
 from decode_node.node import DecodeNode
 from decode_node.role import ROLE
@@ -71,6 +71,7 @@ class LocalNode:
         plan = fit_memory(plan, config, leader.num_blocks)
         self.model: ModelInfo = plan.model
         send_buffer = SendBuffer(deliver)
+        self._grammars = make_grammars(plan, self._post)
         self.core = core = DecodeNode(
             self._parts(config, plan, send_buffer),
             NodeReceiver(1, _ignore, self._post, lambda _: _NoRelay()),
@@ -88,6 +89,7 @@ class LocalNode:
             # No stream waits for its next token, so prompts may fill whole steps.
             scheduler=make_scheduler(config, plan, leader.num_blocks, prefill_chunk=batched_tokens(config, plan)),
             executor=leader.executor(post=self._post),
+            grammars=self._grammars,
             send_buffer=send_buffer,
             clock=monotonic,
             max_accepted=MAX_ACCEPTED,
@@ -101,6 +103,7 @@ class LocalNode:
     def close(self) -> None:
         """End after the step that is running. Raises: TimeoutError if that takes too long."""
         self._loop.stop()
+        self._grammars.close()
         self._leader.close()
 
     def _post(self, event: object) -> None:
