@@ -6,7 +6,7 @@ Runs on the router's event loop, one `Answer` per client request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from starlette.types import Receive
 
@@ -98,24 +98,13 @@ class Answer:
         if options.returned < options.samples:
             shown["usage"] = usage(self.generations, options.samples)
         body = to_json(shown)
-        if not form.options.with_logprobs:
-            return body
-        # One per choice; generated text cannot contain this, because its quotes are escaped.
-        first, *others = body.split(b'"logprobs":null')
-        parts = [first]
-        for index, after in enumerate(others):
-            parts += [b'"logprobs":', await self._logprobs(form, deltas[index], index), after]
-        return b"".join(parts)
-
-    @staticmethod
-    async def _logprobs(form: Format, deltas: list[Delta], index: int) -> bytes:
-        """A choice's log-probabilities as JSON."""
-        fields: dict[str, list[bytes]] = {}
-        for start in range(0, max(1, len(deltas)), _PORTION):
-            for name, value in form.logprobs(deltas[start : start + _PORTION], index).items():
-                fields.setdefault(name, []).append(to_json(value))
-            await yield_turn()
-        return b"{%b}" % b",".join(to_json(name) + b":" + _joined(values) for name, values in fields.items())
+        if options.with_logprobs:
+            pieces = [_logprobs(form, generations[index], parts, index) for index, parts in enumerate(deltas)]
+            body = await _fill(body, b'"logprobs":', pieces)
+        if options.with_prompt_logprobs:
+            pieces = [({"": part} for part in form.prompt_logprobs(each)) for each in generations]
+            body = await _fill(body, b'"prompt_logprobs":', pieces)
+        return body
 
     @property
     def abandoned(self) -> bool:
@@ -156,7 +145,12 @@ class Answer:
                 deltas, outcome = generation.take(), generation.outcome
                 if (deltas or outcome is not None) and index not in opened:
                     opened.add(index)
-                    parts += framed(form.opening(generation, index))
+                    for chunk in form.opening(generation, index):
+                        parts += framed([chunk])
+                        if len(parts) >= _PORTION:
+                            yield b"".join(parts), True
+                            parts.clear()
+                            await yield_turn()
                 ended = outcome is not None and outcome.finish_reason is not None
                 last = _last(deltas) if ended else None
                 if form.text_only:
@@ -186,6 +180,31 @@ class Answer:
                 parts.append(form.done)
             if parts:
                 yield b"".join(parts), bool(open_choices)
+
+
+def _logprobs(form: Format, generation: Generation, deltas: list[Delta], index: int) -> Iterator[Json]:
+    """A choice's log-probabilities in portions."""
+    yield from form.echoed_logprobs(generation, index)
+    for start in range(0, max(1, len(deltas)), _PORTION):
+        yield form.logprobs(deltas[start : start + _PORTION], index)
+
+
+async def _fill(body: bytes, name: bytes, values: Sequence[Iterable[Json]]) -> bytes:
+    """Replace each null of this name by its value, which comes in portions whose lists are joined.
+
+    Generated text cannot contain the name, because its quotes are escaped.
+    """
+    first, *others = body.split(name + b"null")
+    parts = [first]
+    for portions, after in zip(values, others, strict=False):
+        fields: dict[str, list[bytes]] = {}
+        for portion in portions:
+            for field, value in portion.items():
+                fields.setdefault(field, []).append(to_json(value))
+            await yield_turn()
+        filled = b",".join(to_json(field) + b":" + _joined(found) for field, found in fields.items())
+        parts += [name, _joined(fields[""]) if "" in fields else b"{%b}" % filled, after]
+    return b"".join(parts)
 
 
 def _last(deltas: list[Delta]) -> Delta:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,11 @@ class FormatOptions:
     model: str
     with_logprobs: bool = False
     with_token_ids: bool = False
+    with_prompt_logprobs: bool = False
+    echo: bool = False
+    """The answer begins with the prompt: its text, and its log-probabilities if `with_logprobs`."""
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens `token_id:N`."""
     skip_special_tokens: bool = True
     usage_in_stream: bool = False
     continuous_usage: bool = False
@@ -42,8 +47,8 @@ class Format(Protocol):
     done: bytes
     """The last bytes of every stream."""
 
-    def opening(self, generation: Generation, index: int) -> list[Json]:
-        """The stream's first chunks for this choice, before its text."""
+    def opening(self, generation: Generation, index: int) -> Iterable[Json]:
+        """The stream's first chunks for this choice, before its text. Each is made in bounded time."""
         ...
 
     def delta(self, delta: Delta, index: int) -> list[Json]:
@@ -74,6 +79,15 @@ class Format(Protocol):
         """The log-probabilities of these tokens, which must follow those of the last call."""
         ...
 
+    def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
+        """What goes before `logprobs` for a choice that begins with the prompt, in portions; none for others."""
+        ...
+
+    def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | None]]:
+        """The `prompt_logprobs` list of a generation, in portions."""
+        ...
+
     def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
-        """The non-streamed response without log-probabilities, of which there can be millions (`router.http.answer`)."""
+        """The non-streamed response, with null for log-probabilities, of which there can be millions
+        (`router.http.answer`)."""
         ...

@@ -22,7 +22,7 @@ from router.requests.request import Delta, GenerationRequest, Outcome, Served
 from router.requests.router_state import RouterState
 from router.requests.story import Story
 from router.text.detokenizer import TokenPieces
-from router.text.stop_strings import TextStream
+from router.text.stop_strings import NoText, TextStream
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ class Generation:
         self.outcome: Outcome | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
-        self.prompt_logprobs: list[PromptLogprobs] = []
-        """Of all prompt tokens after the first, if the request asked for them; complete before the first delta."""
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._router = router
         self._on_news = on_news
         self._arrived_s = time.perf_counter()
@@ -66,13 +65,16 @@ class Generation:
         self._cached_known = False
         self._expected_hit: int | None = None
         """Prompt tokens whose KV the first attempt's node was expected to have."""
-        self._text = TextStream(
-            pieces,
-            request.stop,
-            min_tokens=request.engine.sampling.min_tokens,
-            skip_special_tokens=request.skip_special_tokens,
-            visible=request.visible_tokens,
-        )
+        self._text: TextStream | NoText = NoText()
+        if request.detokenize:
+            self._text = TextStream(
+                pieces,
+                request.stop,
+                min_tokens=request.engine.sampling.min_tokens,
+                skip_special_tokens=request.skip_special_tokens,
+                include_stop=request.include_stop,
+                visible=request.visible_tokens,
+            )
         self._stop: str | None = None
         self._ended_by_token = False
         self._deltas: list[Delta] = []
@@ -85,6 +87,12 @@ class Generation:
     def decision(self) -> Decision | None:
         """The decision of the latest attempt."""
         return self.attempts.decision
+
+    @property
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Of all prompt tokens after the first, if the request asked for them; complete before the first delta."""
+        shared = self.request.shared
+        return self._prompt_logprobs if shared is None else shared.prompt_logprobs
 
     def take(self) -> list[Delta]:
         """The deltas since the last call."""
@@ -178,7 +186,7 @@ class Generation:
             self._events.append(f.NodeLost(peer.incarnation, error.message))
 
     def _emit(self, emit: f.Emit) -> None:
-        if self._stop is not None:
+        if self._stop is not None or self.request.prompt_only:
             return
         delta = self._text.push(emit.token_ids, ended_by_token=emit.ended_by_token)
         first = self.completion_tokens == 0
@@ -196,7 +204,9 @@ class Generation:
         self._on_news()
 
     def _take_prompt_logprobs(self, emit: f.EmitPrompt) -> None:
-        self.prompt_logprobs = emit.logprobs
+        self._prompt_logprobs = emit.logprobs
+        if self.request.shared is not None:
+            self.request.shared.prompt_logprobs = emit.logprobs
 
     def _count_tokens(self, count: int, *, first: bool) -> None:
         now_s, metrics = time.perf_counter(), self._router.metrics
@@ -231,6 +241,8 @@ class Generation:
     def _finished(self, reason: FinishReason) -> Outcome:
         if self._stop is not None:
             return Outcome("stop", self._stop)
+        if self.request.prompt_only:
+            return Outcome("length")
         rest = self._text.flush()
         if rest:
             self._deltas.append(Delta(rest, [], None))

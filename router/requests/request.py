@@ -18,9 +18,17 @@ class GenerationRequest(NamedTuple):
     stop: tuple[str, ...] = ()
     client_stop_ids: frozenset[int] = frozenset()
     """Stop tokens from the request's `stop_token_ids`; only these are reported as `stop_reason`."""
+    include_stop: bool = False
+    """Whether the text ends with the stop string, or with the stop token's text."""
     skip_special_tokens: bool = True
     visible_tokens: frozenset[int] = frozenset()
     """Special tokens whose text is needed although special tokens are skipped."""
+    detokenize: bool = True
+    """False: there is no text."""
+    prompt_only: bool = False
+    """No token is wanted: the one that the engine draws is dropped."""
+    echo: str = ""
+    """Text that the answer begins with."""
     session: str = ""
     """Requests with the same key go to the same nodes under the policy `session`."""
     tenant: str = ""

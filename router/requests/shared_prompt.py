@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.control.messages import PromptLogprobs
+
 
 class SharedPrompt:
     """The samples of one prompt that have not ended. Invariant: while samples wait, one sample goes first."""
@@ -17,6 +19,8 @@ class SharedPrompt:
     def __init__(self) -> None:
         self.holder = ""
         """Incarnation of the decode node that has the prompt's KV; empty while none is known."""
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        """Computed for the first sample alone."""
         self._first = ""
         self._waiting: dict[str, Callable[[], None]] = {}
 

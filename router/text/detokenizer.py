@@ -135,8 +135,9 @@ class Detokenizer:
         self, pieces: TokenPieces, *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
     ) -> None:
         self._pieces = pieces
-        skipped = pieces.special_ids - visible if visible else pieces.special_ids
-        self._skip: frozenset[int] = skipped if skip_special_tokens else frozenset()
+        self._skip: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            self._skip = pieces.special_ids - visible if visible else pieces.special_ids
         self._utf8 = _Utf8Decoder(errors="replace")
         self._run = bytearray()
         """Bytes of an incomplete character at the end of a run of fallback bytes."""

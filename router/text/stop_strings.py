@@ -18,8 +18,10 @@ class StopMatcher:
     depend on where the pieces are cut.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        """`include_stop`: the text before the end includes the stop string."""
         self._stops = [stop for stop in stops if stop]
+        self._include_stop = include_stop
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
@@ -31,7 +33,7 @@ class StopMatcher:
         if found is not None:
             start, stop = found
             self._held = ""
-            return text[:start], stop
+            return text[: start + len(stop) if self._include_stop else start], stop
         keep = self._undecided_from(text)
         self._held = text[keep:]
         return text[:keep], None
@@ -83,18 +85,22 @@ class TextStream:
         *,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
         visible: frozenset[int] = frozenset(),
     ) -> None:
+        """`include_stop`: the text includes the stop string, or the text of the stop token."""
         self._detokenizer = Detokenizer(pieces, skip_special_tokens=skip_special_tokens, visible=visible)
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, include_stop=include_stop)
+        self._include_stop = include_stop
         self._immune_tokens = min_tokens
 
     def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> TextDelta:
-        """Take the next tokens. `ended_by_token`: the last of them is a stop token, which has no text."""
+        """Take the next tokens. `ended_by_token`: the last of them is a stop token."""
+        hidden = ended_by_token and not self._include_stop
         parts: list[str] = []
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
-            delta = "" if ended_by_token and index == last else self._detokenizer.push(token_id)
+            delta = "" if hidden and index == last else self._detokenizer.push(token_id)
             if self._immune_tokens > 0:
                 self._immune_tokens -= 1
                 parts.append(delta)
@@ -109,3 +115,15 @@ class TextStream:
         """The rest of the text, if no stop string ended the generation."""
         text, stop = self._matcher.push(self._detokenizer.flush())
         return text if stop is not None else text + self._matcher.flush()
+
+
+class NoText:
+    """In place of a `TextStream` for a client that wants token ids only."""
+
+    def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> TextDelta:
+        """Take the next tokens."""
+        return TextDelta("", len(token_ids))
+
+    def flush(self) -> str:
+        """Nothing."""
+        return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -19,6 +19,8 @@ from router.text.detokenizer import TokenPieces
 from router.text.template_files import DEFAULT, TOOL_USE, read_templates
 from router.text.typed_tokens import SEPARATOR, TypedTokens
 
+_FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("▁<PRE>", "▁<SUF>", "▁<MID>"))
+"""Of Qwen and others, and of CodeLlama."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -37,6 +39,14 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             tokens[name] = text
     return tokens
+
+
+class FimIds(NamedTuple):
+    """The tokens that stand before the text before the gap, the text after it, and the text that fills it."""
+
+    prefix: int
+    suffix: int
+    middle: int
 
 
 class Tokenizer:
@@ -67,8 +77,17 @@ class Tokenizer:
         )
         self.eos_token_id: int | None = self._raw.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
+        self.fim_ids = self._find_fim_ids()
+        """None: the model cannot fill in the middle."""
         vocab = self._raw.get_vocab(with_added_tokens=True)
         self._longest_token = max((len(token) for token in vocab), default=1)
+
+    def _find_fim_ids(self) -> FimIds | None:
+        for tokens in _FIM_TOKENS:
+            ids = [token_id for token in tokens if (token_id := self._raw.token_to_id(token)) is not None]
+            if len(ids) == len(tokens):
+                return FimIds(*ids)
+        return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain text, including special tokens such as bos where the model expects them."""
@@ -135,9 +154,9 @@ class Tokenizer:
             ids += self.encode(part, add_special_tokens=False)
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these ids, with special tokens."""
-        return self._raw.decode(list(token_ids), skip_special_tokens=False)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of these ids."""
+        return self._raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_str(self, token_id: int) -> str:
         """A token as the vocabulary spells it; empty for an id that the tokenizer does not know."""

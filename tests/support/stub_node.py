@@ -36,6 +36,7 @@ from common.control.messages import (
     Ping,
     Pong,
     PrefillRequest,
+    PromptLogprobs,
     Role,
     TokenBatch,
     TokenChunk,
@@ -102,9 +103,18 @@ class Sequence:
     generated: int
     """Tokens known, by all attempts and legs."""
 
+    to_score: int | None = None
+    """What is to be sent of `SamplingParams.prompt_logprobs`."""
+
     @property
     def key(self) -> AttemptKey:
         return self.request.key
+
+
+def prompt_logprobs(token: int, count: int) -> PromptLogprobs:
+    """What a stub says of a prompt token."""
+    others = [token + 1 + i for i in range(count)]
+    return PromptLogprobs(-0.25, count + 1, others, [-1.0 - i for i in range(count)])
 
 
 @dataclass
@@ -171,7 +181,12 @@ class StubNode:
         """Generate one token for every running sequence. Returns the number of sequences."""
         batches: dict[Identity, list[TokenChunk]] = {}
         for sequence in list(self.running.values()):
-            batches.setdefault(sequence.identity, []).append(self._next_chunk(sequence))
+            of_router = batches.setdefault(sequence.identity, [])
+            if sequence.to_score is not None:
+                found = [prompt_logprobs(token, sequence.to_score) for token in sequence.request.token_ids[1:]]
+                of_router.append(TokenChunk(sequence.key, 0, [], prompt_logprobs=found))
+                sequence.to_score = None
+            of_router.append(self._next_chunk(sequence))
         for identity, chunks in batches.items():
             with contextlib.suppress(Unavailable):
                 self._server.send(identity, TokenBatch(chunks))
@@ -237,7 +252,9 @@ class StubNode:
                 if self.fail_with is not None:
                     self._server.send(identity, AttemptFailed(message.key, *self.fail_with))
                 elif known < message.request.sampling.max_tokens:
-                    self.running[message.key] = Sequence(identity, message, known)
+                    computes = isinstance(message, PrefillRequest) or message.prefill is None
+                    to_score = message.request.sampling.prompt_logprobs if computes else None
+                    self.running[message.key] = Sequence(identity, message, known, to_score)
                 self._news.set()
             case Abort(key):
                 self.running.pop(key, None)

@@ -21,6 +21,7 @@ class AnswerInProgress:
             min_tokens=request.engine.sampling.min_tokens,
             skip_special_tokens=request.skip_special_tokens,
             visible=request.visible_tokens,
+            include_stop=request.include_stop,
         )
         self._parts: list[str] = []
         self._token_ids: list[int] = []

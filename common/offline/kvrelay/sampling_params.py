@@ -32,6 +32,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
     """None: a random one."""
@@ -39,11 +40,17 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these are generated."""
+    bad_words: Sequence[str] | None = None
+    """Texts that are not generated."""
     logprobs: int | None = None
     """n: return log-probabilities of the sampled token and of the n most likely ones."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        if self.max_tokens == 0:
+            raise BadRequest("max_tokens must be at least 1", param="max_tokens")
         to_request({"prompt": [0], **self.completion_fields()}, CompletionRequest)
 
     def completion_fields(self) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from common.base.errors import KvRelayError
 from router.fast.text_events import TextEvents
 from router.http.format import FormatOptions
 from router.http.json_body import DONE, Json, error_body, sse, to_json
+from router.http.openai.logprobs import PROMPT_PORTION, prompt_entry
 from router.http.response_headers import serving_details
 from router.requests.generation import Generation
 from router.requests.request import Delta, Outcome
@@ -50,6 +51,19 @@ class BaseFormat:
 
     def delta(self, delta: Delta, index: int) -> list[Json]:
         raise NotImplementedError
+
+    def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
+        return ()
+
+    def prompt_logprobs(self, generation: Generation) -> Iterator[list[Json | None]]:
+        ids, found = generation.request.engine.prompt_ids, generation.prompt_logprobs
+        yield [None]
+        for start in range(0, len(found), PROMPT_PORTION):
+            part = found[start : start + PROMPT_PORTION]
+            yield [
+                prompt_entry(self.tokenizer, token_id, each)
+                for token_id, each in zip(ids[start + 1 :], part, strict=False)
+            ]
 
     def text_event(self, text: str, index: int) -> bytes:
         return self._text_events.event(index, to_json(text), self._whole_text_event)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from starlette.types import Scope
@@ -21,6 +22,8 @@ from router.http.request_headers import api_key, header
 from router.model_catalog import ServedModel
 from router.output.base import OutputParser
 from router.requests.request import GenerationRequest
+from router.text.bad_words import bad_word_ids
+from router.text.continue_message import before_mark, with_mark
 
 _MAX_KEY_CHARS = 256
 """Maximum length of a session's or tenant's name; the rest is cut off."""
@@ -60,12 +63,14 @@ def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
             "--tool-call-parser NAME",
             param="tools",
         )
-    return model.tokenizer.render_chat(
-        [message.for_template() for message in body.messages],
+    messages = [message.for_template() for message in body.messages]
+    text = model.tokenizer.render_chat(
+        with_mark(messages) if body.continue_final_message else messages,
         tools=[tool.for_template() for tool in tools],
         add_generation_prompt=body.add_generation_prompt is not False,
         kwargs=body.chat_template_kwargs,
     )
+    return before_mark(text) if body.continue_final_message else text
 
 
 def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> ChatGeneration:
@@ -73,8 +78,11 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     if body.must_call:
         raise BadRequest("a tool_choice that forces a call is not supported yet", param="tool_choice")
     text = chat_prompt(body, model)
-    _check_length(model, text, "messages")
+    _check_length(body, model, text, "messages")
     request = _generation_request(body, model, model.tokenizer.encode_chat(text), "messages", caller)
+    last = body.messages[-1]
+    if body.echo and last.role == "assistant":
+        request = request._replace(echo=last.content or "")
     functions = frozenset(tool.function.name for tool in body.offered_tools)
     new_parser = model.output_formats.parser(text, functions, single_call=body.parallel_tool_calls is False)
     if new_parser is not None:
@@ -85,16 +93,37 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
 def completion_generation(
     body: CompletionRequest, model: ServedModel, prompt: str | list[int], caller: Caller
 ) -> GenerationRequest:
-    if isinstance(prompt, str):
-        _check_length(model, prompt, "prompt")
-        prompt = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-    return _generation_request(body, model, prompt, "prompt", caller)
+    if not isinstance(prompt, str):
+        prompt_ids = prompt
+    elif body.suffix:
+        prompt_ids = _fill_in_the_middle(body, model, prompt, body.suffix)
+    else:
+        _check_length(body, model, prompt, "prompt")
+        prompt_ids = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+    generation = _generation_request(body, model, prompt_ids, "prompt", caller)
+    if not body.echo or not generation.detokenize:
+        return generation
+    kept = generation.engine.prompt_ids
+    if isinstance(prompt, str) and len(kept) == len(prompt_ids):
+        return generation._replace(echo=prompt)
+    return generation._replace(echo=model.tokenizer.decode(kept, skip_special_tokens=generation.skip_special_tokens))
 
 
-def _check_length(model: ServedModel, text: str, param: str) -> None:
+def _fill_in_the_middle(body: CompletionRequest, model: ServedModel, prompt: str, suffix: str) -> list[int]:
+    tokenizer, fim = model.tokenizer, model.tokenizer.fim_ids
+    if fim is None:
+        raise BadRequest("this model has no fill-in-the-middle tokens, which suffix needs", param="suffix")
+    _check_length(body, model, prompt, "prompt")
+    _check_length(body, model, suffix, "suffix")
+    begin = tokenizer.encode("", add_special_tokens=body.add_special_tokens is not False)
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, suffix))
+    return [*begin, fim.prefix, *before, fim.suffix, *after, fim.middle]
+
+
+def _check_length(body: CompletionRequestBase, model: ServedModel, text: str, param: str) -> None:
     """Refuse what cannot fit before it is encoded."""
     at_least = model.tokenizer.min_tokens(text)
-    if at_least > model.max_model_len:
+    if at_least > model.max_model_len and body.truncate_prompt_tokens is None:
         raise _too_long(model, f"at least {at_least}", at_least, 0, param)
 
 
@@ -119,25 +148,48 @@ def _generation_request(
         raise BadRequest("the prompt is empty", param=param)
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
         raise BadRequest(f"token ids must be at least 0 and below {model.vocab_size}", param=param)
-    room, wanted = model.max_model_len - len(prompt_ids), body.token_limit
+    wanted = body.token_limit
+    prompt_ids = _truncated(prompt_ids, body.truncate_prompt_tokens, model.max_model_len - max(1, wanted or 0))
+    room = model.max_model_len - len(prompt_ids)
     explicit = body.model_fields_set & {"max_tokens", "max_completion_tokens"}
     if room < 1 or (wanted is not None and explicit and wanted > room):
         asked = wanted if wanted is not None and explicit else 1
         raise _too_long(model, str(len(prompt_ids) + asked), len(prompt_ids), asked, param)
     defaults = model.sampling_defaults
     usual = defaults.max_tokens and max(defaults.max_tokens, body.min_tokens or 0)
-    max_tokens = min(wanted or usual or room, room)
-    sampling = sampling_params(body, max_tokens=max_tokens, eos_token_ids=model.eos_token_ids, defaults=defaults)
-    beyond = [token_id for token_id in body.stop_token_ids or () if token_id >= model.vocab_size]
-    if beyond:
-        raise BadRequest(f"token id {beyond[0]} is not below {model.vocab_size}", param="stop_token_ids")
+    max_tokens = min(wanted or usual or room, room) if wanted != 0 else 1
+    sampling = sampling_params(
+        body,
+        max_tokens=max_tokens,
+        eos_token_ids=model.eos_token_ids,
+        bad_words=_bad_words(body, model) if body.bad_words else [],
+        defaults=defaults,
+    )
+    for param, ids in (("stop_token_ids", body.stop_token_ids), ("allowed_token_ids", body.allowed_token_ids)):
+        beyond = [token_id for token_id in ids or () if not 0 <= token_id < model.vocab_size]
+        if beyond:
+            raise BadRequest(f"token id {beyond[0]} is not at least 0 and below {model.vocab_size}", param=param)
     if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
         raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
     return GenerationRequest(
         EngineRequest(prompt_ids, sampling, body.cache_salt or "", body.priority or 0),
         stop=tuple(body.stop),
         client_stop_ids=frozenset(body.stop_token_ids or ()),
+        include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        detokenize=body.detokenize is not False,
+        prompt_only=wanted == 0,
         tenant=caller.tenant,
         session=caller.session,
     )
+
+
+def _truncated(prompt_ids: list[int], limit: int | None, longest: int) -> list[int]:
+    """The last `limit` tokens; -1: the last `longest`, which leave room for the answer."""
+    if limit is None:
+        return prompt_ids
+    return prompt_ids[-(max(1, longest) if limit == -1 else limit) :]
+
+
+def _bad_words(body: CompletionRequestBase, model: ServedModel) -> list[list[int]]:
+    return bad_word_ids(body.bad_words or (), partial(model.tokenizer.encode, add_special_tokens=False))

@@ -25,7 +25,7 @@ class ChatFormat(BaseFormat):
         self.text_only = self.text_only and not parsers
 
     def opening(self, generation: Generation, index: int) -> list[Json]:
-        chunk = self.chunk(self._choice(index, {"role": "assistant", "content": ""}))
+        chunk = self.chunk(self._choice(index, {"role": "assistant", "content": generation.request.echo}))
         if self.options.with_token_ids:
             chunk["prompt_token_ids"] = generation.request.engine.prompt_ids
         return [chunk]
@@ -49,7 +49,8 @@ class ChatFormat(BaseFormat):
         return [*chunks, chunk]
 
     def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
-        entries = [entry for delta in deltas for entry in chat_logprobs(self.tokenizer, delta)]
+        as_ids = self.options.tokens_as_ids
+        entries = [entry for delta in deltas for entry in chat_logprobs(self.tokenizer, delta, tokens_as_ids=as_ids)]
         return {"content": entries, "refusal": None}
 
     def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
@@ -57,6 +58,7 @@ class ChatFormat(BaseFormat):
         for index, (generation, parts) in enumerate(zip(generations, deltas, strict=True)):
             text = "".join(part.text for part in parts)
             message = parse_whole(self._parsers[index], text) if self._parsers else ParsedMessage(text)
+            message.content = generation.request.echo + message.content
             choice: Json = {
                 "index": index,
                 "message": _message(message),
@@ -75,6 +77,8 @@ class ChatFormat(BaseFormat):
         }
         if self.options.with_token_ids:
             body["prompt_token_ids"] = generations[0].request.engine.prompt_ids
+        if self.options.with_prompt_logprobs:
+            body["prompt_logprobs"] = None
         return body
 
     def _parsed(self, text: str, index: int) -> ParsedDelta:

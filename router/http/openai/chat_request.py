@@ -18,10 +18,12 @@ class ChatRequest(CompletionRequestBase):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    """The answer continues the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
@@ -41,6 +43,8 @@ class ChatRequest(CompletionRequestBase):
     def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed with logprobs=true")
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise ValueError("continue_final_message is only allowed with add_generation_prompt=false")
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from router.http.format import FormatOptions
 from router.http.json_body import Json
@@ -18,19 +18,35 @@ class CompletionFormat(BaseFormat):
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, num_choices: int) -> None:
         super().__init__(options, tokenizer, "text_completion")
-        skip = options.skip_special_tokens
         count = num_choices if options.with_logprobs else 0
-        self._logprobs = [TextLogprobs(tokenizer, skip_special_tokens=skip) for _ in range(count)]
+        self._logprobs = [
+            TextLogprobs(
+                tokenizer, skip_special_tokens=options.skip_special_tokens, tokens_as_ids=options.tokens_as_ids
+            )
+            for _ in range(count)
+        ]
         self._single = num_choices == 1
 
-    def opening(self, generation: Generation, index: int) -> list[Json]:
-        if not self.options.with_token_ids:
-            return []
-        ids = generation.request.engine.prompt_ids
-        chunk = self.chunk({**self._choice(index, ""), "prompt_token_ids": ids, "token_ids": []})
-        if self._single:
-            chunk["prompt_token_ids"] = ids
-        return [chunk]
+    def opening(self, generation: Generation, index: int) -> Iterator[Json]:
+        options, ids = self.options, generation.request.engine.prompt_ids
+        if not (options.with_token_ids or options.echo):
+            return
+        chunk = self.chunk(self._choice(index, generation.request.echo))
+        if options.with_token_ids:
+            chunk["choices"][0] |= {"prompt_token_ids": ids, "token_ids": []}
+            if self._single:
+                chunk["prompt_token_ids"] = ids
+        logprobs = iter(self.echoed_logprobs(generation, index))
+        chunk["choices"][0]["logprobs"] = next(logprobs, None)
+        yield chunk
+        for portion in logprobs:
+            yield self.chunk({**self._choice(index, ""), "logprobs": portion})
+
+    def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
+        if not (self.options.echo and self.options.with_logprobs):
+            return ()
+        request = generation.request
+        return self._logprobs[index].render_prompt(request.engine.prompt_ids, generation.prompt_logprobs, request.echo)
 
     def delta(self, delta: Delta, index: int) -> list[Json]:
         choice = self._shown(delta, index)
@@ -60,10 +76,12 @@ class CompletionFormat(BaseFormat):
         for index, (generation, parts) in enumerate(zip(generations, deltas, strict=True)):
             choice: Json = {
                 "index": index,
-                "text": "".join(part.text for part in parts),
+                "text": generation.request.echo + "".join(part.text for part in parts),
                 "logprobs": None,
                 **reasons(generation.outcome),
             }
+            if self.options.with_prompt_logprobs:
+                choice["prompt_logprobs"] = None
             if self.options.with_token_ids:
                 choice |= {"prompt_token_ids": generation.request.engine.prompt_ids, "token_ids": all_ids(parts)}
             choices.append(choice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from router.http.openai.checks import MAX_INT, items
 from router.http.openai.shared_fields import MAX_LOGPROBS, CompletionRequestBase
@@ -16,9 +16,11 @@ class CompletionRequest(CompletionRequestBase):
     """Body of `POST /v1/completions`. `prompt` is a list of prompts once validated."""
 
     prompt: list[str] | list[list[int]]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = True
+    suffix: str | None = None
+    """Text after the answer, for models with fill-in-the-middle tokens."""
 
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
     @classmethod
@@ -36,9 +38,22 @@ class CompletionRequest(CompletionRequestBase):
             raise ValueError("must not be empty")
         return prompts
 
+    @model_validator(mode="after")
+    def _check_suffix(self) -> CompletionRequest:
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise ValueError("suffix is only allowed with prompts that are strings")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            raise ValueError("suffix is not allowed with truncate_prompt_tokens")
+        return self
+
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        shown = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in shown if count is not None), default=None)
 
 
 def _are_token_ids(value: Any) -> bool:

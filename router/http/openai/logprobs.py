@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from common.control.messages import TokenLogprobs
+from common.control.messages import PromptLogprobs, TokenLogprobs
 from router.http.json_body import Json
 from router.requests.request import Delta
 from router.text.detokenizer import Detokenizer
@@ -14,22 +14,40 @@ _LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> list[Json]:
+PROMPT_PORTION = 64
+"""Prompt tokens whose log-probabilities are formatted before other tasks of the event loop run."""
+
+
+def _as_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def prompt_entry(tokenizer: Tokenizer, token_id: int, found: PromptLogprobs) -> Json:
+    """One position in `prompt_logprobs`: the prompt's token, then the most likely ones, by token id."""
+    entry: Json = {str(token_id): _ranked(tokenizer, token_id, found.logprob, found.rank)}
+    for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
+        entry.setdefault(str(other), _ranked(tokenizer, other, logprob, rank))
+    return entry
+
+
+def _ranked(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> Json:
+    return {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": tokenizer.text_of(token_id)}
+
+
+def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, tokens_as_ids: bool = False) -> list[Json]:
     """The log-probability entries of `/v1/chat/completions`."""
+
+    def shown(token_id: int, logprob: float) -> Json:
+        piece = _as_id(token_id).encode() if tokens_as_ids else tokenizer.pieces.piece(token_id)
+        return {"token": piece.decode(errors="replace"), "logprob": max(logprob, _LOWEST), "bytes": list(piece)}
+
     entries: list[Json] = []
     for token_id, found in zip(delta.token_ids, delta.logprobs or [], strict=False):
-        entry = _chat_entry(tokenizer, token_id, found.logprob)
-        entry["top_logprobs"] = [
-            _chat_entry(tokenizer, other, logprob)
-            for other, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
-        ]
+        entry = shown(token_id, found.logprob)
+        pairs = zip(found.top_ids, found.top_logprobs, strict=True)
+        entry["top_logprobs"] = [shown(other, logprob) for other, logprob in pairs]
         entries.append(entry)
     return entries
-
-
-def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
-    piece = tokenizer.pieces.piece(token_id)
-    return {"token": piece.decode(errors="replace"), "logprob": max(logprob, _LOWEST), "bytes": list(piece)}
 
 
 class TextLogprobs:
@@ -38,24 +56,40 @@ class TextLogprobs:
     A token's offset is that of the first character in the choice's text that the token contains, wholly or in part.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._text = Detokenizer(tokenizer.pieces, skip_special_tokens=skip_special_tokens)
-        self._offset = 0
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, tokens_as_ids: bool = False) -> None:
+        self._name = _as_id if tokens_as_ids else tokenizer.text_of
+        self._pieces, self._skip_special_tokens = tokenizer.pieces, skip_special_tokens
+        self._begin_text(0)
 
-    def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
-        """The `logprobs` object of these tokens."""
+    def _begin_text(self, offset: int) -> None:
+        self._text = Detokenizer(self._pieces, skip_special_tokens=self._skip_special_tokens)
+        self._offset = offset
+
+    def render_prompt(self, token_ids: Sequence[int], logprobs: Sequence[PromptLogprobs], text: str) -> Iterator[Json]:
+        """The `logprobs` objects of an echoed prompt, in portions; the answer's offsets continue after its `text`."""
+        found = [None, *logprobs]
+        for start in range(0, len(token_ids), PROMPT_PORTION):
+            yield self.render(token_ids[start : start + PROMPT_PORTION], found[start : start + PROMPT_PORTION])
+        self._begin_text(len(text))
+
+    def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | PromptLogprobs | None]) -> Json:
+        """The `logprobs` object of these tokens. None: the first token of a prompt has no log-probability."""
         tokens: list[str] = []
         offsets: list[int] = []
-        tops: list[dict[str, float]] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
         for token_id, found in zip(token_ids, logprobs, strict=False):
-            text = self._tokenizer.text_of(token_id)
+            text = self._name(token_id)
             tokens.append(text)
             offsets.append(self._offset)
             self._offset += len(self._text.push(token_id))
+            if found is None:
+                values.append(None)
+                tops.append(None)
+                continue
+            values.append(max(found.logprob, _LOWEST))
             pairs = zip(found.top_ids, found.top_logprobs, strict=True)
-            top = {self._tokenizer.text_of(other): max(logprob, _LOWEST) for other, logprob in pairs}
+            top = {self._name(other): max(logprob, _LOWEST) for other, logprob in pairs}
             top.setdefault(text, max(found.logprob, _LOWEST))
             tops.append(top)
-        values = [max(found.logprob, _LOWEST) for found in logprobs]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

@@ -21,10 +21,9 @@ def samples(request: GenerationRequest, count: int, *, ranked: bool) -> list[Gen
     if ranked and sampling.logprobs is None:
         sampling = sampling._replace(logprobs=0)
     seeds = [(sampling.seed + index * _SEED_STEP) % 2**64 for index in range(count)]
-    return [
-        request._replace(engine=request.engine._replace(sampling=sampling._replace(seed=seed)), shared=shared)
-        for seed in seeds
-    ]
+    each = [sampling._replace(seed=seed, prompt_logprobs=None) for seed in seeds]
+    each[0] = sampling  # the first one has the prompt computed
+    return [request._replace(engine=request.engine._replace(sampling=sampling), shared=shared) for sampling in each]
 
 
 def most_likely(deltas: Sequence[list[Delta]], computed: int, returned: int) -> list[int]:

@@ -15,9 +15,11 @@ def sampling_params(
     *,
     max_tokens: int,
     eos_token_ids: frozenset[int],
+    bad_words: list[list[int]],
     defaults: SamplingDefaults = NEUTRAL,
 ) -> SamplingParams:
     """The sampling parameters of a request; `defaults` for fields left out. Draws a seed if the request has none.
+    `bad_words`: the request's, tokenized.
 
     Raises: BadRequest.
     """
@@ -44,4 +46,7 @@ def sampling_params(
         min_tokens=min_tokens,
         stop_token_ids=sorted(stop_ids),
         logprobs=body.num_logprobs,
+        allowed_token_ids=body.allowed_token_ids or [],
+        bad_words=bad_words,
+        prompt_logprobs=body.num_prompt_logprobs,
     )

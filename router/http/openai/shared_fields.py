@@ -11,10 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from router.http.openai.checks import MAX_INT, as_object, bounded, items
 
+MAX_STOPS = 64
+"""OpenAI allows 4; every stop string costs time at every token."""
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 262_144
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 MAX_SAMPLES = 128
 MAX_REQUEST_ID = 256
 MAX_PRIORITY = 1000
@@ -35,7 +40,7 @@ class CompletionRequestBase(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
@@ -47,12 +52,27 @@ class CompletionRequestBase(BaseModel):
     seed: int | None = None
     stop: list[str] = Field(default_factory=lambda: [])
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT)]] | None = None
+    include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
+    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    """Only these can be generated."""
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None = None
+    """Texts that must not be generated, as tokenized with and without a space before them."""
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = 0
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = 1
     """Answers to each prompt."""
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     """Answers to compute for each prompt; the `n` most likely ones are returned."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probabilities of each prompt token after the first, and of that many most likely ones."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """Keep only the last tokens of the prompt; -1: as many as leave room for the answer."""
+    echo: bool | None = False
+    """Begin the answer with the prompt's text (chat: with that of the last message, if the assistant's)."""
+    detokenize: bool | None = True
+    """False: the answer has token ids instead of text."""
+    return_tokens_as_token_ids: bool | None = False
+    """Log-probabilities name tokens `token_id:N`."""
     skip_special_tokens: bool | None = True
     return_token_ids: bool | None = False
     stream: bool | None = False
@@ -70,8 +90,8 @@ class CompletionRequestBase(BaseModel):
         stops = [] if value is None else [value] if isinstance(value, str) else items(value)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
             raise ValueError("must be a string or a list of strings")
-        if len(stops) > 4:
-            raise ValueError("at most 4 stop strings are allowed")
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings are allowed")
         if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
             raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
         return stops
@@ -80,6 +100,23 @@ class CompletionRequestBase(BaseModel):
     @classmethod
     def _bound_stop_token_ids(cls, value: Any) -> Any:
         return bounded(value, MAX_STOP_TOKEN_IDS, "token ids")
+
+    @field_validator("allowed_token_ids", mode="before")
+    @classmethod
+    def _bound_allowed_token_ids(cls, value: Any) -> Any:
+        return bounded(value, MAX_ALLOWED_TOKEN_IDS, "token ids")
+
+    @field_validator("bad_words", mode="before")
+    @classmethod
+    def _bound_bad_words(cls, value: Any) -> Any:
+        return bounded(value, MAX_BAD_WORDS, "bad words")
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _check_truncation(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be -1 or at least 1")
+        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -95,6 +132,10 @@ class CompletionRequestBase(BaseModel):
     def _check_together(self) -> CompletionRequestBase:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is not allowed with stream=true; echo with logprobs is")
+        if self.detokenize is False and self.stop:
+            raise ValueError("stop strings need detokenize=true; stop_token_ids do not")
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise ValueError(f"best_of is {self.best_of}, less than n, which is {self.n}")
         if self.stream and self.num_samples > (self.n or 1):
@@ -110,6 +151,11 @@ class CompletionRequestBase(BaseModel):
     def num_samples(self) -> int:
         """Answers to compute for each prompt."""
         return self.best_of or self.n or 1
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As in `SamplingParams.prompt_logprobs`."""
+        return self.prompt_logprobs
 
     @property
     def token_limit(self) -> int | None:

@@ -66,7 +66,7 @@ def test_a_whole_answer_with_a_call_has_its_arguments_joined() -> None:
             outcome=Outcome("stop"),
             completion_tokens=2,
             cached_tokens=0,
-            request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=[1])),
+            request=SimpleNamespace(engine=SimpleNamespace(prompt_ids=[1]), echo=""),
         ),
     )
     body = _form(CallAfterBar()).whole([generation], [[Delta("|{", [1], None), Delta(" ", [2], None)]])
