@@ -18,7 +18,7 @@ from router.http.openai.build_request import Caller, _generation_request
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.shared_fields import CompletionRequestBase
-from router.model_catalog import ModelCatalog, ServedModel, load
+from router.model_catalog import LoadOptions, ModelCatalog, ServedModel, load
 from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 
 QWEN25 = {
@@ -113,8 +113,8 @@ def test_none_leaves_openais_defaults(folder: Path) -> None:
 
 
 def test_the_model_that_the_nodes_report_has_its_defaults_too(folder: Path) -> None:
-    assert load(str(folder), "shown", None, "auto").sampling_defaults.temperature == 0.7
-    assert load(str(folder), "shown", None, "none").sampling_defaults is NEUTRAL
+    assert load(str(folder), "shown", LoadOptions(None, "auto")).sampling_defaults.temperature == 0.7
+    assert load(str(folder), "shown", LoadOptions(None, "none")).sampling_defaults is NEUTRAL
 
 
 def test_the_demo_model_sets_nothing() -> None:
