@@ -20,7 +20,7 @@ a message, and standard output has the answers only.
 
 [bold]Examples:[/bold] kvrelay chat --system 'Answer in one sentence.' --temperature 0
 
-  echo 'What is the capital of France?' | kvrelay chat
+  echo 'What is the capital of France?' | kvrelay chat --temperature 0
 
 Exit codes: 0 done, 1 an answer failed (from a pipe), 2 wrong usage, 3 no server.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import TextIO
@@ -48,6 +49,8 @@ def banner(
     listing = "\n".join(f"  {name:<{name_width}}  pid {pid:<{pid_width}}  {address}" for name, pid, address in rows)
     key = ' -H "Authorization: Bearer $KVRELAY_API_KEY"' if needs_key else ""
     url = urls[0]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    request = {"model": model, "messages": messages, "temperature": 0}
     return f"""
 kvrelay is ready at {", ".join(urls)} (after {took_s:.1f} s), serving the model {model}:
 
@@ -58,7 +61,7 @@ Kernels: {"; ".join(kernels)}
 Try it:
 
   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    -d '{json.dumps(request)}'
 
 The API is described at {url}/docs. `kvrelay admin nodes` shows what each node does. Ctrl-C stops everything.
 """
