@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 from common.base.errors import ClientError, KvRelayError, RequestTimeout
 from router.http.answer_types import ChatCompletion, Completion
+from router.http.anthropic.routes import add_anthropic_routes
 from router.http.api_keys import OPEN_PATHS, KeyGuard
-from router.http.openai.build_request import caller_of, chat_generation, completion_generation
+from router.http.openai.build_request import caller_of, completion_generation
 from router.http.openai.chat_format import ChatFormat
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_format import CompletionFormat
@@ -26,7 +27,7 @@ from router.http.openapi import OF_GENERATION, described, document
 from router.http.operator_routes import add_operator_routes, version
 from router.http.response_headers import headers
 from router.http.responses import error_response
-from router.http.serve import assign_ids, format_options, ids_of, maybe_on_thread, parse, serve
+from router.http.serve import assign_ids, format_options, ids_of, maybe_on_thread, parse, prepare_chat, serve
 from router.http.services import Services
 from router.http.tokenize_routes import add_tokenize_routes
 
@@ -38,6 +39,7 @@ def build(services: Services) -> FastAPI:
     _add_error_handlers(app, services)
     add_operator_routes(app, services)
     add_tokenize_routes(app, services)
+    add_anthropic_routes(app, services)
     _add_completion_routes(app, services)
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"}:
@@ -56,13 +58,10 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         """Answer a conversation, like OpenAI's endpoint of the same name."""
         assign_ids(request, "chatcmpl")
         body, size = await parse(request, services, ChatRequest)
-        model = services.catalog.get(body.model)
-        caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
-        services.dispatcher.check_room(body.num_samples, caller.tenant)
-        generation, new_parser = await maybe_on_thread(size, lambda: chat_generation(body, model, caller))
-        parsers = [] if new_parser is None else [new_parser() for _ in range(body.n or 1)]
-        form = ChatFormat(format_options(request, body, model), model.tokenizer, parsers)
-        return await serve(request, services, [generation], form, stream=bool(body.stream))
+        chat = await prepare_chat(request, services, body, size)
+        options = format_options(request, body, chat.model)
+        form = ChatFormat(options, chat.model.tokenizer, chat.parsers(body.n or 1))
+        return await serve(request, services, [chat.generation.request], form, stream=bool(body.stream))
 
     @app.post("/v1/completions", openapi_extra=_generates(Completion, CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -99,7 +98,7 @@ def _add_error_handlers(app: FastAPI, services: Services) -> None:
         if isinstance(known, RequestTimeout):
             # The rest of the body would be parsed as the connection's next request.
             shown.append((b"connection", b"close"))
-        return error_response(known, shown)
+        return error_response(known, request.scope, shown)
 
     for kind in (HTTPException, KvRelayError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)

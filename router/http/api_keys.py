@@ -34,6 +34,6 @@ class KeyGuard:
         if any(matches):
             await self._app(scope, receive, send)
         else:
-            refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
+            refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
             self._count(refusal.http_status)
-            await error_response(refusal, [(b"www-authenticate", b"Bearer")])(scope, receive, send)
+            await error_response(refusal, scope, [(b"www-authenticate", b"Bearer")])(scope, receive, send)

@@ -86,7 +86,10 @@ def document(app: FastAPI, *, with_keys: bool, open_paths: Iterable[str]) -> Jso
         for method in sorted(route.methods or ()):
             if method != "HEAD":
                 paths.setdefault(path, {})[method.lower()] = _operation(route, call, refs, guarded=guarded)
-    schemes = {"bearer": {"type": "http", "scheme": "bearer"}}
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -131,7 +134,7 @@ def _operation(route: APIRoute, call: Described, refs: dict[Any, Json], *, guard
     if call.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[call.body]}}}
     if guarded:
-        operation["security"] = [{"bearer": []}]
+        operation["security"] = [{"bearer": []}, {"x-api-key": []}]
     return operation
 
 

@@ -14,6 +14,8 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def api_key(scope: Scope) -> str:
-    """The API key of a request; empty if none. The scheme's case and spaces around the key do not matter."""
+    """The API key of a request: a bearer token, else the `x-api-key` of Anthropic's clients; empty if none. The scheme's case
+    and spaces around the key do not matter.
+    """
     scheme, _, key = header(scope, b"authorization").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else header(scope, b"x-api-key").strip()

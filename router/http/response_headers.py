@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ class RequestIds(NamedTuple):
 
     @staticmethod
     def make(prefix: str, client: str) -> RequestIds:
-        """A new unique id; not a secret."""
-        return RequestIds(f"{prefix}-{random.getrandbits(96):024x}", printable(client))
+        """A new unique id, which nobody can guess."""
+        return RequestIds(f"{prefix}-{secrets.token_hex(12)}", printable(client))
 
     def headers(self) -> RawHeaders:
         """`x-request-id` is the client's own if it gave one."""

@@ -1,4 +1,4 @@
-"""HTTP responses: a stream of events, JSON, errors in OpenAI's shape. Router process, event loop."""
+"""HTTP responses: a stream of events, JSON, errors. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from starlette.types import Receive, Scope, Send
 from common.base.errors import KvRelayError
 from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
-from router.http.json_body import error_body, to_json
+from router.http.error_shapes import shaped_error
+from router.http.json_body import to_json
 from router.http.response_headers import RawHeaders
 
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"content-type", b"text/event-stream; charset=utf-8")]
@@ -46,10 +47,10 @@ class JsonResponse(Response):
         self.raw_headers += headers or []
 
 
-def error_response(error: KvRelayError, headers: RawHeaders | None = None) -> JsonResponse:
-    """An error with its status, in OpenAI's shape."""
+def error_response(error: KvRelayError, scope: Scope, headers: RawHeaders | None = None) -> JsonResponse:
+    """An error with its status, in the shape of the API that the path belongs to."""
     extra = list(headers or [])
     retry_after = getattr(error, "retry_after_s", 1.0 if error.http_status == 503 else None)
     if retry_after is not None:
         extra.append((b"retry-after", b"%d" % max(1, round(retry_after))))
-    return JsonResponse(error_body(error), error.http_status, extra)
+    return JsonResponse(shaped_error(scope["path"], error), error.http_status, extra)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -14,6 +14,8 @@ from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.body import read_body
 from router.http.format import Format, FormatOptions
+from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
+from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import RequestT, parse_body
 from router.http.openai.samples import samples
 from router.http.openai.shared_fields import CompletionRequestBase
@@ -22,6 +24,7 @@ from router.http.response_headers import RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
 from router.model_catalog import ServedModel
+from router.output.base import OutputParser
 from router.requests.request import GenerationRequest
 
 _T = TypeVar("_T")
@@ -59,6 +62,29 @@ async def read_and(request: Request, services: Services, work: Callable[[bytes],
 async def maybe_on_thread(size: int, work: Callable[[], _T]) -> _T:
     """`work()` on the event loop if the body is small, else on a thread."""
     return work() if size <= _THREAD_BYTES else await asyncio.to_thread(work)
+
+
+class PreparedChat(NamedTuple):
+    """A chat request, ready to run."""
+
+    model: ServedModel
+    generation: ChatGeneration
+
+    def parsers(self, count: int = 1) -> list[OutputParser]:
+        """One for each choice; none if all text is content."""
+        new_parser = self.generation.new_parser
+        return [] if new_parser is None else [new_parser() for _ in range(count)]
+
+
+async def prepare_chat(request: Request, services: Services, body: ChatRequest, size: int) -> PreparedChat:
+    """Render and tokenize a conversation. `size`: bytes of its body.
+
+    Raises: NotFound for the model, BadRequest, Overloaded, Unavailable.
+    """
+    model = services.catalog.get(body.model)
+    caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
+    services.dispatcher.check_room(body.num_samples, caller.tenant)
+    return PreparedChat(model, await maybe_on_thread(size, lambda: chat_generation(body, model, caller)))
 
 
 def format_options(request: Request, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
@@ -114,7 +140,7 @@ async def serve(
     except KvRelayError as error:
         # Handled here, not in the application's handler, because the headers of a failure also name the nodes tried.
         services.metrics.http_error(error.http_status)
-        return error_response(error, headers(ids, answer.failed_generation(error)))
+        return error_response(error, request.scope, headers(ids, answer.failed_generation(error)))
     finally:
         if not handed_over:
             answer.close()

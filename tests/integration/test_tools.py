@@ -12,44 +12,24 @@ import openai
 import pydantic
 import pytest
 from support.router_bench import Bench, play, script_of
-from support.stub_node import make_model_folder
-from tokenizers import AddedToken, Tokenizer
+from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
+from tokenizers import Tokenizer
 
-TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}
-{%- for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}
-    {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}</s>
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% if thinking %}<think>
-{% endif %}{% endif %}{# </think> #}"""
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"city": {}}}}}
     for name in ("weather", "time")
 ]
 ASKED: Any = [{"role": "user", "content": "Paris?"}]
-CALLS = """Let me look.
-<tool_call>
-{"name": "weather", "arguments": {"city": "Zürich"}}
-</tool_call>
-<tool_call>
-{"name": "time", "arguments": {}}
-</tool_call>"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_model_folder(tmp_path_factory.mktemp("tools") / "stub-model")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken("<tool_call>", special=True), AddedToken("</tool_call>", special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return folder
+    return make_tool_model(tmp_path_factory.mktemp("tools") / "stub-model")
 
 
 def _play(folder: Path, answer: str, scene: Callable[[Bench], Awaitable[None]], **config: Any) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    play(folder, scene, script=script_of(answer, tokenizer), vocab_size=402, config=config)
+    play(folder, scene, script=script_of(answer, tokenizer), vocab_size=VOCAB_SIZE, config=config)
 
 
 def _prompt(bench: Bench, folder: Path) -> str:

@@ -1,7 +1,7 @@
 """Runs a command against a router on stub nodes: `python -m support.stub_server COMMAND...`; the exit code is the command's.
 
 In the command, `{url}` is replaced by the router's address, `{document}` by a file with its /openapi.json. The router wants
-the API key `key`.
+the API key `key` and answers every request with `support.tool_model.CALLS`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import tempfile
 from pathlib import Path
 
 import httpx
-from support.stub_node import StubNode, make_model_folder, running_stack
+from support.router_bench import script_of
+from support.stub_node import StubNode, running_stack
+from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
+from tokenizers import Tokenizer
 
 from common.config.service_configs import RouterConfig
 
@@ -20,8 +23,12 @@ from common.config.service_configs import RouterConfig
 async def run(command: list[str]) -> int:
     """Run it; returns its exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        model = str(make_model_folder(Path(folder) / "stub-model"))
-        nodes = [StubNode(role, f"{role}-0", model, remembers=False) for role in ("prefill", "decode")]
+        model = make_tool_model(Path(folder) / "stub-model")
+        answer = script_of(CALLS, Tokenizer.from_file(str(model / "tokenizer.json")))
+        nodes = [
+            StubNode(role, f"{role}-0", str(model), answer, vocab_size=VOCAB_SIZE, remembers=False)
+            for role in ("prefill", "decode")
+        ]
         async with running_stack(RouterConfig(api_key="key"), *nodes) as stack:
             document = Path(folder) / "openapi.json"
             async with httpx.AsyncClient(headers={"authorization": "Bearer key"}) as http:

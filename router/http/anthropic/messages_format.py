@@ -1,0 +1,144 @@
+"""Response shapes of `/v1/messages`: a list of blocks, or the events that build it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from common.base.errors import KvRelayError
+from router.http.error_shapes import anthropic_error
+from router.http.json_body import Json
+from router.http.openai.checks import as_object
+from router.http.parsed_format import ParsedFormat
+from router.http.response_headers import serving_details
+from router.output.base import ParsedDelta, ToolCallDelta
+from router.requests.generation import Generation
+from router.requests.request import Delta, Outcome
+
+_EMPTY: dict[str, Json] = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+
+
+class MessagesFormat(ParsedFormat):
+    """Invariant: at most one block of the stream is open."""
+
+    _block = -1
+    """Index of the newest block."""
+    _open: str | None = None
+    """Its type, while it is open."""
+    _called = False
+
+    def opening(self, generation: Generation, index: int) -> list[Json]:
+        message = self._message([], None, None, _usage(generation, 0))
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def events(self, parsed: ParsedDelta) -> list[Json]:
+        found: list[Json] = []
+        if parsed.reasoning:
+            found += self._in_block("thinking", {"type": "thinking_delta", "thinking": parsed.reasoning})
+        if parsed.content:
+            found += self._in_block("text", {"type": "text_delta", "text": parsed.content})
+        for call in parsed.tool_calls:
+            found += self._call(call)
+        return found
+
+    def last_events(self, generation: Generation) -> list[Json]:
+        reason, sequence = _stop(generation.outcome, called=self._called)
+        last: Json = {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": sequence},
+            "usage": _usage(generation),
+            "kvrelay": serving_details(generation),
+        }
+        return [*self._close(), last, {"type": "message_stop"}]
+
+    def failure(self, error: KvRelayError, generation: Generation) -> Json:
+        return {**anthropic_error(error), "kvrelay": serving_details(generation)}
+
+    def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
+        (generation,), (parts,) = generations, deltas
+        parsed = self._whole(parts)
+        blocks: list[Json] = []
+        if parsed.reasoning:
+            blocks.append({**_EMPTY["thinking"], "thinking": parsed.reasoning})
+        if parsed.content:
+            blocks.append({**_EMPTY["text"], "text": parsed.content})
+        blocks += [{**_tool_use(call), "input": _input(call.arguments)} for call in parsed.tool_calls]
+        stop = _stop(generation.outcome, called=bool(parsed.tool_calls))
+        return self._message(blocks, *stop, _usage(generation))
+
+    def _message(self, blocks: list[Json], reason: str | None, sequence: str | None, usage: Json) -> Json:
+        return {
+            "id": self.options.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.options.model,
+            "content": blocks,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": usage,
+        }
+
+    def _in_block(self, kind: str, delta: Json) -> list[Json]:
+        before = [] if self._open == kind else self._start(kind, _EMPTY[kind])
+        return [*before, self._delta(delta)]
+
+    def _call(self, call: ToolCallDelta) -> list[Json]:
+        found: list[Json] = []
+        if call.name is not None:
+            self._called = True
+            found += self._start("tool_use", {**_tool_use(call), "input": {}})
+        if call.arguments:
+            found.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        return found
+
+    def _start(self, kind: str, block: Json) -> list[Json]:
+        closed = self._close()
+        self._block, self._open = self._block + 1, kind
+        return [*closed, {"type": "content_block_start", "index": self._block, "content_block": block}]
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._block, "delta": delta}
+
+    def _close(self) -> list[Json]:
+        if self._open is None:
+            return []
+        self._open = None
+        return [{"type": "content_block_stop", "index": self._block}]
+
+
+def _tool_use(call: ToolCallDelta) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments as an object; those that the token limit cut off stay text."""
+    try:
+        found = as_object(from_json(arguments or "{}"))
+    except ValueError:
+        found = None
+    return {"partial_json": arguments} if found is None else found
+
+
+def _stop(outcome: Outcome | None, *, called: bool) -> tuple[str, str | None]:
+    assert outcome is not None
+    if outcome.finish_reason == "length":
+        return "max_tokens", None
+    if isinstance(outcome.stop_reason, str):
+        return "stop_sequence", outcome.stop_reason
+    return "tool_use" if called else "end_turn", None
+
+
+def _usage(generation: Generation, completion: int | None = None) -> Json:
+    """Token counts; those read from caches are not among the input tokens."""
+    cached = generation.cached_tokens
+    return {
+        "input_tokens": len(generation.request.engine.prompt_ids) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": generation.completion_tokens if completion is None else completion,
+    }

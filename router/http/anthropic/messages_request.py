@@ -1,0 +1,207 @@
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`, and the chat request that means the same. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
+
+from router.http.json_body import Json
+from router.http.openai.chat_request import MAX_MESSAGES
+from router.http.openai.checks import MAX_CONTENT_PARTS, MAX_INT
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class TextBlock(_Body):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(_Body):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(_Body):
+    """Reasoning that only Anthropic can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(_Body):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Body):
+    """What a called tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] = ""
+
+
+_Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Discriminator("type")
+]
+_Texts = Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+
+
+class InputMessage(_Body):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[_Block], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+
+
+class ToolParam(_Body):
+    """A function that the model may call; Anthropic's own tools are not supported."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(_Body):
+    """Whether tools must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = False
+
+
+class Thinking(_Body):
+    """Whether the model reasons first, where its chat template knows `enable_thinking`."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class Metadata(_Body):
+    """`user_id` is used as `user` is in OpenAI's calls."""
+
+    user_id: str | None = None
+
+
+class OutputFormat(_Body):
+    """The answer follows a JSON schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(_Body):
+    """How the answer looks."""
+
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(_Body):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | _Texts | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def chat_request(self) -> Json:
+        """The body of the chat call that means the same; validating it checks what is not checked here."""
+        body: Json = {"model": self.model, "messages": self._chat_messages()}
+        if self.messages[-1].role == "assistant":
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.tools:
+            body["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
+        if self.tool_choice is not None:
+            body |= _tool_choice(self.tool_choice)
+        if self.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = {"name": "answer", "schema": self.output_config.format.schema_, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return body
+
+    def _chat_messages(self) -> list[Json]:
+        messages: list[Json] = []
+        if self.system:
+            messages.append({"role": "system", "content": _text(self.system)})
+        for message in self.messages:
+            messages += _turn(message)
+        return messages
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    metadata: Metadata | None = None
+
+    def chat_request(self) -> Json:
+        body = super().chat_request()
+        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
+            body[name] = getattr(self, name)
+        body["stop"] = self.stop_sequences
+        body["user"] = None if self.metadata is None else self.metadata.user_id
+        return body
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _function(tool: ToolParam) -> Json:
+    return {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+
+
+def _tool_choice(choice: ToolChoice) -> Json:
+    fields: Json = {"tool_choice": {"auto": "auto", "none": "none", "any": "required"}.get(choice.type)}
+    if choice.type == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _turn(message: InputMessage) -> list[Json]:
+    """The chat messages of one turn: each tool result is a message of its own, in the order of the blocks."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    turns: list[Json] = []
+    own: Json | None = None
+    for block in message.content:
+        if isinstance(block, ToolResultBlock):
+            turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
+            own = None
+            continue
+        if own is None:
+            own = {"role": message.role, "content": None}
+            turns.append(own)
+        match block:
+            case TextBlock():
+                own["content"] = block.text if own["content"] is None else own["content"] + "\n" + block.text
+            case ThinkingBlock():
+                own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
+            case ToolUseBlock():
+                call = {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
+                own.setdefault("tool_calls", []).append({**call, "type": "function"})
+            case RedactedThinkingBlock():
+                pass
+    return turns or [{"role": message.role, "content": ""}]

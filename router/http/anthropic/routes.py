@@ -1,0 +1,55 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`. Runs on the router's event loop."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from router.http.anthropic.answer_types import AnthropicMessage, TokenCount
+from router.http.anthropic.messages_format import MessagesFormat
+from router.http.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from router.http.error_shapes import AnthropicError
+from router.http.openai.build_request import chat_prompt
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.parse_body import completion_request, read_object, validated
+from router.http.openapi import OF_BODIES, OF_GENERATION, described
+from router.http.responses import JsonResponse
+from router.http.serve import assign_ids, format_options, maybe_on_thread, prepare_chat, read_and, serve
+from router.http.services import Services
+
+
+def add_anthropic_routes(app: FastAPI, services: Services) -> None:
+    """Add both to the application."""
+
+    @app.post(
+        "/v1/messages",
+        openapi_extra=described(
+            AnthropicMessage,
+            body=MessagesRequest,
+            errors=OF_GENERATION,
+            error=AnthropicError,
+            stream="text/event-stream",
+        ),
+    )
+    async def messages(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Answer a conversation, like Anthropic's endpoint of the same name."""
+        assign_ids(request, "msg")
+        body, size = await read_and(request, services, lambda data: _chat_request(data, MessagesRequest))
+        chat = await prepare_chat(request, services, body, size)
+        form = MessagesFormat(format_options(request, body, chat.model), chat.model.tokenizer, chat.parsers())
+        return await serve(request, services, [chat.generation.request], form, stream=bool(body.stream))
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=described(TokenCount, body=CountTokensRequest, errors=OF_BODIES, error=AnthropicError),
+    )
+    async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The number of prompt tokens that `/v1/messages` would use."""
+        body, size = await read_and(request, services, lambda data: _chat_request(data, CountTokensRequest))
+        model = services.catalog.get(body.model)
+        ids = await maybe_on_thread(size, lambda: model.tokenizer.encode_chat(chat_prompt(body, model)))
+        return JsonResponse({"input_tokens": len(ids)})
+
+
+def _chat_request(data: bytes, kind: type[CountTokensRequest]) -> ChatRequest:
+    return completion_request(validated(read_object(data), kind).chat_request(), ChatRequest)

@@ -1,0 +1,46 @@
+"""Errors in the shapes of other APIs than OpenAI's, by path. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+from common.base.errors import KvRelayError
+from router.http.json_body import Json, error_body
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class AnthropicErrorDetails(TypedDict):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """An error in Anthropic's shape."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+
+
+def anthropic_error(error: KvRelayError) -> Json:
+    """An error, also as the event that ends a stream."""
+    status = error.http_status
+    kind = _KINDS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message or error.code}}
+
+
+def shaped_error(path: str, error: KvRelayError) -> Json:
+    """An error in the shape of the API that the path belongs to; OpenAI's if none."""
+    return anthropic_error(error) if path.startswith("/v1/messages") else error_body(error)

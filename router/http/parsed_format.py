@@ -1,0 +1,58 @@
+"""What the response shapes of named events share (Messages, Responses): one choice, parsed, framed by each event's type. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.http.format import FormatOptions
+from router.http.json_body import Json, to_json
+from router.output.base import OutputParser, ParsedDelta, ParsedMessage, parse_whole
+from router.requests.generation import Generation
+from router.requests.request import Delta
+from router.text.tokenizer import Tokenizer
+
+
+class ParsedFormat:
+    """`parsers`: that of the one choice; none where all text is content."""
+
+    text_only = False
+    done = b""
+
+    def __init__(self, options: FormatOptions, tokenizer: Tokenizer, parsers: Sequence[OutputParser]) -> None:
+        self.options = options
+        self.tokenizer = tokenizer
+        self._parser = parsers[0] if parsers else None
+
+    def events(self, parsed: ParsedDelta) -> list[Json]:
+        """The events of some new output."""
+        raise NotImplementedError
+
+    def last_events(self, generation: Generation) -> list[Json]:
+        """The events after all output."""
+        raise NotImplementedError
+
+    def delta(self, delta: Delta, index: int) -> list[Json]:
+        return self.events(self._parsed(delta.text))
+
+    def closing(self, generation: Generation, index: int, last: Delta) -> list[Json]:
+        rest = ParsedDelta() if self._parser is None else self._parser.finish()
+        return [*self.delta(last, index), *self.events(rest), *self.last_events(generation)]
+
+    def ending(self, generations: Sequence[Generation]) -> list[Json]:
+        return []
+
+    def frame(self, chunk: Json) -> bytes:
+        return b"event: " + chunk["type"].encode() + b"\ndata: " + to_json(chunk) + b"\n\n"
+
+    def text_event(self, text: str, index: int) -> bytes:
+        return b"".join(self.frame(chunk) for chunk in self.events(self._parsed(text)))
+
+    def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
+        return {}
+
+    def _parsed(self, text: str) -> ParsedDelta:
+        return ParsedDelta(text) if self._parser is None else self._parser.push(text)
+
+    def _whole(self, deltas: Sequence[Delta]) -> ParsedMessage:
+        text = "".join(delta.text for delta in deltas)
+        return ParsedMessage(text) if self._parser is None else parse_whole(self._parser, text)
