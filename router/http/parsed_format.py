@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from router.http.format import FormatOptions
 from router.http.json_body import Json, to_json
@@ -49,6 +49,12 @@ class ParsedFormat:
 
     def logprobs(self, deltas: Sequence[Delta], index: int) -> Json:
         return {}
+
+    def echoed_logprobs(self, generation: Generation, index: int) -> Iterable[Json]:
+        return ()
+
+    def prompt_logprobs(self, generation: Generation) -> Iterable[list[Json | None]]:
+        return ()
 
     def _parsed(self, text: str) -> ParsedDelta:
         return ParsedDelta(text) if self._parser is None else self._parser.push(text)
