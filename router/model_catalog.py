@@ -63,7 +63,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
     tokenizer = Tokenizer(folder, chat_template=options.chat_template)
     formats = choose_formats(
         tokenizer.template_source,
-        tokenizer.has_token,
+        lambda token: tokenizer.token_id(token) is not None,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
     )
@@ -85,7 +85,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         defaults,
         digest,
         formats,
-        tokenizer.special_ids(formats.markers),
+        frozenset(marker for each in formats.markers if (marker := tokenizer.special_id(each)) is not None),
     )
 
 

@@ -20,8 +20,11 @@ class ReasoningTags(NamedTuple):
 
         Only the end of the prompt counts: tags within messages mean nothing.
         """
-        end = prompt[-200:].rstrip()
-        return end.endswith(self.open) or (self.always and not end.endswith(self.close))
+        return prompt[-200:].rstrip().endswith(self.open) or (self.always and not self.closed_by(prompt))
+
+    def closed_by(self, prompt: str) -> bool:
+        """Whether the prompt ends with an end of the reasoning, so that the answer has none."""
+        return prompt[-200:].rstrip().endswith(self.close)
 
 
 def reasoning(tags: ReasoningTags, *, opened: bool) -> Format:

@@ -6,7 +6,7 @@ loop. `encode` releases the GIL, so long texts may be encoded on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -105,14 +105,14 @@ class Tokenizer:
         """The source of the chat template for requests with tools; empty if there is none."""
         return "" if self._tool_template is None else self._tool_template.source
 
-    def has_token(self, token: str) -> bool:
-        """Whether `token` is one token."""
-        return self._raw.token_to_id(token) is not None
+    def token_id(self, token: str) -> int | None:
+        """The id of `token`; None if it is no single token."""
+        return self._raw.token_to_id(token)
 
-    def special_ids(self, tokens: Iterable[str]) -> frozenset[int]:
-        """The ids of those of `tokens` that are special tokens."""
-        ids = map(self._raw.token_to_id, tokens)
-        return frozenset(token_id for token_id in ids if token_id in self.pieces.special_ids)
+    def special_id(self, token: str) -> int | None:
+        """The id of `token`; None if it is no special token."""
+        token_id = self._raw.token_to_id(token)
+        return token_id if token_id in self.pieces.special_ids else None
 
     def render_chat(
         self,

@@ -142,3 +142,32 @@ def test_the_operator_can_turn_the_parsers_off(folder: Path) -> None:
         assert plain.choices[0].message.content == "Hm</think>Yes"
 
     _play(folder, "Hm</think>Yes", scene, tool_call_parser="none", reasoning_parser="none")
+
+
+def test_a_forced_call_reaches_the_nodes_as_a_grammar(folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        async def grammar(**fields: Any) -> Any:
+            create: Any = bench.client.chat.completions.create
+            await create(model="stub-model", messages=ASKED, tools=TOOLS, **fields)
+            return bench.decode.requests()[-1].request.sampling.grammar
+
+        assert await grammar() is None
+        assert await grammar(tool_choice="none") is None
+        required = await grammar(tool_choice="required")
+        assert required.after == []
+        assert "<[300]>" in required.source
+        assert '"weather"' in required.source
+        assert '"time"' in required.source
+        named = await grammar(tool_choice={"type": "function", "function": {"name": "time"}})
+        assert '"weather"' not in named.source
+        assert "OTHER_TEXT" not in named.source
+        strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+        assert "OTHER_TEXT" in (await grammar(extra_body={"tools": strict})).source
+
+        wrong: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]
+        with pytest.raises(openai.BadRequestError, match="parameters of f must be of type object"):
+            await bench.client.chat.completions.create(
+                model="stub-model", messages=ASKED, tools=wrong, tool_choice="required"
+            )
+
+    _play(folder, CALLS, scene)

@@ -18,6 +18,7 @@ from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.sampling_params import sampling_params
 from router.http.openai.shared_fields import CompletionRequestBase
+from router.http.openai.tool_choice import call_grammar
 from router.http.request_headers import api_key, header
 from router.model_catalog import ServedModel
 from router.output.base import OutputParser
@@ -75,8 +76,6 @@ def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
 
 def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> ChatGeneration:
     """Raises: BadRequest."""
-    if body.must_call:
-        raise BadRequest("a tool_choice that forces a call is not supported yet", param="tool_choice")
     text = chat_prompt(body, model)
     _check_length(body, model, text, "messages")
     request = _generation_request(body, model, model.tokenizer.encode_chat(text), "messages", caller)
@@ -87,6 +86,10 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     new_parser = model.output_formats.parser(text, functions, single_call=body.parallel_tool_calls is False)
     if new_parser is not None:
         request = request._replace(visible_tokens=model.marker_ids)
+    grammar = call_grammar(body, model, text)
+    if grammar is not None:
+        sampling = request.engine.sampling._replace(grammar=grammar)
+        request = request._replace(engine=request.engine._replace(sampling=sampling))
     return ChatGeneration(request, new_parser)
 
 

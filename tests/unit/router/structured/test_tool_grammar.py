@@ -1,0 +1,178 @@
+"""What a grammar lets a model write is read back as calls with valid arguments."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from common.base.errors import BadRequest
+from router.output.base import ParsedMessage, parse_whole
+from router.output.formats import choose_formats
+from router.structured.tool_grammar import Before, Schema, Vocabulary, can_constrain_choice, tool_grammar
+
+FORMATS = [
+    "hermes", "llama3_json", "pythonic", "llama4_pythonic", "mistral", "deepseek_v3", "deepseek_v31", "openai"
+]  # fmt: skip
+FUNCTIONS = [
+    Schema(
+        "weather",
+        {
+            "type": "object",
+            "properties": {
+                "days": {"type": "integer", "minimum": 0, "maximum": 99},
+                "unit": {"enum": ["c", "f\"'\\", None, True]},
+                "city": {"$ref": "#/$defs/short"},
+                "more": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"short": {"type": "string", "maxLength": 3}},
+        },
+    ),
+    Schema("now", None),
+    Schema("get-some.thing", {"properties": {"x": {"type": "number", "multipleOf": 5}}, "additionalProperties": False}),
+]
+MARKERS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_start|>", "<|python_end|>", "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>",
+    "<|start|>", "<|end|>", "<|constrain|>", "<think>", "</think>",
+]  # fmt: skip
+
+
+def _tokenizer(*markers: str) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>", *markers])
+    return tokenizer
+
+
+def _vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    special = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    return Vocabulary(special.get, tokenizer.token_to_id)
+
+
+def _write(tokenizer: Tokenizer, source: str, seed: int) -> str:
+    """A random text of the grammar."""
+    end = tokenizer.token_to_id("</s>")
+    guide = LLTokenizer(tokenizer.to_str(), eos_token=end)
+    matcher = LLMatcher(guide, source)
+    assert not matcher.is_error(), matcher.get_error()
+    draw, ids = random.Random(seed), []
+    while not matcher.is_stopped() and len(ids) < 3000:
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(mask).tolist()
+        if end in allowed and draw.random() < 0.5:
+            break
+        ids.append(draw.choice([token_id for token_id in allowed if token_id != end]))
+        assert matcher.consume_token(ids[-1]), matcher.get_error()
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _read(format_name: str, text: str, reasoning: str = "none", prompt: str = "") -> ParsedMessage:
+    formats = choose_formats("", lambda _: False, tool_call_parser=format_name, reasoning_parser=reasoning)
+    new_parser = formats.parser(prompt, [each.name for each in FUNCTIONS])
+    assert new_parser is not None
+    return parse_whole(new_parser(), text)
+
+
+def _check(message: ParsedMessage, shown: Any) -> None:
+    assert message.tool_calls, shown
+    assert not message.content, shown
+    for call in message.tool_calls:
+        (function,) = [each for each in FUNCTIONS if each.name == call.name]
+        arguments = json.loads(call.arguments)
+        jsonschema.validate(arguments, function.parameters or {"maxProperties": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [(name, special) for name in FORMATS for special in (True, False) if special or name != "openai"],
+)
+def test_forced_calls_are_read_back_and_their_arguments_are_valid(name: str, special: bool) -> None:
+    tokenizer = _tokenizer(*(MARKERS if special else ()))
+    source = tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True)
+    numbers = set()
+    for seed in range(12):
+        text = _write(tokenizer, source, seed)
+        message = _read(name, text)
+        _check(message, (seed, text))
+        numbers.add(len(message.tool_calls))
+    assert max(numbers) > 1 or name == "openai"
+
+
+def test_newer_mistral_models_name_the_function_first() -> None:
+    tokenizer = _tokenizer("[TOOL_CALLS]", "[ARGS]")
+    text = _write(tokenizer, tool_grammar("mistral", FUNCTIONS, _vocabulary(tokenizer), parallel=True), 0)
+    assert "[ARGS]{" in text
+    _check(_read("mistral", text), text)
+
+
+def test_without_parallel_calls_there_is_one() -> None:
+    tokenizer = _tokenizer(*MARKERS)
+    source = tool_grammar("hermes", FUNCTIONS, _vocabulary(tokenizer), parallel=False)
+    assert {len(_read("hermes", _write(tokenizer, source, seed)).tool_calls) for seed in range(8)} == {1}
+
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+REASONING = f"a <tool call>, maybe\n</think>\n\n{CALL}"
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("before", "texts", "refused"),
+    [
+        (Before.NOTHING, [CALL], "<think>"),
+        (Before.LINE_BREAKS, [CALL, "\n\n" + CALL], "a"),
+        (Before.REASONING, [CALL, "<think>\n" + REASONING], "a"),
+        (Before.REST_OF_REASONING, [REASONING], f"{REASONING}a"),
+    ],
+)
+def test_reasoning_before_the_call(before: Before, texts: list[str], refused: str, special: bool) -> None:
+    tokenizer = _tokenizer(*(MARKERS if special else ()))
+    formats = choose_formats("", lambda _: False, tool_call_parser="hermes", reasoning_parser="qwen3")
+    source = tool_grammar(
+        "hermes", FUNCTIONS, _vocabulary(tokenizer), parallel=False, tags=formats.reasoning, before=before
+    )
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    for text in texts:
+        accepted = matcher.deep_copy()
+        assert accepted.consume_tokens(tokenizer.encode(text).ids), accepted.get_error()
+        assert accepted.is_accepting()
+        _check(_read("hermes", text, "qwen3", "<think>" if before is Before.REST_OF_REASONING else ""), text)
+    ids = tokenizer.encode(refused).ids
+    assert matcher.try_consume_tokens(ids) < len(ids)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", [name for name in FORMATS if can_constrain_choice(name)])
+def test_calls_that_are_not_forced_are_valid_too(name: str, special: bool) -> None:
+    tokenizer = _tokenizer(*(MARKERS if special else ()))
+    source = tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True, forced=False)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    called = _write(tokenizer, tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True), 1)
+    for text in ("", "Just </words>, [1] \n", called, f"Let me <see>.\n{called}"):
+        accepted = matcher.deep_copy()
+        assert accepted.consume_tokens(tokenizer.encode(text).ids), (text, accepted.get_error())
+        assert accepted.is_accepting()
+    for function in FUNCTIONS:
+        called = called.replace(function.name, "other")
+    wrong = tokenizer.encode(f"Let me see.{called}").ids
+    assert matcher.try_consume_tokens(wrong) < len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "words"),
+    [("hermes", {"type": "array"}, "of type object"), ("pythonic", {"properties": {"a b": {}}}, "'a b'")],
+)
+def test_functions_that_the_format_cannot_call_are_refused(name: str, parameters: Any, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        tool_grammar(name, [Schema("f", parameters)], _vocabulary(_tokenizer()), parallel=True)
