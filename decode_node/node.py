@@ -153,6 +153,11 @@ class DecodeNode(NodeCore[_Attempt]):
             self._fail(attempt, TransferAborted("the prefill node withdrew its blocks without a reason"))
         super().on_time(now_s)
 
+    @property
+    def has_deadlines(self) -> bool:
+        """As `EngineCore.has_deadlines`."""
+        return bool(self.early) or super().has_deadlines
+
     def step(self) -> bool:
         self._grant_deferred()
         return super().step()

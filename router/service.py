@@ -56,7 +56,7 @@ async def serve(config: RouterConfig) -> None:
         await asyncio.wait([http, *background], return_when=asyncio.FIRST_COMPLETED)
     finally:
         router.dispatcher.fail_all(Unavailable("the router is shutting down; try again"))
-        server.should_exit = True
+        server.stop()
         for task in background:
             task.cancel()
         results = await asyncio.gather(http, *background, return_exceptions=True)

@@ -9,6 +9,7 @@ docs/redis.md describes the keys.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Collection
 from typing import Literal
@@ -112,10 +113,8 @@ class KvEventPublisher:
         """Publish until cancelled, through any outage of Redis."""
         try:
             while True:
-                wait_s = PERIOD_S
                 try:
-                    if not await self._round():
-                        wait_s = _RETRY_S
+                    wait_s = await self._round()
                     self._note(None)
                 except UNREACHABLE as error:
                     # The entry may have been written: no later entry may reuse a number that a router has read.
@@ -125,12 +124,29 @@ class KvEventPublisher:
                     await forget_connections(self._client)
                     wait_s = _RETRY_S
                 honour_cancellation()
-                await asyncio.sleep(wait_s)
+                if wait_s:
+                    await asyncio.sleep(wait_s)
+                if self._up_to_date:
+                    await self._wait_for_change()
         finally:
+            self._journal.notify_once(None)
             await self._client.aclose()
 
-    async def _round(self) -> bool:
-        """Publish the latest changes. Returns whether Redis is up to date."""
+    async def _wait_for_change(self) -> None:
+        """Return when the journal has changes, or when the lease of the keys in Redis must be renewed."""
+        changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._journal.notify_once(lambda: loop.call_soon_threadsafe(changed.set))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._renewal_due_s - self._clock())):
+                await changed.wait()
+
+    @property
+    def _renewal_due_s(self) -> float:
+        return self._renewed_s + self._lease_s / 3
+
+    async def _round(self) -> float:
+        """Publish the latest changes, or renew the keys. Returns the shortest pause before the next round, in seconds."""
         stored, removed = self._journal.take()
         self._owned |= stored
         self._owned -= removed
@@ -139,9 +155,11 @@ class KvEventPublisher:
             self._up_to_date = await self._write("reset", (), ()) and await self._publish(self._owned, ())
         elif stored or removed:
             self._up_to_date = await self._publish(stored, removed)
-        elif self._clock() - self._renewed_s > self._lease_s / 3:
+        elif self._clock() >= self._renewal_due_s:
             self._up_to_date = await self._write("renew", (), ())
-        return self._up_to_date
+            if self._up_to_date:
+                return 0.0
+        return PERIOD_S if self._up_to_date else _RETRY_S
 
     async def _publish(self, stored: Collection[BlockHash], removed: Collection[BlockHash]) -> bool:
         gone, new = list(removed), list(stored)

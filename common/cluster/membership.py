@@ -225,17 +225,25 @@ class Directory:
         """Poll until cancelled."""
         try:
             while True:
-                try:
-                    epoch, renewals, answer = await self._fetch()
-                except UNREACHABLE as error:
-                    self._lost(short(error))
-                    await forget_connections(self._client)
-                else:
-                    self._update(epoch, renewals, answer)
-                honour_cancellation()
+                await self.poll()
                 await asyncio.sleep(self._poll_s)
         finally:
-            await self._client.aclose()
+            await self.close()
+
+    async def poll(self) -> None:
+        """Read the records once and report a change."""
+        try:
+            epoch, renewals, answer = await self._fetch()
+        except UNREACHABLE as error:
+            self._lost(short(error))
+            await forget_connections(self._client)
+        else:
+            self._update(epoch, renewals, answer)
+        honour_cancellation()
+
+    async def close(self) -> None:
+        """Close the connection to Redis."""
+        await self._client.aclose()
 
     async def _fetch(self) -> tuple[bytes | None, dict[str, float], dict[str, bytes]]:
         client: Any = self._client

@@ -60,6 +60,7 @@ def redis_command(port: int, directory: str) -> list[str]:
         "appendonly": "no",
         "daemonize": "no",
         "loglevel": "warning",
+        "hz": "2",  # periodic work; a blocking read may end that much later, which is within the client's socket timeout
     }
     arguments = [part for name, value in options.items() for part in ("--" + name, value)]
     return tied_command([find_redis_binary(), *arguments])

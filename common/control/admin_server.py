@@ -7,13 +7,12 @@ listens on its own interface (`--admin-host`, by default loopback), not on that 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import inspect
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,6 +36,7 @@ from common.base.errors import (
     Unauthorized,
 )
 from common.control.admin_token import check_token
+from common.control.http_server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +88,6 @@ class _TokenGuard:
         await _error(Unauthorized("the admin token is missing or wrong"))(scope, receive, send)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: the service stops it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 class AdminServer:
     """Listens from construction on, answers between `start` and `close`.
 
@@ -108,7 +100,7 @@ class AdminServer:
         check_token(token)
         self._token = token
         self._socket = _listen(host, port)
-        self._server: _Server | None = None
+        self._server: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
         bound, self.port = self._socket.getsockname()[:2]
         self.url = f"http://[{bound}]:{self.port}" if ":" in bound else f"http://{bound}:{self.port}"
@@ -127,10 +119,10 @@ class AdminServer:
             limit_concurrency=_MAX_CONNECTIONS,
             timeout_graceful_shutdown=_GRACE_S,
         )
-        self._server = _Server(config)
+        self._server = HttpServer(config)
         self._task = asyncio.get_running_loop().create_task(self._run(self._server))
 
-    async def _run(self, server: _Server) -> None:
+    async def _run(self, server: HttpServer) -> None:
         try:
             await server.serve(sockets=[self._socket])
         except Exception:  # a broken admin port must not end the service
@@ -139,7 +131,7 @@ class AdminServer:
     async def close(self) -> None:
         """Stop answering and release the port."""
         if self._server is not None and self._task is not None:
-            self._server.should_exit = True
+            self._server.stop()
             await self._task
         self._socket.close()
 

@@ -18,8 +18,8 @@ from common.base.clock import Clock, monotonic
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.2
-"""Longest sleep of an idle loop before it checks deadlines again."""
+_DEADLINE_WAIT_S, _IDLE_WAIT_S = 0.2, 1.0
+"""Longest sleep without an event while the core has deadlines, and while it has none."""
 
 
 class EngineCore(Protocol):
@@ -35,6 +35,11 @@ class EngineCore(Protocol):
 
     def on_time(self, now_s: float) -> None:
         """Check deadlines."""
+        ...
+
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether `on_time` may have something to do before the next event."""
         ...
 
 
@@ -110,7 +115,7 @@ class EngineLoop:
 
     def _drain(self, *, block: bool) -> None:
         try:
-            event = self._inbox.get(timeout=_IDLE_WAIT_S) if block else self._inbox.get_nowait()
+            event = self._inbox.get(timeout=self._wait_s()) if block else self._inbox.get_nowait()
             while True:
                 if isinstance(event, _Question):
                     event.put()
@@ -119,3 +124,6 @@ class EngineLoop:
                 event = self._inbox.get_nowait()
         except queue.Empty:
             return
+
+    def _wait_s(self) -> float:
+        return _DEADLINE_WAIT_S if self._core.has_deadlines else _IDLE_WAIT_S

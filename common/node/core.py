@@ -163,6 +163,11 @@ class NodeCore(ABC, Generic[AttemptT]):
             self._fail(self.attempts.get(key), Overloaded(f"no grammar was compiled within {COMPILE_TIMEOUT_S:g} s"))
         self.load = self._measure_load()
 
+    @property
+    def has_deadlines(self) -> bool:
+        """As `EngineCore.has_deadlines`."""
+        return bool(self.attempts)
+
     def describe_attempts(self) -> list[dict[str, Any]]:
         """For operators: every attempt with its state and age."""
         now_s = self.clock()

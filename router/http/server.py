@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-from collections.abc import Generator
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -15,6 +13,7 @@ from common.base.process import allow_files
 from common.cluster.membership import Directory
 from common.config.fields import listed
 from common.config.service_configs import RouterConfig
+from common.control.http_server import HttpServer
 from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
@@ -39,14 +38,6 @@ _GRACE_S = 3.0
 
 _SHOWN_SETTINGS = ("cluster", "policy", "max_body_mb", "max_waiting", "request_timeout_s", "generation_config")
 _EXPOSED_HEADERS = ("x-request-id", "x-kvrelay-request-id", "retry-after")
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the caller stops it by `should_exit`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -94,7 +85,7 @@ def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
     )
 
 
-def http_server(router: Router, config: RouterConfig, directory: Directory | None) -> uvicorn.Server:
+def http_server(router: Router, config: RouterConfig, directory: Directory | None) -> HttpServer:
     """The HTTP server of a router; not started."""
     services = Services(
         dispatcher=router.dispatcher,
@@ -123,4 +114,4 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=int(_GRACE_S),
     )
-    return _Server(settings)
+    return HttpServer(settings)

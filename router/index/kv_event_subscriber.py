@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
 """Pause between two reads, so that one answer contains the entries of many nodes."""
-_BLOCK_MS = 200
-"""A read waits at most this long for entries; newly listed nodes wait for its end."""
+_BLOCK_MS = 500
+"""A read waits at most about this long for entries, which must be shorter than the socket timeout of the Redis client."""
 _READ_ENTRIES = 64
 _SCAN_BLOCKS = 2000
 _RETRY_S = 0.2
@@ -64,6 +64,8 @@ class KvEventSubscriber:
         self._loads = loads
         self._clock = clock
         self._streams: dict[str, NodeStream] = {}
+        self._reading: asyncio.Future[Any] | None = None
+        """The read that waits for entries."""
         self._checked_s = clock()
         self.away = False
         """Redis did not answer the last read."""
@@ -89,15 +91,17 @@ class KvEventSubscriber:
             del self._streams[incarnation]
         for incarnation in set(self._index.incarnations) - wanted:
             self._index.drop(incarnation)
-        for incarnation in wanted - set(self._streams):
-            self._streams[incarnation] = NodeStream(incarnation)
+        listed = wanted - set(self._streams)
+        self._streams |= {incarnation: NodeStream(incarnation) for incarnation in listed}
+        if listed and self._reading is not None:
+            self._reading.cancel()  # their snapshots are read first
 
     async def run(self) -> None:
         """Read until cancelled, through any outage of Redis."""
         try:
             while True:
                 try:
-                    await self._round()
+                    found = await self._round()
                 except UNREACHABLE as error:
                     if not self.away:
                         log.warning("Redis is unavailable (%s); the prefix index stays as it is", short(error))
@@ -106,7 +110,8 @@ class KvEventSubscriber:
                     await asyncio.sleep(_RETRY_S)
                 else:
                     self.away = False
-                    await asyncio.sleep(PERIOD_S)
+                    if found:
+                        await asyncio.sleep(PERIOD_S)
                 honour_cancellation()
                 while self._index.tidy():  # also without Redis: the router still adds expected blocks
                     await asyncio.sleep(0)
@@ -114,19 +119,32 @@ class KvEventSubscriber:
         finally:
             await self._client.aclose()
 
-    async def _round(self) -> None:
+    async def _round(self) -> bool:
+        """Read once. Returns whether there were entries."""
         for stream in [f for f in self._streams.values() if f.last is None]:
             await self._snapshot(stream)
         # Nodes listed during these snapshots get their own in the next round.
         streams = {self._keys.events(f.incarnation): f for f in self._streams.values() if f.last is not None}
         if not streams:
             await self._client.get(self._keys.epoch)  # finds out whether Redis answers
-            await asyncio.sleep(_BLOCK_MS / 1000)
-        else:
-            after = {key: f"{stream.last}-0" for key, stream in streams.items()}
-            answer: Any = await self._client.xread(after, count=_READ_ENTRIES, block=_BLOCK_MS)
-            for key, entries in _entries_by_stream(answer):
-                await self._apply(streams[key.decode()], entries)
+            await self._unless_nodes_are_listed(asyncio.sleep(_BLOCK_MS / 1000))
+            return False
+        after = {key: f"{stream.last}-0" for key, stream in streams.items()}
+        answer = await self._unless_nodes_are_listed(self._client.xread(after, count=_READ_ENTRIES, block=_BLOCK_MS))
+        for key, entries in _entries_by_stream(answer):
+            await self._apply(streams[key.decode()], entries)
+        return bool(answer)
+
+    async def _unless_nodes_are_listed(self, read: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `read`; None as soon as new nodes are listed."""
+        self._reading = asyncio.ensure_future(read)
+        try:
+            return await self._reading
+        except asyncio.CancelledError:
+            honour_cancellation()
+            return None
+        finally:
+            self._reading = None
 
     def _is_current(self, stream: NodeStream) -> bool:
         return self._streams.get(stream.incarnation) is stream

@@ -21,6 +21,7 @@ sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
 from bench.command import Run, end_by_exception, make_parser, parse  # noqa: E402
 
 BENCHES = {
+    "idle": "bench.idle:run",
     "limits": "bench.limits:run",
     "decode_single": "bench.decode:run_single",
     "decode_batch": "bench.decode:run_batch",

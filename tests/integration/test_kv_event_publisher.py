@@ -177,10 +177,12 @@ def test_node_that_dies_while_redis_holds_part_of_its_set_leaves_nothing_for_goo
         node.stored(names(100))
         with redis.Redis.from_url(redis_server.url) as client:
             await node.registrar._renew()
-            assert await node.publisher._round()
+            await node.publisher._round()
+            assert node.publisher._up_to_date
             client.delete(key)  # as by eviction
             node.stored(names(10, 100))
-            assert not await node.publisher._round()
+            await node.publisher._round()
+            assert not node.publisher._up_to_date
             assert client.scard(key) == 10
             assert client.pttl(key) > 0
         await node.publisher._client.aclose()

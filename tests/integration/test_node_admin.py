@@ -46,6 +46,8 @@ class Core:
     def on_time(self, now_s: float) -> None:
         pass
 
+    has_deadlines = False
+
 
 class Bench:
     """A node, its admin port, and a link of a router to it."""

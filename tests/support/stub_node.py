@@ -342,7 +342,7 @@ async def running_stack(config: RouterConfig, *nodes: StubNode) -> AsyncIterator
         yield stack
     finally:
         router.dispatcher.fail_all(Unavailable("the test is over"))
-        server.should_exit = True
+        server.stop()
         await tasks[0]
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

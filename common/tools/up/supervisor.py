@@ -117,6 +117,8 @@ class Supervisor:
         """Routers that did not see all nodes at the last probe."""
         self._probe = HealthProbe()
         self._records: dict[str, NodeRecord] = {}
+        self._directory = Directory(redis_url, config.cluster, self._on_nodes)
+        self._child_started = asyncio.Event()
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -177,7 +179,6 @@ class Supervisor:
                     self._supervisors[child.spec.name] = asyncio.create_task(self._guard(self._supervise(child)))
                     while child.spec.role == "redis" and not child.ready:
                         await asyncio.sleep(_PROBE_S / 4)
-                self._spawn_watcher(Directory(self._redis_url, self._config.cluster, self._on_nodes).run())
                 while self._unready() or await self._find_waiting_routers():
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
@@ -252,13 +253,20 @@ class Supervisor:
                 raise
             self._console.say(f"{child.spec.name} cannot be started now: {error}")
             return 1
+        self._child_started.set()
         self._write_pids()
         if self._stop.is_set():
             child.signal(signal.SIGTERM)
         return await child.wait()
 
     async def _watch_readiness(self) -> None:
+        """Probe the children that are not ready; sleep while all are."""
         while True:
+            self._child_started.clear()
+            if not self._unready():
+                await self._child_started.wait()
+            if any(child.spec.node_id and child.pid is not None and not child.ready for child in self._children):
+                await self._directory.poll()
             for child in self._children:
                 pid = child.pid
                 if pid is None or child.ready:
@@ -320,6 +328,7 @@ class Supervisor:
             await self._stop_children([child for child in self._children if child.spec.role == role])
         self._pid_file.remove()
         await self._probe.close()
+        await self._directory.close()
 
     async def _stop_children(self, children: list[Child]) -> None:
         tasks = [self._supervisors[c.spec.name] for c in children if c.spec.name in self._supervisors]

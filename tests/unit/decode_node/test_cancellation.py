@@ -54,6 +54,7 @@ def test_given_up_at_any_moment_it_frees_both_nodes_within_a_step_and_disturbs_n
         for move in moves(pair)[: moment % 5]:
             move()
         seen |= {attempt.phase for attempt in pair.d.attempts.values()}
+        assert pair.d.has_deadlines == bool(pair.d.attempts or pair.d.early)
         give_up(pair)
         pair.step_prefill()
         pair.step_decode()
@@ -69,6 +70,7 @@ def test_given_up_at_any_moment_it_frees_both_nodes_within_a_step_and_disturbs_n
         pair.clock.advance(4.0)  # an offer that was under way is forgotten when it is too late for its request
         pair.d.on_time(pair.clock())
         assert not pair.d.early
+        assert [pair.p.has_deadlines, pair.d.has_deadlines] == [False, False]
         for load in (pair.p.load, pair.d.load):
             assert at_rest(load), load
     assert {Phase.WAITING, Phase.RECEIVING, Phase.ACTIVE} <= seen

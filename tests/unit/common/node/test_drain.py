@@ -75,6 +75,8 @@ def test_one_whose_lease_ended_may_come_back_for_one_more_lease() -> None:
 
 
 class _Logic:
+    has_deadlines = False
+
     def handle(self, event: object) -> None:
         raise AssertionError(event)
 

@@ -1,0 +1,37 @@
+"""uvicorn as the services run it: on their own asyncio loop, stopped by a call, and asleep while nothing arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Generator
+
+import uvicorn
+
+_TICK_S = 1.0
+"""Period of uvicorn's housekeeping: the time in its Date header has a resolution of one second."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers and with one wake-up a second instead of ten. Stop it by `stop`, not `should_exit`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Make `serve` end: connections may finish within the configured time."""
+        self.should_exit = True
+        self._stopping.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave the signals to the service."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Run until `stop`."""
+        while not await self.on_tick(0):  # uvicorn renews the Date header in ticks that are multiples of ten
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._stopping.wait()
