@@ -55,6 +55,8 @@ layer by layer, to a decode node that generates the answer. Services find each o
 
 [bold]Many hosts:[/bold] run kvrelay router, kvrelay prefill and kvrelay decode with the same --redis-url and --cluster.
 
+[bold]Use it:[/bold] kvrelay chat, kvrelay batch -i in.jsonl -o out.jsonl
+
 [bold]Inspect and measure:[/bold] kvrelay admin nodes, kvrelay load run --rate 5 --duration 30
 
 Every option can also be set by the environment variable shown beside it, or in a TOML file (--config FILE): at its

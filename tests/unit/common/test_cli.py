@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
 import pytest
 from support.paths import ROOT
+from typer.testing import CliRunner
 
-from common.cli import _with_lists
+from common.cli import _with_lists, service_app
 from common.config.fields import field_infos
-from common.config.service_configs import SERVICES
+from common.config.service_configs import SERVICES, UpConfig
+from common.config.sources import Resolved
 
 
 def kvrelay(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -135,3 +138,20 @@ def test_declared_subcommands_exist() -> None:
 )
 def test_a_list_may_be_several_words_or_several_flags(args: list[str]) -> None:
     assert _with_lists(args, {"--names"}) == ["--port", "1", "--names=a,b"]
+
+
+def test_serve_takes_the_model_without_a_flag_and_refuses_unknown_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Resolved[UpConfig]] = []
+    app = service_app(UpConfig, help="", run=seen.append, name="serve", argument="model")
+    for name in [name for name in os.environ if name.startswith("KVRELAY_")]:
+        monkeypatch.delenv(name)
+    args = ["./my-model", "--port", "9000", "--max-model-len", "64", "--context-length=32", "--no-enforce-eager"]
+    assert CliRunner().invoke(app, args).exit_code == 0
+    [resolved] = seen
+    config = resolved.config
+    assert (config.model, config.port, config.max_model_len, config.enforce_eager) == ("./my-model", 9000, 32, False)
+    assert resolved.sources["model"] == "flag"
+    for wrong in (["--model", "x"], ["x", "--enable-magic"], ["x", "y"]):
+        assert CliRunner().invoke(app, wrong).exit_code == 2
+    assert CliRunner().invoke(app, [], env={"KVRELAY_MODEL": "from-env"}).exit_code == 0
+    assert seen[-1].config.model == "from-env"
