@@ -18,7 +18,7 @@ from common.control.messages import ModelInfo, NodeRecord
 from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_folder, model_name, resolve_model
-from router.output.formats import OutputFormats, choose_formats
+from router.output.formats import OutputFormats, check_names, choose_formats
 from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
 from router.text.tokenizer import Tokenizer
 
@@ -104,6 +104,7 @@ class ModelCatalog:
     ) -> None:
         self._configured = model
         self._served_names = listed("served_model_name", served_model_name)
+        check_names(tool_call_parser, reasoning_parser)
         self._load_options = LoadOptions(chat_template, generation_config, tool_call_parser, reasoning_parser)
         self._model: ServedModel | None = None
         self._by_name: dict[str, ServedModel] = {}

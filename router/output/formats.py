@@ -6,7 +6,7 @@ The names are vLLM's, so that its options keep their values.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from common.base.errors import ConfigError
 from router.output import deepseek, harmony, hermes, llama_json, mistral, pythonic
@@ -14,7 +14,8 @@ from router.output.base import OutputParser, ParsedDelta
 from router.output.reasoning import ReasoningTags, reasoning
 from router.output.writer import Format, FormatParser, call_id
 
-_T = TypeVar("_T")
+_GPT_OSS = "openai_gptoss"
+"""The name of gpt-oss's reasoning, which the format of its tool calls includes."""
 _DEEPSEEK_MARKERS = (deepseek.BEGIN, deepseek.END, deepseek.CALL_BEGIN, deepseek.SEPARATOR, deepseek.CALL_END)
 
 
@@ -133,21 +134,25 @@ def choose_formats(
 ) -> OutputFormats:
     """The formats of a model with this chat template and tokenizer. The last two are the operator's choices, or "none".
 
-    Raises: ConfigError for an unknown name.
+    Raises: ConfigError for an unknown name, or names that do not go together.
     """
-    tools = _named(_TOOL_FORMATS, tool_call_parser or _tool_format(template, has_token), "--tool-call-parser")
-    if tools is _HARMONY and reasoning_parser in (None, "openai_gptoss"):
+    check_names(tool_call_parser, reasoning_parser)
+    tools = _TOOL_FORMATS.get(tool_call_parser or _tool_format(template, has_token))
+    if tools is _HARMONY and reasoning_parser in (None, _GPT_OSS):
         return OutputFormats(tools)
-    named = reasoning_parser or _reasoning_format(template)
-    return OutputFormats(tools, _named(_REASONING_FORMATS, named, "--reasoning-parser"))
+    if reasoning_parser == _GPT_OSS:
+        raise ConfigError(f"--reasoning-parser {_GPT_OSS} needs --tool-call-parser {_HARMONY.name}")
+    return OutputFormats(tools, _REASONING_FORMATS.get(reasoning_parser or _reasoning_format(template)))
 
 
-def _named(formats: dict[str, _T], name: str, option: str) -> _T | None:
-    if name == "none":
-        return None
-    if name not in formats:
-        raise ConfigError(f"{option} {name} is unknown; known are {', '.join(formats)} and none")
-    return formats[name]
+def check_names(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raises: ConfigError for an unknown name."""
+    for option, name, known in (
+        ("--tool-call-parser", tool_call_parser, [*_TOOL_FORMATS, "none"]),
+        ("--reasoning-parser", reasoning_parser, [*_REASONING_FORMATS, _GPT_OSS, "none"]),
+    ):
+        if name is not None and name not in known:
+            raise ConfigError(f"{option} {name} is unknown; known are {', '.join(known)}")
 
 
 def _tool_format(template: str, has_token: Callable[[str], bool]) -> str:

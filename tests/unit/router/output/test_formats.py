@@ -259,3 +259,5 @@ def test_the_operators_choice_wins_and_a_wrong_one_is_an_error() -> None:
     assert formats.parser("", FUNCTIONS) is None
     with pytest.raises(ConfigError, match="known are hermes"):
         choose_formats("", _no_token, tool_call_parser="hermse")
+    with pytest.raises(ConfigError, match="needs --tool-call-parser openai"):
+        choose_formats("<tool_call>", _no_token, reasoning_parser="openai_gptoss")
