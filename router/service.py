@@ -14,6 +14,7 @@ from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
 from router.admin import RouterAdmin
 from router.fast import gc_policy
+from router.http.response_store import ResponseStore
 from router.http.server import bind, http_server
 from router.router import Router
 
@@ -42,7 +43,9 @@ async def serve(config: RouterConfig) -> None:
         answers=router.dispatcher.nodes.answers,
     )
     subscriber = router.subscribe(config.redis_url, config.cluster)
-    server = http_server(router, config, directory)
+    most = config.max_stored_responses
+    responses = ResponseStore(config.redis_url, config.cluster, most) if most else None
+    server = http_server(router, config, directory, responses)
     host, port = sock.getsockname()[:2]
     log.info("listening on http://%s:%d", host, port)
     if admin is not None:
@@ -62,6 +65,8 @@ async def serve(config: RouterConfig) -> None:
         results = await asyncio.gather(http, *background, return_exceptions=True)
         if admin is not None:
             await admin.close()
+        if responses is not None:
+            await responses.close()
         router.close()
         sock.close()
     for result in results:

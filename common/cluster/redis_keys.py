@@ -46,6 +46,15 @@ class Keys:
         """Set: hashes of the blocks that the incarnation owns."""
         return f"{self.prefix}blocks:{incarnation}"
 
+    @property
+    def responses(self) -> str:
+        """Sorted set: stored responses by time, as `<tenant>:<response id>`."""
+        return self.prefix + "responses"
+
+    def response(self, name: str) -> str:
+        """String: a stored response. `name`: `<tenant>:<response id>`."""
+        return f"{self.prefix}response:{name}"
+
     def events(self, incarnation: str) -> str:
         """Stream: blocks that the incarnation stored and removed."""
         return f"{self.prefix}events:{incarnation}"

@@ -276,6 +276,12 @@ class ClientOptions:
         "Clients",
         low=0,
     )
+    max_stored_responses: int = option(
+        1000,
+        "Maximum number of answers of /v1/responses that Redis keeps, each for a day and of at most 256 KiB; 0: none.",
+        "Clients",
+        low=0,
+    )
     allowed_origins: str = option(
         "",
         "Origins of web pages whose scripts may use the API (CORS), * for all; by default none.",

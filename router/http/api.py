@@ -27,6 +27,7 @@ from router.http.openapi import OF_GENERATION, described, document
 from router.http.operator_routes import add_operator_routes, version
 from router.http.response_headers import headers
 from router.http.responses import error_response
+from router.http.responses_api.routes import add_responses_routes
 from router.http.serve import assign_ids, format_options, ids_of, maybe_on_thread, parse, prepare_chat, serve
 from router.http.services import Services
 from router.http.tokenize_routes import add_tokenize_routes
@@ -40,6 +41,7 @@ def build(services: Services) -> FastAPI:
     add_operator_routes(app, services)
     add_tokenize_routes(app, services)
     add_anthropic_routes(app, services)
+    add_responses_routes(app, services)
     _add_completion_routes(app, services)
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"}:

@@ -35,8 +35,10 @@ class ParsedFormat:
         return self.events(self._parsed(delta.text))
 
     def closing(self, generation: Generation, index: int, last: Delta) -> list[Json]:
-        rest = ParsedDelta() if self._parser is None else self._parser.finish()
-        return [*self.delta(last, index), *self.events(rest), *self.last_events(generation)]
+        events = self.delta(last, index)
+        if self._parser is not None:
+            events += self.events(self._parser.finish())
+        return events + self.last_events(generation)
 
     def ending(self, generations: Sequence[Generation]) -> list[Json]:
         return []

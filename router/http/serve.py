@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from fastapi import Request
@@ -109,10 +109,16 @@ def format_options(request: Request, body: CompletionRequestBase, model: ServedM
 
 
 async def serve(
-    request: Request, services: Services, wanted: list[GenerationRequest], form: Format, *, stream: bool
+    request: Request,
+    services: Services,
+    wanted: list[GenerationRequest],
+    form: Format,
+    *,
+    stream: bool,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
     """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token keep their
-    HTTP status.
+    HTTP status. `before_end` is awaited before the last part is sent.
     """
     options = form.options
     ranked = options.returned < options.samples
@@ -129,14 +135,20 @@ async def serve(
         answer.watch(request.receive)
         if stream:
             await answer.begun()
-            events = EventStream(answer, answer.events(form), headers(ids, answer.generations[0]))
+            parts = answer.events(form)
+            if before_end is not None:
+                parts = _after(before_end, parts)
+            events = EventStream(answer, parts, headers(ids, answer.generations[0]))
             handed_over = True
             return events
         deltas = await answer.finished()
         if answer.abandoned:
             return Response(status_code=499)
         await yield_turn()
-        return JsonResponse(await answer.whole(form, deltas), headers=headers(ids, answer.generations[0]))
+        body = await answer.whole(form, deltas)
+        if before_end is not None:
+            await before_end()
+        return JsonResponse(body, headers=headers(ids, answer.generations[0]))
     except KvRelayError as error:
         # Handled here, not in the application's handler, because the headers of a failure also name the nodes tried.
         services.metrics.http_error(error.http_status)
@@ -144,3 +156,13 @@ async def serve(
     finally:
         if not handed_over:
             answer.close()
+
+
+async def _after(
+    before_end: Callable[[], Awaitable[None]], parts: AsyncIterator[tuple[bytes, bool]]
+) -> AsyncIterator[tuple[bytes, bool]]:
+    """`parts`, the last one after `before_end`."""
+    async for data, more in parts:
+        if not more:
+            await before_end()
+        yield data, more

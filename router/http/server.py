@@ -19,6 +19,7 @@ from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
 from router.http.connection import HttpConnection
+from router.http.response_store import ResponseStore
 from router.router import Router
 
 BODY_TIMEOUT_S = 60.0
@@ -85,7 +86,9 @@ def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
     )
 
 
-def http_server(router: Router, config: RouterConfig, directory: Directory | None) -> HttpServer:
+def http_server(
+    router: Router, config: RouterConfig, directory: Directory | None, responses: ResponseStore | None = None
+) -> HttpServer:
     """The HTTP server of a router; not started."""
     services = Services(
         dispatcher=router.dispatcher,
@@ -95,6 +98,7 @@ def http_server(router: Router, config: RouterConfig, directory: Directory | Non
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
+        responses=responses,
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
     app = build(services)

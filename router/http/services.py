@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.http.response_store import ResponseStore
 from router.metrics import Metrics
 from router.model_catalog import ModelCatalog
 from router.requests.deadlines import Deadlines
@@ -26,5 +27,7 @@ class Services:
     body_deadlines: Deadlines[asyncio.Task[Any]]
     """As `router.http.body.body_deadlines` makes them."""
     api_keys: tuple[str, ...] = ()
+    responses: ResponseStore | None = None
+    """Where responses of `/v1/responses` are stored; None: nowhere."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The options that `/server_info` shows."""

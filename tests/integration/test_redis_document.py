@@ -21,13 +21,15 @@ def documented() -> list[re.Pattern[str]]:
 
 def test_every_key_of_a_live_system_is_documented_and_every_documented_key_exists(tmp_path: Path) -> None:
     patterns = documented()
-    assert len(patterns) == 7
+    assert len(patterns) == 9
     with running_system(tmp_path) as system:
         system.wait_usable()
         port = int(system.process("redis")["address"].rpartition(":")[2].partition("/")[0])
         prompt = "the quick brown fox jumps over the lazy dog. " * 8
         body = {"model": "demo", "prompt": prompt, "max_tokens": 4}
         assert httpx.post(f"{system.url}/v1/completions", json=body, timeout=60).status_code == 200
+        body = {"model": "demo", "input": "hi", "max_output_tokens": 4}
+        assert httpx.post(f"{system.url}/v1/responses", json=body, timeout=60).status_code == 200
         wait_until(lambda: system.metric("kvrelay_index_blocks") > 0, 20, "the router learns what the nodes hold")
         with redis.Redis(port=port, decode_responses=True) as client:
             wait_until(lambda: len(list(client.scan_iter(match="*:blocks:*"))) == 2, 20, "both nodes publish")

@@ -44,6 +44,7 @@ from common.control.messages import (
 )
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
+from router.http.response_store import ResponseStore
 from router.http.server import bind, http_server
 from router.router import Router
 
@@ -321,12 +322,14 @@ class Stack:
 
 
 @contextlib.asynccontextmanager
-async def running_stack(config: RouterConfig, *nodes: StubNode) -> AsyncIterator[Stack]:
-    """A router on a free port without Redis, told of `nodes`; closes them all."""
+async def running_stack(
+    config: RouterConfig, *nodes: StubNode, responses: ResponseStore | None = None
+) -> AsyncIterator[Stack]:
+    """A router on a free port without Redis (except for `responses`), told of `nodes`; closes them all."""
     sock = bind("127.0.0.1", 0)
     router = Router(config)
     await router.catalog.load_configured()
-    server = http_server(router, config, None)
+    server = http_server(router, config, None, responses)
     tasks: list[asyncio.Task[None]] = [
         asyncio.create_task(server.serve(sockets=[sock])),
         asyncio.create_task(router.dispatcher.run()),

@@ -37,11 +37,16 @@ class Caller(NamedTuple):
     session: str
 
 
+def key_tenant(scope: Scope) -> str:
+    """The tenant of a request with an API key: a hash of the key."""
+    return hashlib.sha256(api_key(scope).encode()).hexdigest()[:12]
+
+
 def caller_of(scope: Scope, body: CompletionRequestBase, *, with_keys: bool) -> Caller:
     """The tenant is a hash of the API key if keys are configured (`with_keys`), else the `user` field."""
     tenant = user = (body.user or "")[:_MAX_KEY_CHARS]
     if with_keys:
-        tenant = hashlib.sha256(api_key(scope).encode()).hexdigest()[:12]
+        tenant = key_tenant(scope)
     return Caller(tenant, (header(scope, b"x-session-id") or user)[:_MAX_KEY_CHARS])
 
 

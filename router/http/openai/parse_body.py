@@ -56,8 +56,12 @@ def validated(body: dict[str, Any], kind: type[ModelT]) -> ModelT:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = [str(part) for part in first["loc"]]
+        errors = error.errors(include_url=False, include_context=False)
+        # A field of several forms has an error for each: the deepest one is that of the form that the client meant.
+        first = max(
+            (each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"])
+        )
+        place = [str(part) for part in first["loc"] if "[" not in str(part)]
         message = first["msg"].removeprefix("Value error, ")
         where = ".".join(place) + ": " if place else ""
         got = "" if first["type"] in ("missing", "value_error") else f" (got {shorten(first['input'])})"

@@ -1,0 +1,113 @@
+"""Stored responses, in Redis: bounded in size, number and time, apart by tenant. Runs on the router's event loop.
+
+A lost response is an error for the client that continues it, never for another one. Only calls that name a response wait
+for Redis, and those that store one, for at most `_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from typing import Any, NamedTuple, cast
+
+from pydantic_core import from_json
+
+from common.base.clock import monotonic
+from common.base.errors import NotFound, Unavailable
+from common.cluster.redis_client import UNREACHABLE, connect, short
+from common.cluster.redis_keys import Keys
+from router.http.json_body import Json, to_json
+
+log = logging.getLogger(__name__)
+
+MAX_ENTRY_BYTES = 256 * 1024
+"""Larger ones are not stored."""
+TTL_S = 24 * 3600
+_TIMEOUT_S = 1.0
+_REST_S = 5.0
+"""How long nothing is stored after a failure: no answer waits for a Redis that is away."""
+_ID = re.compile(r"resp-[0-9a-f]{24}")
+
+
+class StoredResponse(NamedTuple):
+    """A response, and the chat messages of its conversation with it, without instructions."""
+
+    response: Json
+    messages: list[Json]
+
+
+class ResponseStore:
+    """`max_entries`: the oldest ones of the cluster are removed beyond it."""
+
+    def __init__(self, redis_url: str, cluster: str, max_entries: int) -> None:
+        self._client = connect(redis_url)
+        self._keys = Keys(cluster)
+        self._max_entries = max_entries
+        self._rest_until_s = 0.0
+
+    async def put(self, tenant: str, entry: StoredResponse) -> None:
+        """Store a response. One that cannot be stored is logged: its answer is given anyhow."""
+        data = to_json({"response": entry.response, "messages": entry.messages})
+        if len(data) > MAX_ENTRY_BYTES:
+            log.info("%s is not stored: it has more than %d bytes", entry.response["id"], MAX_ENTRY_BYTES)
+            return
+        if monotonic() < self._rest_until_s:
+            return
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._put(f"{tenant}:{entry.response['id']}", data)
+        except (*UNREACHABLE, TimeoutError) as error:
+            self._rest_until_s = monotonic() + _REST_S
+            log.warning("responses are not stored: Redis: %s", short(error))
+
+    async def _put(self, name: str, data: bytes) -> None:
+        order = self._keys.responses
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.set(self._keys.response(name), data, ex=TTL_S)
+            pipe.zadd(order, {name: time.time()})
+            pipe.expire(order, TTL_S)
+            pipe.zrange(order, 0, -(self._max_entries + 1))
+            *_, surplus = cast("list[Any]", await pipe.execute())
+        if surplus:
+            await self._client.delete(*(self._keys.response(each.decode()) for each in surplus))
+            await self._client.zrem(order, *surplus)
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse:
+        """Raises: NotFound, also for another tenant's; Unavailable while Redis is away."""
+        data = await self._ask(self._client.get(self._key(tenant, response_id)))
+        if data is None:
+            raise _unknown(response_id)
+        return StoredResponse(**from_json(data))
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Raises: as `get`."""
+        if not await self._ask(self._client.delete(self._key(tenant, response_id))):
+            raise _unknown(response_id)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    def _key(self, tenant: str, response_id: str) -> str:
+        if not _ID.fullmatch(response_id):
+            raise _unknown(response_id)
+        return self._keys.response(f"{tenant}:{response_id}")
+
+    async def _ask(self, answer: Any) -> Any:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await answer
+        except (*UNREACHABLE, TimeoutError) as error:
+            raise Unavailable(
+                "stored responses cannot be reached now; send the whole conversation, or try again"
+            ) from error
+
+
+def _unknown(response_id: str) -> NotFound:
+    return NotFound(
+        f"there is no stored response {response_id[:64]!r}; it was never stored, has expired or belongs to another key",
+        param="previous_response_id",
+        code="response_not_found",
+    )

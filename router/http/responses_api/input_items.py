@@ -1,0 +1,121 @@
+"""The input of `/v1/responses`: items, and the chat messages that mean the same. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from router.http.json_body import Json
+from router.http.openai.checks import MAX_CONTENT_PARTS, as_object
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class InputText(_Part):
+    """Text of a message or of a tool's output. Images, files and audio are not supported."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+class Refusal(_Part):
+    """A refusal of an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+_Parts = Annotated[
+    list[Annotated[InputText | Refusal, Discriminator("type")]], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)
+]
+
+
+class InputMessage(_Part):
+    """One turn of a conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | _Parts
+
+
+class FunctionCallItem(_Part):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(_Part):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | _Parts
+
+
+class ReasoningItem(_Part):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: _Parts | None = None
+    content: _Parts | None = None
+
+
+def _kind(item: Any) -> str:
+    fields = as_object(item)
+    if fields is None:
+        return str(getattr(item, "type", "message"))
+    return str(fields.get("type") or "message")
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+def chat_messages(items: Sequence[InputItem]) -> list[Json]:
+    """The chat messages of these items: reasoning, text and calls of the model that follow each other are one message."""
+    messages: list[Json] = []
+    answer: Json | None = None
+    for item in items:
+        match item:
+            case ReasoningItem():
+                answer = _append(messages, None, reasoning_content=_text(item.content or item.summary or []))
+            case InputMessage(role="assistant"):
+                if answer is None or answer["content"] is not None or "tool_calls" in answer:
+                    answer = _append(messages, None)
+                answer["content"] = _text(item.content)
+            case FunctionCallItem():
+                if answer is None:
+                    answer = _append(messages, None)
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                answer.setdefault("tool_calls", []).append(call)
+            case InputMessage():
+                messages.append({"role": item.role, "content": _text(item.content)})
+                answer = None
+            case FunctionOutputItem():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                answer = None
+    return messages
+
+
+def _append(messages: list[Json], content: str | None, **fields: str) -> Json:
+    messages.append({"role": "assistant", "content": content, **fields})
+    return messages[-1]
+
+
+def _text(content: str | Sequence[InputText | Refusal]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text if isinstance(part, InputText) else part.refusal for part in content)

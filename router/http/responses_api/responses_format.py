@@ -1,0 +1,173 @@
+"""Response shapes of `/v1/responses`: a list of items, or the numbered events that build it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.base.errors import ClientError, KvRelayError, Overloaded
+from router.http.format import FormatOptions
+from router.http.json_body import Json
+from router.http.parsed_format import ParsedFormat
+from router.http.response_headers import serving_details
+from router.output.base import OutputParser, ParsedDelta, ToolCallDelta
+from router.requests.generation import Generation
+from router.requests.request import Delta
+from router.text.tokenizer import Tokenizer
+
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_OWN_FIELDS: dict[str, Json] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}, "function_call": {}}
+
+
+class ResponsesFormat(ParsedFormat):
+    """`shown`: what the response repeats of its request. `response` is the whole one, once there is one.
+
+    Invariant: at most one item is open; it is the last one of `_items`.
+    """
+
+    def __init__(
+        self, options: FormatOptions, tokenizer: Tokenizer, parsers: Sequence[OutputParser], shown: Json
+    ) -> None:
+        super().__init__(options, tokenizer, parsers)
+        self.response: Json | None = None
+        self._shown = shown
+        self._items: list[Json] = []
+        self._open = False
+        self._text: list[str] = []
+        """The text or the arguments of the open item."""
+        self._sequence = 0
+
+    def opening(self, generation: Generation, index: int) -> list[Json]:
+        begun = self._response("in_progress")
+        return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
+
+    def events(self, parsed: ParsedDelta) -> list[Json]:
+        found: list[Json] = []
+        if parsed.reasoning:
+            found += self._add_text("reasoning", parsed.reasoning)
+        if parsed.content:
+            found += self._add_text("message", parsed.content)
+        for call in parsed.tool_calls:
+            found += self._add_call(call)
+        return found
+
+    def last_events(self, generation: Generation) -> list[Json]:
+        outcome = generation.outcome
+        complete = outcome is not None and outcome.finish_reason != "length"
+        closed = self._close("completed" if complete else "incomplete")
+        status = "completed" if complete else "incomplete"
+        self.response = self._response(status, generation)
+        if not complete:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        final = self._event(f"response.{status}", response=self.response, kvrelay=serving_details(generation))
+        return [*closed, final]
+
+    def failure(self, error: KvRelayError, generation: Generation) -> Json:
+        failed = self._response("failed", generation)
+        failed["error"] = {"code": _error_code(error), "message": error.message or error.code}
+        return self._event("response.failed", response=failed, kvrelay=serving_details(generation))
+
+    def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
+        text = "".join(delta.text for delta in deltas[0])
+        self.closing(generations[0], 0, Delta(text, [], None))
+        assert self.response is not None
+        return self.response
+
+    def _event(self, kind: str, **fields: object) -> Json:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+    def _in_item(self, kind: str, **fields: object) -> Json:
+        """An event of the open item."""
+        index = len(self._items) - 1
+        return self._event(kind, item_id=self._items[index]["id"], output_index=index, **fields)
+
+    def _add_text(self, kind: str, text: str) -> list[Json]:
+        found: list[Json] = []
+        if not self._open or self._items[-1]["type"] != kind:
+            found = self._start(kind, content=[])
+            found.append(self._in_item("response.content_part.added", content_index=0, part=_part(kind, "")))
+        self._text.append(text)
+        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
+        return [*found, self._in_item(name, content_index=0, delta=text, **_logprobs(kind))]
+
+    def _add_call(self, call: ToolCallDelta) -> list[Json]:
+        found: list[Json] = []
+        if call.name is not None:
+            found = self._start("function_call", call_id=call.id, name=call.name, arguments="")
+        if call.arguments:
+            self._text.append(call.arguments)
+            found.append(self._in_item("response.function_call_arguments.delta", delta=call.arguments))
+        return found
+
+    def _start(self, kind: str, **fields: object) -> list[Json]:
+        closed = self._close("completed")
+        unique = self.options.request_id.rpartition("-")[2]
+        item: Json = {"id": f"{_ID_PREFIXES[kind]}_{unique}{len(self._items)}", "type": kind, "status": "in_progress"}
+        self._items.append({**item, **_OWN_FIELDS[kind], **fields})
+        self._open = True
+        index = len(self._items) - 1
+        return [*closed, self._event("response.output_item.added", output_index=index, item=self._items[index])]
+
+    def _close(self, status: str) -> list[Json]:
+        """End the open item. Events that hold it may not have been framed yet: it is replaced, not changed."""
+        if not self._open:
+            return []
+        text, item = "".join(self._text), self._items[-1]
+        self._open, self._text = False, []
+        kind = item["type"]
+        if kind == "function_call":
+            done = self._in_item("response.function_call_arguments.done", name=item["name"], arguments=text)
+            events, item = [done], {**item, "arguments": text}
+        else:
+            name = "response.output_text.done" if kind == "message" else "response.reasoning_text.done"
+            part = _part(kind, text)
+            events = [
+                self._in_item(name, content_index=0, text=text, **_logprobs(kind)),
+                self._in_item("response.content_part.done", content_index=0, part=part),
+            ]
+            item = {**item, "content": [part]}
+        self._items[-1] = item = {**item, "status": status}
+        index = len(self._items) - 1
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _response(self, status: str, generation: Generation | None = None) -> Json:
+        return {
+            "id": self.options.request_id,
+            "object": "response",
+            "created_at": self.options.created,
+            "status": status,
+            "model": self.options.model,
+            "error": None,
+            "incomplete_details": None,
+            **self._shown,
+            "output": list(self._items),
+            "usage": None if generation is None else self._usage(generation),
+        }
+
+    def _usage(self, generation: Generation) -> Json:
+        prompt, completion = len(generation.request.engine.prompt_ids), generation.completion_tokens
+        thoughts = [part["text"] for item in self._items if item["type"] == "reasoning" for part in item["content"]]
+        reasoning = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in thoughts)
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": min(reasoning, completion)},
+            "total_tokens": prompt + completion,
+        }
+
+
+def _part(kind: str, text: str) -> Json:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _logprobs(kind: str) -> Json:
+    return {"logprobs": []} if kind == "message" else {}
+
+
+def _error_code(error: KvRelayError) -> str:
+    if isinstance(error, Overloaded):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, ClientError) else "server_error"

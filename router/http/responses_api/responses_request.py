@@ -1,0 +1,176 @@
+"""Body of `POST /v1/responses`, and the chat request that means the same. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
+
+from router.http.json_body import Json
+from router.http.openai.chat_request import MAX_MESSAGES
+from router.http.openai.checks import MAX_INT
+from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages
+
+_MAX_METADATA = 16
+_MAX_METADATA_CHARS = 512
+_SAMPLING = (
+    *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "bad_words"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids"),
+    *("priority", "cache_salt", "skip_special_tokens", "chat_template_kwargs", "truncate_prompt_tokens"),
+)
+"""Fields of the chat call that this one takes too, although OpenAI's does not."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class FunctionTool(_Body):
+    """A function that the model may call; hosted tools are not supported."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(_Body):
+    """Makes the model call one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class PlainText(_Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(_Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(_Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    name: str = "answer"
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TextConfig(_Body):
+    """How the answer's text looks."""
+
+    format: Annotated[PlainText | JsonObject | JsonSchema, Discriminator("type")] | None = None
+
+
+class Reasoning(_Body):
+    """How the model reasons."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(BaseModel):
+    """Body of `POST /v1/responses`. It also takes the sampling fields of a chat request."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=64)] | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = True
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: (
+        dict[
+            Annotated[str, Field(max_length=_MAX_METADATA_CHARS)],
+            Annotated[str, Field(max_length=_MAX_METADATA_CHARS)],
+        ]
+        | None
+    ) = None
+    user: str | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    top_logprobs: Literal[0] | None = None
+
+    def chat_messages(self) -> list[Json]:
+        """The messages of this turn, without the instructions."""
+        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        return chat_messages(items)
+
+    def chat_request(self, earlier: list[Json]) -> Json:
+        """The body of the chat call that means the same; validating it checks what is not checked here.
+
+        `earlier`: the messages of the turns before.
+        """
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        body: Json = {name: value for name, value in (self.model_extra or {}).items() if name in _SAMPLING}
+        for name in ("model", "stream", "temperature", "top_p", "user"):
+            body[name] = getattr(self, name)
+        body["max_completion_tokens"] = self.max_output_tokens
+        body["messages"] = [*system, *earlier, *self.chat_messages()]
+        if self.tools:
+            body["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+                for tool in self.tools
+            ]
+            body["tool_choice"] = self._tool_choice()
+            body["parallel_tool_calls"] = self.parallel_tool_calls
+        if self.text is not None and self.text.format is not None:
+            body["response_format"] = _response_format(self.text.format)
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            body["reasoning_effort"] = self.reasoning.effort
+        return body
+
+    def _tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, FunctionChoice):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        return self.tool_choice
+
+    def shown(self) -> Json:
+        """What a response repeats of its request."""
+        text = {"type": "text"}
+        if self.text is not None and self.text.format is not None:
+            text = self.text.format.model_dump(by_alias=True)
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
+            "store": self.store is not False,
+            "temperature": self.temperature,
+            "text": {"format": text},
+            "tool_choice": "auto" if self.tool_choice is None else _plain(self.tool_choice),
+            "tools": [tool.model_dump() for tool in self.tools or []],
+            "top_p": self.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+
+
+def _plain(choice: str | FunctionChoice) -> str | Json:
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _response_format(wanted: PlainText | JsonObject | JsonSchema) -> Json:
+    if isinstance(wanted, JsonSchema):
+        schema = {"name": wanted.name, "schema": wanted.schema_, "strict": wanted.strict}
+        return {"type": "json_schema", "json_schema": schema}
+    return {"type": wanted.type}

@@ -1,0 +1,207 @@
+"""`/v1/responses` through the official client, with scripted nodes and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from support.router_bench import script_of
+from support.stub_node import StubNode, running_stack
+from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
+from tokenizers import Tokenizer
+
+from common.cluster.redis_server import RedisServer
+from common.config.service_configs import RouterConfig
+from router.http.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
+
+TOOLS: Any = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("weather", "time")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tool_model(tmp_path_factory.mktemp("responses") / "stub-model")
+
+
+class Bench:
+    """A router, its nodes and clients of two tenants."""
+
+    def __init__(self, url: str, node: StubNode, tokenizer: Tokenizer) -> None:
+        self.url, self._node, self._tokenizer = url, node, tokenizer
+        self.client, self.other = (
+            AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20) for key in ("one", "two")
+        )
+
+    def prompt(self) -> str:
+        """The prompt of the newest request."""
+        return self._tokenizer.decode(self._node.requests()[-1].token_ids, skip_special_tokens=False)
+
+
+def _play(folder: Path, answer: str, scene: Callable[[Bench], Awaitable[None]], store: ResponseStore | None) -> None:
+    async def main() -> None:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        script = script_of(answer, tokenizer)
+        nodes = [StubNode(role, role, str(folder), script, vocab_size=VOCAB_SIZE) for role in ("prefill", "decode")]
+        config = RouterConfig(lease_s=1.0, api_key="one,two")
+        async with running_stack(config, *nodes, responses=store) as stack:
+            bench = Bench(stack.url, nodes[1], tokenizer)
+            async with bench.client, bench.other:
+                await scene(bench)
+            await stack.settled()
+        if store is not None:
+            await store.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_text_and_calls_are_the_same_items_whole_and_streamed(folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        whole = await bench.client.responses.create(model="stub-model", input="Paris?", tools=TOOLS, store=False)
+        message, weather, time = whole.output
+        assert whole.output_text.startswith("Let me look.")
+        assert (message.type, weather.type, time.type) == ("message", "function_call", "function_call")
+        assert json.loads(weather.arguments) == {"city": "Zürich"}
+        assert (whole.status, whole.tools[0].type) == ("completed", "function")
+
+        async with bench.client.responses.stream(
+            model="stub-model", input="Paris?", tools=TOOLS, store=False
+        ) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type for event in events]
+        assert kinds[:4] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ]
+        assert kinds[-1] == "response.completed"
+        assert kinds.count("response.output_item.done") == 3
+        plain = [
+            {key: value for key, value in item.to_dict().items() if key not in ("id", "call_id")}
+            for item in whole.output
+        ]
+        streamed = [item.to_dict() for item in final.output]
+        for item in streamed:
+            for extra in ("id", "call_id", "parsed_arguments"):
+                item.pop(extra, None)
+            for part in item.get("content", ()):
+                part.pop("parsed", None)
+        assert streamed == plain
+        assert final.usage == whole.usage
+
+    _play(folder, CALLS, scene, None)
+
+
+def test_reasoning_comes_first_and_the_limit_is_named(folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        whole = await bench.client.responses.create(model="stub-model", input="hi", store=False)
+        assert [item.type for item in whole.output] == ["reasoning", "message"]
+        assert whole.usage is not None
+        assert whole.usage.output_tokens_details.reasoning_tokens > 0
+        async with bench.client.responses.stream(model="stub-model", input="hi", store=False) as stream:
+            kinds = {event.type async for event in stream}
+        assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
+        short = await bench.client.responses.create(model="stub-model", input="hi", max_output_tokens=2, store=False)
+        assert short.status == "incomplete"
+        assert short.incomplete_details is not None
+        assert short.incomplete_details.reason == "max_output_tokens"
+
+    _play(folder, "<think>hm so</think>yes", scene, None)
+
+
+def test_items_reach_the_template_as_the_conversation_they_mean(folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        items: Any = [
+            {"role": "user", "content": [{"type": "input_text", "text": "Paris?"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Paris"}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        ]
+        await bench.client.responses.create(model="stub-model", input=items, instructions="Be brief", store=False)
+        assert bench.prompt() == (
+            "<|system|>Be brief</s><|user|>Paris?</s>"
+            '<|assistant|>I look.<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call></s>'
+            "<|tool|>rain</s><|assistant|>"
+        )
+
+    _play(folder, "sun", scene, None)
+
+
+def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        image = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+        async with httpx.AsyncClient(base_url=bench.url, headers={"authorization": "Bearer one"}) as http:
+            for field, said in (
+                ({"input": image}, "input_image"),
+                ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+                ({"tools": [{"type": "web_search"}]}, "tools"),
+                ({"background": True}, "background"),
+                ({"conversation": "c"}, "conversation"),
+                ({"prompt": {"id": "p"}}, "prompt"),
+                ({"truncation": "auto"}, "truncation"),
+            ):
+                refused = await http.post("/v1/responses", json={"input": "hi", **field})
+                assert refused.status_code == 400
+                assert said in refused.json()["error"]["message"]
+
+    _play(folder, "sun", scene, None)
+
+
+def test_a_response_is_continued_by_its_owner_only(folder: Path, redis_server: RedisServer, cluster: str) -> None:
+    async def scene(bench: Bench) -> None:
+        create = bench.client.responses.create
+        first = await create(model="stub-model", input="one?", instructions="Be brief")
+        async with bench.client.responses.stream(
+            input="two?", model="stub-model", previous_response_id=first.id
+        ) as two:
+            second = await two.get_final_response()
+        third = await create(model="stub-model", input="three?", previous_response_id=second.id, store=False)
+        assert bench.prompt() == (
+            "<|user|>one?</s><|assistant|>sun</s><|user|>two?</s><|assistant|>sun</s><|user|>three?</s><|assistant|>"
+        )
+        assert (await bench.client.responses.retrieve(second.id)).output_text == "sun"
+        for response_id, client in ((first.id, bench.other), (third.id, bench.client), ("resp-../x", bench.client)):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(response_id)
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.create(input="x", model="stub-model", previous_response_id=response_id)
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.delete(response_id)
+        await bench.client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            await bench.client.responses.retrieve(first.id)
+
+    _play(folder, "sun", scene, ResponseStore(redis_server.url, cluster, 10))
+
+
+def test_without_redis_answers_are_given_and_only_continuing_fails(folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        whole = await bench.client.responses.create(model="stub-model", input="hi")
+        assert whole.output_text == "sun"
+        with pytest.raises(openai.InternalServerError, match="cannot be reached") as refused:
+            await bench.client.responses.create(model="stub-model", input="hi", previous_response_id=whole.id)
+        assert refused.value.status_code == 503
+
+    _play(folder, "sun", scene, ResponseStore("redis://127.0.0.1:1/0", "c", 10))
+
+
+def test_the_store_is_bounded_in_number_and_size(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        store = ResponseStore(redis_server.url, cluster, 2)
+        ids = [f"resp-{index:024x}" for index in range(4)]
+        for response_id in ids[:3]:
+            await store.put("t", StoredResponse({"id": response_id}, []))
+        await store.put("t", StoredResponse({"id": ids[3], "text": "x" * MAX_ENTRY_BYTES}, []))
+        found = await asyncio.gather(*(store.get("t", each) for each in ids), return_exceptions=True)
+        assert [isinstance(each, StoredResponse) for each in found] == [False, True, True, False]
+        await store.close()
+
+    asyncio.run(main())
