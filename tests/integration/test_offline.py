@@ -115,12 +115,15 @@ def test_a_chat_from_a_pipe_is_answered(system: System) -> None:
 @pytest.mark.thorough
 def test_a_local_cluster_returns_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    scored = SamplingParams(temperature=1, seed=2, max_tokens=8, n=2, logprobs=2, prompt_logprobs=2)
     with LLM("demo", kv_memory_gb=0.1) as llm:
         expected = offline(llm)
+        logprobs = [(output.prompt_logprobs, output.outputs) for output in llm.generate(PROMPTS, scored)]
     with LLM("demo", prefill=1, decode=1, kv_memory_gb=0.1) as llm:
         supervisor: Any = llm._engine._cluster._process  # type: ignore[attr-defined]
         services = psutil.Process(supervisor.pid).children(recursive=True)
         assert offline(llm) == expected
+        assert [(output.prompt_logprobs, output.outputs) for output in llm.generate(PROMPTS, scored)] == logprobs
     assert len(services) >= 4
     assert not [service for service in services if service.is_running()]
 

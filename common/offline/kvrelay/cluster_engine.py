@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.base.errors import BadRequest, from_code
+from common.base.errors import from_code
 from common.config.service_configs import UpConfig
+from common.control.messages import PromptLogprobs, TokenLogprobs
 from common.tools.api_client import ApiAnswer, ApiClient, run_workers
 from common.tools.local_cluster import LocalCluster
 from kvrelay.engine import load_options
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
 from router import model_catalog
+from router.http.openai.logprobs import LOWEST
 
 _MOST_IN_FLIGHT = 128
 """Below the router's default limit of waiting requests."""
@@ -57,9 +60,6 @@ class ClusterEngine:
             return (await client.get("/v1/models")).body["data"][0]
 
     def run(self, jobs: Sequence[Job]) -> Generator[tuple[int, list[Answer]]]:
-        if any(job.request.engine.sampling.logprobs is not None for job in jobs):
-            # The HTTP API shows tokens as text, which can stand for several ids.
-            raise BadRequest("log-probabilities by token id need LLM in one process", param="logprobs")
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         loop = asyncio.new_event_loop()
         work = loop.create_task(self._run_all(jobs, news))
@@ -105,13 +105,16 @@ class ClusterEngine:
 def request_body(job: Job, model: str) -> dict[str, Any]:
     """The body of `/v1/completions` that has the same answer as the job in one process."""
     engine = job.request.engine
-    fixed = {"seed": engine.sampling.seed, "max_tokens": engine.sampling.max_tokens}
+    fields = job.params.completion_fields()
+    fields.pop("truncate_prompt_tokens", None)  # the prompt's ids are those that are left
     return {
-        **job.params.completion_fields(),
-        **fixed,
+        **fields,
+        "seed": engine.sampling.seed,
+        "max_tokens": engine.sampling.max_tokens,
         "model": model,
         "prompt": engine.prompt_ids,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
     }
 
 
@@ -123,6 +126,44 @@ def to_answers(index: int, job: Job, answer: ApiAnswer) -> list[Answer]:
     usage: dict[str, Any] = answer.body["usage"]
     cached = int(usage["prompt_tokens_details"]["cached_tokens"]) if job.params.n == 1 else None
     return [
-        Answer(choice["text"], choice["token_ids"], None, choice["finish_reason"], choice["stop_reason"], cached)
+        Answer(
+            choice["text"],
+            choice["token_ids"],
+            None if choice["logprobs"] is None else _logprobs(choice["logprobs"], job.params.logprobs or 0),
+            choice["finish_reason"],
+            choice["stop_reason"],
+            cached,
+            _prompt_logprobs(choice.get("prompt_logprobs"), job.params.prompt_logprobs or 0),
+        )
         for choice in sorted(answer.body["choices"], key=lambda choice: choice["index"])
     ]
+
+
+def _logprobs(shown: dict[str, Any], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities from those of `/v1/completions`, whose tokens are `token_id:N`: the `count` most likely ones, then
+    the sampled one if it is not among them."""
+    found: list[TokenLogprobs] = []
+    for logprob, by_name in zip(shown["token_logprobs"], shown["top_logprobs"], strict=True):
+        top = list(by_name.items())[:count]
+        ids = [int(name.removeprefix("token_id:")) for name, _ in top]
+        found.append(TokenLogprobs(_number(logprob), ids, [_number(each) for _, each in top]))
+    return found
+
+
+def _prompt_logprobs(shown: list[dict[str, Any] | None] | None, count: int) -> list[PromptLogprobs] | None:
+    """Log-probabilities of the prompt's tokens after the first; each entry begins with the prompt's own token."""
+    if shown is None:
+        return None
+    found: list[PromptLogprobs] = []
+    for entry in filter(None, shown):
+        own = next(iter(entry.values()))
+        top = sorted(entry.items(), key=lambda item: item[1]["rank"])[:count]
+        ids = [int(token_id) for token_id, _ in top]
+        found.append(
+            PromptLogprobs(_number(own["logprob"]), own["rank"], ids, [_number(each["logprob"]) for _, each in top])
+        )
+    return found
+
+
+def _number(logprob: float) -> float:
+    return logprob if logprob > LOWEST else -math.inf

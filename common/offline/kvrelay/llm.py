@@ -18,7 +18,7 @@ from common.config.option_groups import CapacityOptions, DeviceOptions, GpuMemor
 from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
 from common.config.sources import resolve
 from kvrelay.engine import Engine, load_options
-from kvrelay.outputs import RequestOutput, completion_output
+from kvrelay.outputs import RequestOutput, completion_output, prompt_logprobs
 from kvrelay.progress import progress_bar
 from kvrelay.prompts import Conversation, Job, Params, Prompt, chat_jobs, generate_jobs
 from router.model_catalog import LoadOptions
@@ -111,11 +111,13 @@ class LLM:
         with self._lock, progress_bar(wanted=use_tqdm) as progress, closing(engine.run(jobs)) as ended:
             task = progress.add_task("prompts", total=len(jobs), speed="")
             for index, answers in ended:
-                job = jobs[index]
+                job, tokenizer = jobs[index], engine.model.tokenizer
+                prompt_ids = job.request.engine.prompt_ids
                 outputs[index] = RequestOutput(
                     request_id=str(next(self._ids)),
                     prompt=job.prompt,
-                    prompt_token_ids=job.request.engine.prompt_ids,
+                    prompt_token_ids=prompt_ids,
+                    prompt_logprobs=prompt_logprobs(prompt_ids, answers[0].prompt_logprobs, tokenizer),
                     outputs=[
                         completion_output(number, answer, engine.model.tokenizer)
                         for number, answer in enumerate(answers)

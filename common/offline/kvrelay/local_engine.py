@@ -93,7 +93,7 @@ class LocalEngine:
             return None
         prompt, number = running[chunk.key]
         progress = prompt.progress[number]
-        if number == 0 and chunk.start == 0:
+        if number == 0 and chunk.token_ids and chunk.start == 0:
             for other in range(1, len(prompt.samples)):
                 self._send(prompt, other, running)
         if progress.push(chunk):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from common.control.messages import FinishReason, TokenLogprobs
+from common.control.messages import FinishReason, PromptLogprobs, TokenLogprobs
 from router.text.tokenizer import Tokenizer
 
 
@@ -43,6 +43,8 @@ class RequestOutput:
     prompt: str | None
     """The text, for a conversation as its template renders it; None if token ids were given."""
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    """For each prompt token, if asked for: log-probabilities by token id; None for the first."""
     outputs: list[CompletionOutput]
     num_cached_tokens: int | None
     """Prompt tokens whose KV was in the prefix cache when the first answer began. None: a cluster does not say it of several
@@ -59,6 +61,8 @@ class Answer(NamedTuple):
     finish_reason: FinishReason
     stop_reason: str | int | None
     cached_tokens: int | None
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """Of the prompt's tokens after the first; the first answer to a prompt has them."""
 
 
 def completion_output(index: int, answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
@@ -73,6 +77,21 @@ def completion_output(index: int, answer: Answer, tokenizer: Tokenizer) -> Compl
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
     )
+
+
+def prompt_logprobs(
+    prompt_ids: Sequence[int], found: Sequence[PromptLogprobs] | None, tokenizer: Tokenizer
+) -> list[dict[int, Logprob] | None] | None:
+    """The prompt's log-probabilities as `LLM` returns them."""
+    if found is None:
+        return None
+    positions: list[dict[int, Logprob] | None] = [None]
+    for token_id, each in zip(prompt_ids[1:], found, strict=True):
+        [position] = _by_token([token_id], [TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs)], tokenizer)
+        if position[token_id].rank is None:
+            position[token_id] = replace(position[token_id], rank=each.rank)
+        positions.append(position)
+    return positions
 
 
 def _by_token(

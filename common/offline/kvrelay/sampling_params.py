@@ -46,6 +46,12 @@ class SamplingParams:
     """Texts that are not generated."""
     logprobs: int | None = None
     """n: return log-probabilities of the sampled token and of the n most likely ones."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token after the first."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last tokens of the prompt; -1: as many as leave room for the answer."""
+    detokenize: bool = True
+    """False: answers have token ids only."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -57,8 +63,6 @@ class SamplingParams:
         """The fields of a `/v1/completions` body."""
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
         given["max_tokens"] = self.max_tokens
-        if isinstance(self.stop, tuple):
-            given["stop"] = list(self.stop)
         if isinstance(self.logit_bias, Mapping):
             given["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         return given

@@ -10,7 +10,7 @@ from router.requests.request import Delta
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
 
-_LOWEST = -9999.0
+LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
 
@@ -31,7 +31,7 @@ def prompt_entry(tokenizer: Tokenizer, token_id: int, found: PromptLogprobs) -> 
 
 
 def _ranked(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> Json:
-    return {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": tokenizer.text_of(token_id)}
+    return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": tokenizer.text_of(token_id)}
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, tokens_as_ids: bool = False) -> list[Json]:
@@ -39,7 +39,7 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, tokens_as_ids: bool = F
 
     def shown(token_id: int, logprob: float) -> Json:
         piece = _as_id(token_id).encode() if tokens_as_ids else tokenizer.pieces.piece(token_id)
-        return {"token": piece.decode(errors="replace"), "logprob": max(logprob, _LOWEST), "bytes": list(piece)}
+        return {"token": piece.decode(errors="replace"), "logprob": max(logprob, LOWEST), "bytes": list(piece)}
 
     entries: list[Json] = []
     for token_id, found in zip(delta.token_ids, delta.logprobs or [], strict=False):
@@ -87,9 +87,9 @@ class TextLogprobs:
                 values.append(None)
                 tops.append(None)
                 continue
-            values.append(max(found.logprob, _LOWEST))
+            values.append(max(found.logprob, LOWEST))
             pairs = zip(found.top_ids, found.top_logprobs, strict=True)
-            top = {self._name(other): max(logprob, _LOWEST) for other, logprob in pairs}
-            top.setdefault(text, max(found.logprob, _LOWEST))
+            top = {self._name(other): max(logprob, LOWEST) for other, logprob in pairs}
+            top.setdefault(text, max(found.logprob, LOWEST))
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

@@ -25,10 +25,17 @@ def test_the_body_fixes_everything_that_a_server_would_choose() -> None:
 
 
 def test_answers_are_read_from_the_response_in_their_order() -> None:
-    choice = {"index": 0, "text": "hi", "token_ids": [1, 2], "finish_reason": "stop", "stop_reason": "x"}
+    choice = {
+        "index": 0,
+        "logprobs": None,
+        "text": "hi",
+        "token_ids": [1, 2],
+        "finish_reason": "stop",
+        "stop_reason": "x",
+    }
     body = {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}}
     [answer] = to_answers(0, job(SamplingParams()), ApiAnswer(200, "", body))
-    assert answer == ("hi", [1, 2], None, "stop", "x", 16)
+    assert answer == ("hi", [1, 2], None, "stop", "x", 16, None)
     body["choices"] = [{**choice, "index": 1, "text": "second"}, choice]
     two = to_answers(0, job(SamplingParams(n=2)), ApiAnswer(200, "", body))
     assert [(answer.text, answer.cached_tokens) for answer in two] == [("hi", None), ("second", None)]

@@ -81,6 +81,30 @@ def test_logprobs_are_by_token_id(llm: LLM) -> None:
     assert "".join(found.decoded_token for found in chosen) == answer.text
 
 
+def test_a_prompts_logprobs_are_those_of_its_tokens(llm: LLM) -> None:
+    [generated] = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=6, logprobs=2))
+    answer = generated.outputs[0]
+    prompt = generated.prompt_token_ids + answer.token_ids
+    [scored] = llm.generate(prompt, SamplingParams(max_tokens=1, n=2, prompt_logprobs=2))
+    assert scored.prompt_logprobs is not None
+    assert (len(scored.prompt_logprobs), scored.prompt_logprobs[0]) == (len(prompt), None)
+    assert answer.logprobs is not None
+    for position, of_answer in zip(scored.prompt_logprobs[-6:], answer.logprobs, strict=True):
+        assert position is not None
+        assert position.keys() == of_answer.keys()
+        assert all(position[key].rank == of_answer[key].rank for key in position)
+        assert all(position[key].logprob == pytest.approx(of_answer[key].logprob, abs=1e-4) for key in position)
+    assert generated.prompt_logprobs is None
+
+
+def test_masks_truncation_and_answers_without_text(llm: LLM) -> None:
+    [masked] = llm.generate("Hello", SamplingParams(allowed_token_ids=[50, 51], max_tokens=8))
+    assert set(masked.outputs[0].token_ids) <= {50, 51}
+    [cut] = llm.generate([5, 6, 7, 8], SamplingParams(truncate_prompt_tokens=2, max_tokens=2, detokenize=False))
+    assert cut.prompt_token_ids == [7, 8]
+    assert (cut.outputs[0].text, len(cut.outputs[0].token_ids)) == ("", 2)
+
+
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(llm: LLM) -> None:
     prompt = list(range(5, 45))
     llm.generate(prompt, GREEDY)

@@ -42,9 +42,8 @@ def test_no_limit_of_tokens_is_said_explicitly() -> None:
 
 
 def test_chat_bodies_have_their_own_form_of_logprobs() -> None:
-    params = SamplingParams(logprobs=3, logit_bias={7: -1.5}, stop=("a", "b"))
+    params = SamplingParams(logprobs=3, logit_bias={7: -1.5})
     assert params.completion_fields()["logprobs"] == 3
     chat = params.chat_fields()
     assert (chat["logprobs"], chat["top_logprobs"]) == (True, 3)
     assert chat["logit_bias"] == {"7": -1.5}
-    assert chat["stop"] == ["a", "b"]
