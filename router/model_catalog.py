@@ -11,15 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from llguidance import LLTokenizer
+
 from common.base.errors import ConfigError, NotFound, Unavailable
 from common.config.fields import listed
 from common.config.option_groups import GenerationConfig
 from common.control.messages import ModelInfo, NodeRecord
+from common.engine.grammar.compile import load_tokenizer
 from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_folder, model_name, resolve_model
 from router.output.formats import OutputFormats, check_names, choose_formats
 from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
+from router.structured.checker import GrammarChecker
 from router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ class ServedModel:
     output_formats: OutputFormats = field(default_factory=OutputFormats)
     marker_ids: frozenset[int] = frozenset()
     """The special tokens that the parsers of `output_formats` must see."""
+    grammars: GrammarChecker = field(default_factory=lambda: GrammarChecker(ConfigError("its tokenizer is not loaded")))
 
 
 class LoadOptions(NamedTuple):
@@ -86,7 +91,16 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         digest,
         formats,
         frozenset(marker for each in formats.markers if (marker := tokenizer.special_id(each)) is not None),
+        GrammarChecker(_grammar_tokenizer(folder, config.vocab_size, eos_ids)),
     )
+
+
+def _grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> LLTokenizer | ConfigError:
+    try:
+        return load_tokenizer(folder, vocab_size, eos_ids)
+    except ConfigError as error:
+        log.warning("structured output is refused: %s", error)
+        return error
 
 
 class ModelCatalog:

@@ -108,6 +108,14 @@ def format_options(request: Request, body: CompletionRequestBase, model: ServedM
     )
 
 
+async def _check_grammars(services: Services, wanted: list[GenerationRequest]) -> None:
+    """Raises: BadRequest for a grammar that cannot be used."""
+    for each in wanted:
+        grammar = each.engine.sampling.grammar
+        if grammar is not None:
+            await services.catalog.get(None).grammars.check(grammar.source, each.grammar_param)
+
+
 async def serve(
     request: Request,
     services: Services,
@@ -120,6 +128,7 @@ async def serve(
     """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token keep their
     HTTP status. `before_end` is awaited before the last part is sent.
     """
+    await _check_grammars(services, wanted)
     options = form.options
     ranked = options.returned < options.samples
     wanted = [sample for each in wanted for sample in samples(each, options.samples, ranked=ranked)]

@@ -23,6 +23,8 @@ class GenerationRequest(NamedTuple):
     skip_special_tokens: bool = True
     visible_tokens: frozenset[int] = frozenset()
     """Special tokens whose text is needed although special tokens are skipped."""
+    grammar_param: str = ""
+    """The request's field that `engine.sampling.grammar` comes from."""
     detokenize: bool = True
     """False: there is no text."""
     prompt_only: bool = False

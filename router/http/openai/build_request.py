@@ -13,12 +13,12 @@ from typing import NamedTuple
 from starlette.types import Scope
 
 from common.base.errors import BadRequest
-from common.control.messages import EngineRequest
+from common.control.messages import EngineRequest, Grammar
+from router.http.openai.chat_grammar import chat_grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.sampling_params import sampling_params
 from router.http.openai.shared_fields import CompletionRequestBase
-from router.http.openai.tool_choice import call_grammar
 from router.http.request_headers import api_key, header
 from router.model_catalog import ServedModel
 from router.output.base import OutputParser
@@ -91,11 +91,16 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     new_parser = model.output_formats.parser(text, functions, single_call=body.parallel_tool_calls is False)
     if new_parser is not None:
         request = request._replace(visible_tokens=model.marker_ids)
-    grammar = call_grammar(body, model, text)
-    if grammar is not None:
-        sampling = request.engine.sampling._replace(grammar=grammar)
-        request = request._replace(engine=request.engine._replace(sampling=sampling))
-    return ChatGeneration(request, new_parser)
+    return ChatGeneration(_with_grammar(request, chat_grammar(body, model, text)), new_parser)
+
+
+def _with_grammar(request: GenerationRequest, found: tuple[str, Grammar] | None) -> GenerationRequest:
+    """found: a grammar, and the request's field that it comes from."""
+    if found is None:
+        return request
+    param, grammar = found
+    sampling = request.engine.sampling._replace(grammar=grammar)
+    return request._replace(engine=request.engine._replace(sampling=sampling), grammar_param=param)
 
 
 def completion_generation(
@@ -108,7 +113,9 @@ def completion_generation(
     else:
         _check_length(body, model, prompt, "prompt")
         prompt_ids = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-    generation = _generation_request(body, model, prompt_ids, "prompt", caller)
+    found = body.grammar_source
+    grammar = None if found is None else (found[0], Grammar(found[1]))
+    generation = _with_grammar(_generation_request(body, model, prompt_ids, "prompt", caller), grammar)
     if not body.echo or not generation.detokenize:
         return generation
     kept = generation.engine.prompt_ids

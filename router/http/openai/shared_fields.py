@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from router.http.openai.checks import MAX_INT, as_object, bounded, items
+from router.http.openai.structured_fields import StructuredFields
 
 MAX_STOPS = 64
 """OpenAI allows 4; every stop string costs time at every token."""
@@ -34,10 +35,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class CompletionRequestBase(BaseModel):
+class CompletionRequestBase(StructuredFields):
     """Fields that both calls share."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None

@@ -16,7 +16,6 @@ def _only(*harmless: Any) -> Callable[[Any], bool]:
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "length_penalty": _only(1),
-    "response_format": lambda value: value is None or value == {"type": "text"},
     "function_call": _only("none", "auto"),
     "modalities": lambda value: value is None or value == ["text"],
     **dict.fromkeys(
@@ -32,11 +31,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
             "chat_template",
             "documents",
             "mm_processor_kwargs",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
             "structural_tag",
             "prompt_embeds",
             "kv_transfer_params",

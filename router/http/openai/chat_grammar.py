@@ -1,0 +1,25 @@
+"""The one grammar of a chat request: of the calls that it forces, of the answer's form, or of strict functions. Pure."""
+
+from __future__ import annotations
+
+from common.control.messages import Grammar
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.tool_choice import call_grammar
+from router.model_catalog import ServedModel
+
+
+def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[str, Grammar] | None:
+    """The request's field that asks for a grammar, and the grammar; None if the model may write anything.
+
+    `prompt`: the rendered text. An answer whose form is given calls no function unless it must.
+    Raises: BadRequest naming the field.
+    """
+    found = None if body.must_call else body.grammar_source
+    if found is None:
+        calls = call_grammar(body, model, prompt)
+        return None if calls is None else ("tool_choice" if body.must_call else "tools", calls)
+    param, source = found
+    tags, after = model.output_formats.reasoning, list[int]()
+    if tags is not None and tags.opened_by(prompt):
+        after = model.tokenizer.encode(tags.close, add_special_tokens=False)
+    return param, Grammar(source, after)

@@ -1,0 +1,62 @@
+"""Validates grammars with the model's tokens before a request is sent to nodes. Runs on the router's event loop.
+
+Compiling happens on a thread, within the limits and with the code of the nodes (`common.engine.grammar.compile`): what passes
+here compiles there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from llguidance import LLTokenizer
+
+from common.base.errors import BadRequest, ConfigError, Overloaded
+from common.engine.grammar.compile import COMPILE_TIMEOUT_S, compile_grammar
+
+_MAX_KEPT = 512
+"""Sources whose result is remembered; at most 128 MB in all."""
+_MAX_WAITING = 64
+"""Sources that may wait for their turn."""
+
+
+class GrammarChecker:
+    """One model's grammars. tokenizer: or why the model has none that llguidance can use."""
+
+    def __init__(self, tokenizer: LLTokenizer | ConfigError) -> None:
+        self._tokenizer = tokenizer
+        self._results: OrderedDict[str, str] = OrderedDict()
+        """What is wrong with a source, empty if nothing is; least recently used first."""
+        self._waiting = 0
+        self._one_at_a_time = asyncio.Lock()
+
+    async def check(self, source: str, param: str) -> None:
+        """Raises: BadRequest naming `param` if the grammar cannot be used, Overloaded if that is not known in time."""
+        problem = self._results.get(source)
+        if problem is None:
+            problem = await self._compile(source)
+            self._results[source] = problem
+            while len(self._results) > _MAX_KEPT:
+                self._results.popitem(last=False)
+        else:
+            self._results.move_to_end(source)
+        if problem:
+            raise BadRequest(f"{param}: {problem}", param=param)
+
+    async def _compile(self, source: str) -> str:
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, ConfigError):
+            return f"this model takes no grammars: {tokenizer}"
+        if self._waiting >= _MAX_WAITING:
+            raise Overloaded(f"{self._waiting} grammars are being compiled")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(COMPILE_TIMEOUT_S), self._one_at_a_time:
+                await asyncio.to_thread(compile_grammar, tokenizer, source)
+        except TimeoutError as error:
+            raise Overloaded(f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s") from error
+        except BadRequest as error:
+            return error.message
+        finally:
+            self._waiting -= 1
+        return ""

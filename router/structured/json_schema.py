@@ -1,0 +1,118 @@
+"""JSON schemas as grammars. Pure.
+
+White space between a JSON text's tokens is bounded: a model cannot fill its answer with it. llguidance refuses most keywords
+that it does not implement, by name; those that it would ignore, or hold only in part, are refused here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from llguidance import LLMatcher
+
+from common.base.errors import BadRequest
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+WHITESPACE = r"\n?[ \t]{0,32}"
+"""A regular expression for the white space between two tokens: a line break and an indentation, or nothing."""
+MAX_SCHEMA_DEPTH = 64
+MAX_WHITESPACE_CHARS = 200
+
+_IGNORED = ("divisibleBy", "disallow", "extends", "x-guidance")
+_SCHEMA = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+Schema = dict[str, Any]
+
+
+def json_schema_grammar(schema: Schema, whitespace: str | None = WHITESPACE) -> str:
+    """A grammar for the JSON texts that a schema describes, as `Grammar.source`. whitespace: None for no white space.
+
+    Raises: BadRequest for what is not supported.
+    """
+    return LLMatcher.grammar_from_json_schema(_checked(schema), overrides=_options(whitespace))
+
+
+def embedded_schema(schema: Schema, whitespace: str | None = WHITESPACE) -> str:
+    """A term for the JSON texts that a schema describes, to be used in the rules of a Lark grammar.
+
+    Raises: BadRequest for what is not supported.
+    """
+    return "%json " + json.dumps({**json.loads(_checked(schema)), "x-guidance": _options(whitespace)})
+
+
+def without_further_properties(schema: Schema) -> Schema:
+    """The schema with `additionalProperties: false` in every object that lists properties and does not say."""
+    closed: Schema = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, dict):
+            named = cast("dict[str, Any]", value)
+            closed[key] = {name: _closed(each) for name, each in named.items()}
+        elif key in _SCHEMAS and isinstance(value, list):
+            closed[key] = [_closed(each) for each in cast("list[Any]", value)]
+        else:
+            closed[key] = _closed(value) if key in _SCHEMA else value
+    if "properties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _closed(value: Any) -> Any:
+    return without_further_properties(cast("Schema", value)) if isinstance(value, dict) else value
+
+
+def _options(whitespace: str | None) -> JsonCompileOptions:
+    """All that a schema's own `x-guidance` could say otherwise."""
+    if whitespace is None:
+        return {"lenient": False, "coerce_one_of": False, "whitespace_flexible": False}
+    return {"lenient": False, "coerce_one_of": False, "whitespace_pattern": whitespace}
+
+
+def _checked(schema: Schema) -> str:
+    """The schema as JSON. Raises: BadRequest."""
+    stack: list[tuple[Any, int]] = [(schema, 1)]
+    while stack:
+        node, depth = stack.pop()
+        if depth > MAX_SCHEMA_DEPTH:
+            raise BadRequest(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+        if isinstance(node, dict):
+            found = cast("Schema", node)
+            _check_keywords(found)
+            stack += [(each, depth + 1) for each in _subschemas(found)]
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _subschemas(schema: Schema) -> Iterator[Any]:
+    for key in _NAMED_SCHEMAS:
+        named = schema.get(key)
+        if isinstance(named, dict):
+            yield from cast("dict[str, Any]", named).values()
+    for key in _SCHEMAS:
+        listed = schema.get(key)
+        if isinstance(listed, list):
+            yield from cast("list[Any]", listed)
+    for key in _SCHEMA:
+        if key in schema:
+            yield schema[key]
+
+
+def _check_keywords(schema: Schema) -> None:
+    for key in _IGNORED:
+        if key in schema:
+            raise BadRequest(f"the schema's keyword {key} is not supported")
+    required = schema.get("required", [])
+    if not isinstance(required, list):
+        raise BadRequest("the schema's keyword required must be a list of names")
+    least = schema.get("minProperties", 0)
+    open_ended = schema.get("additionalProperties") is not False or "patternProperties" in schema
+    if open_ended and isinstance(least, int) and least > len(set(map(str, cast("list[Any]", required)))):
+        # A property that occurs twice would be counted twice.
+        raise BadRequest(
+            "the schema's keyword minProperties is not supported beyond the number of required properties, except with "
+            "additionalProperties=false"
+        )

@@ -1,0 +1,63 @@
+"""From what a client may ask for to the source of a grammar: JSON, a regular expression, a choice, or a grammar. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from common.base.errors import BadRequest
+from common.engine.grammar.compile import MAX_ERROR_CHARS, MAX_SOURCE_CHARS
+from router.structured.json_schema import Schema, json_schema_grammar
+
+MAX_CHOICES = 1024
+_CONTROL = re.compile("[\x7f-\x9f]")
+
+
+def regex_grammar(regex: str) -> str:
+    """A grammar for the texts that a regular expression of Rust's `regex` crate matches as a whole."""
+    return LLMatcher.grammar_from_regex(_bounded(regex))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """A grammar for one of these texts. Raises: BadRequest."""
+    if not choices:
+        raise BadRequest("there must be at least one choice")
+    if len(choices) > MAX_CHOICES:
+        raise BadRequest(f"at most {MAX_CHOICES} choices are allowed")
+    _bounded("".join(choices))
+    return "start: " + " | ".join(_literal(choice) for choice in choices)
+
+
+def _literal(text: str) -> str:
+    """A string of Lark; control characters must be escaped there."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+def text_grammar(grammar: str) -> str:
+    """A grammar in llguidance's form of Lark, or in GBNF, which llama.cpp and xgrammar use. Raises: BadRequest."""
+    try:
+        return any_to_lark(_bounded(grammar))
+    except (GbnfToLarkError, RecursionError) as error:
+        raise BadRequest(f"the grammar cannot be read: {str(error)[:MAX_ERROR_CHARS]}") from error
+
+
+def schema_grammar(schema: Schema | str, whitespace: str | None) -> str:
+    """A grammar for a JSON schema, which may be JSON text. Raises: BadRequest."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(_bounded(schema))
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the schema is not valid JSON: {error}") from error
+        if not isinstance(schema, dict):
+            raise BadRequest("the schema must be a JSON object")
+    return json_schema_grammar(schema, whitespace)
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_SOURCE_CHARS:
+        raise BadRequest(f"it has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
+    return text

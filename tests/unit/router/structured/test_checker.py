@@ -1,0 +1,74 @@
+"""Grammars are compiled once, on a thread, before a request goes to nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from common.base.errors import BadRequest, ConfigError, Overloaded
+from common.engine.grammar.compile import compile_grammar, load_tokenizer
+from common.model.config import load_model_config
+from common.model.hub import resolve_model
+from router.structured import checker as module
+from router.structured.checker import GrammarChecker
+
+DEMO = resolve_model("demo")
+CONFIG = load_model_config(DEMO)
+TOKENIZER: LLTokenizer = load_tokenizer(DEMO, CONFIG.vocab_size, CONFIG.eos_token_ids)
+
+
+class Compiling:
+    """Counts compilations, and holds them while `go` is not set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        monkeypatch.setattr(module, "compile_grammar", self)
+
+    def __call__(self, tokenizer: LLTokenizer, source: str) -> LLMatcher:
+        self.threads.append(threading.current_thread().name)
+        assert self.go.wait(30)
+        return compile_grammar(tokenizer, source)
+
+
+def test_results_are_remembered_and_computed_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, checker = Compiling(monkeypatch), GrammarChecker(TOKENIZER)
+
+    async def run() -> None:
+        for _ in range(3):
+            await checker.check('start: "a"', "guided_grammar")
+            with pytest.raises(BadRequest, match=r"guided_regex: [^$]*unclosed group") as caught:
+                await checker.check("start: /(/", "guided_regex")
+            assert caught.value.param == "guided_regex"
+
+    asyncio.run(run())
+    assert len(compiling.threads) == 2
+    assert threading.current_thread().name not in compiling.threads
+
+
+def test_the_loop_goes_on_while_a_grammar_is_compiled_and_the_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, checker = Compiling(monkeypatch), GrammarChecker(TOKENIZER)
+    compiling.go.clear()
+    monkeypatch.setattr(module, "_MAX_WAITING", 2)
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
+
+    async def run() -> list[BaseException | None]:
+        checks = [checker.check(f'start: "{n}"', "guided_grammar") for n in range(4)]
+        try:
+            return await asyncio.gather(*checks, return_exceptions=True)
+        finally:
+            compiling.go.set()
+
+    results = asyncio.run(run())
+    assert [type(result) for result in results] == [Overloaded] * 4
+    assert "are being compiled" in str(results[2])
+    assert "within" in str(results[0])
+
+
+def test_a_model_whose_tokens_cannot_be_used_takes_no_grammars() -> None:
+    with pytest.raises(BadRequest, match="this model takes no grammars: why not"):
+        asyncio.run(GrammarChecker(ConfigError("why not")).check('start: "a"', "guided_grammar"))

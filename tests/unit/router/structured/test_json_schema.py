@@ -1,0 +1,124 @@
+"""Schemas as grammars: bounded white space, and no keyword is ignored silently."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from common.base.errors import BadRequest
+from common.engine.grammar.compile import compile_grammar, load_tokenizer
+from common.model.config import load_model_config
+from common.model.hub import resolve_model
+from router.structured.json_schema import (
+    MAX_SCHEMA_DEPTH,
+    embedded_schema,
+    json_schema_grammar,
+    without_further_properties,
+)
+
+DEMO = resolve_model("demo")
+ROW = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    config = load_model_config(DEMO)
+    return load_tokenizer(DEMO, config.vocab_size, config.eos_token_ids)
+
+
+def accepts(tokenizer: LLTokenizer, source: str, text: str) -> bool:
+    matcher = compile_grammar(tokenizer, source).deep_copy()
+    ids = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        ('{"a":1}', True),
+        ('{"a": 1}', True),
+        ('{\n\t"a": 1\n}', True),
+        ("{\n" + " " * 32 + '"a": 1}', True),
+        ('{\n\n"a": 1}', False),
+        ("{" + " " * 33 + '"a": 1}', False),
+        ('{"a":1} ', False),
+        ('{"a":"1"}', False),
+        ('{"b":1}', False),
+        ('{"a":1,"b":2}', False),
+    ],
+)
+def test_a_schema_admits_its_texts_with_bounded_white_space(tokenizer: LLTokenizer, text: str, accepted: bool) -> None:
+    assert accepts(tokenizer, json_schema_grammar(ROW), text) is accepted
+    assert accepts(tokenizer, "start: " + embedded_schema(ROW), text) is accepted
+
+
+def test_white_space_can_be_chosen_or_left_out(tokenizer: LLTokenizer) -> None:
+    assert accepts(tokenizer, json_schema_grammar(ROW, None), '{"a":1}')
+    assert not accepts(tokenizer, json_schema_grammar(ROW, None), '{"a": 1}')
+    assert accepts(tokenizer, json_schema_grammar(ROW, "[ ]{3}"), '{"a":   1}')
+    assert not accepts(tokenizer, json_schema_grammar(ROW, "[ ]{3}"), '{"a": 1}')
+
+
+def test_a_schema_is_embedded_in_a_grammar(tokenizer: LLTokenizer) -> None:
+    source = f'start: "<call>" {embedded_schema(ROW)} "</call>"'
+    assert accepts(tokenizer, source, '<call>{"a": 1}</call>')
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"type": "array", "contains": {}}, "contains"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"type": "string", "format": "unheard-of"}, "unheard-of"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"$ref": "https://example.org/schema"}, "example.org"),
+        ({"properties": {"a": {"divisibleBy": 2}}}, "divisibleBy"),
+        ({"anyOf": [{"disallow": "string"}]}, "disallow"),
+        ({"items": {"extends": {}}}, "extends"),
+        ({"$defs": {"x": {"x-guidance": {"lenient": True}}}}, "x-guidance"),
+        ({"properties": {"a": {"required": True}}}, "required"),
+        ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"type": "typo"}, "typo"),
+    ],
+)
+def test_a_keyword_that_is_not_supported_is_named(tokenizer: LLTokenizer, schema: dict[str, Any], keyword: str) -> None:
+    with pytest.raises(BadRequest, match=keyword):
+        compile_grammar(tokenizer, json_schema_grammar(schema))
+
+
+def test_properties_may_have_the_names_of_keywords(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "object", "properties": {"extends": {"type": "string"}, "not": {"type": "null"}}}
+    assert accepts(tokenizer, json_schema_grammar(schema), '{"extends": "x", "not": null}')
+
+
+def test_nesting_is_bounded() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(MAX_SCHEMA_DEPTH):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(BadRequest, match="nested more than 64 deep"):
+        json_schema_grammar(schema)
+
+
+def test_objects_can_be_closed() -> None:
+    schema = {
+        "properties": {"a": {"properties": {}}, "b": {"additionalProperties": True, "properties": {}}},
+        "items": {"anyOf": [{"properties": {"properties": {"type": "string"}}}]},
+    }
+    closed = without_further_properties(schema)
+    assert closed["additionalProperties"] is False
+    assert closed["properties"]["a"]["additionalProperties"] is False
+    assert closed["properties"]["b"]["additionalProperties"] is True
+    assert json.dumps(closed).count("additionalProperties") == 4
+    assert "additionalProperties" not in schema
+
+
+def test_the_grammar_is_what_llguidance_takes() -> None:
+    assert not LLMatcher.validate_grammar(json_schema_grammar(ROW))

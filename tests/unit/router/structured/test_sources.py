@@ -1,0 +1,70 @@
+"""Choices, regular expressions and grammars of clients."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLTokenizer
+
+from common.base.errors import BadRequest
+from common.engine.grammar.compile import MAX_SOURCE_CHARS, compile_grammar, load_tokenizer
+from common.model.config import load_model_config
+from common.model.hub import resolve_model
+from router.structured.sources import MAX_CHOICES, choice_grammar, regex_grammar, schema_grammar, text_grammar
+
+DEMO = resolve_model("demo")
+CONFIG = load_model_config(DEMO)
+TOKENIZER: LLTokenizer = load_tokenizer(DEMO, CONFIG.vocab_size, CONFIG.eos_token_ids)
+
+
+def accepts(source: str, text: str) -> bool:
+    matcher = compile_grammar(TOKENIZER, source).deep_copy()
+    ids = TOKENIZER.tokenize_bytes(text.encode())
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=8), min_size=1, max_size=4, unique=True))
+def test_every_choice_is_accepted_whatever_its_characters(choices: list[str]) -> None:
+    source = choice_grammar(choices)
+    for choice in choices:
+        assert accepts(source, choice)
+    assert not accepts(source, "".join(choices) + "?!?!?!?!?")
+
+
+@pytest.mark.parametrize("choice", ['a"b', "x\ny", "a/b\\c", "é😀", "\u2028", "\x00", "$ref", "%json", "/a/"])
+def test_special_characters_of_choices_are_literal(choice: str) -> None:
+    assert accepts(choice_grammar([choice, "other"]), choice)
+
+
+@pytest.mark.parametrize(
+    ("regex", "text"),
+    [("a/b", "a/b"), (r"\d{3}-\d{4}", "555-1234"), ("(?i)yes|no", "NO"), ('a"b', 'a"b'), ("^x$", "x"), ("é+", "éé")],
+)
+def test_a_regular_expression_matches_the_whole_answer(regex: str, text: str) -> None:
+    assert accepts(regex_grammar(regex), text)
+    assert not accepts(regex_grammar(regex), text + "\n")
+
+
+def test_grammars_are_lark_or_gbnf() -> None:
+    assert accepts(text_grammar('start: "a" B\nB: /[0-9]+/'), "a12")
+    assert accepts(text_grammar('root ::= "a" b\nb ::= [0-9]+'), "a12")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: choice_grammar([]), "at least one choice"),
+        (lambda: choice_grammar(["a"] * (MAX_CHOICES + 1)), "at most 1024 choices"),
+        (lambda: regex_grammar("a" * (MAX_SOURCE_CHARS + 1)), "characters, more than"),
+        (lambda: text_grammar("root ::= ("), "line 1"),
+        (lambda: schema_grammar("{", None), "not valid JSON"),
+        (lambda: schema_grammar("[1]", None), "must be a JSON object"),
+        (lambda: compile_grammar(TOKENIZER, regex_grammar("a(b")), "unclosed group"),
+        (lambda: compile_grammar(TOKENIZER, regex_grammar("(?=a)b")), "look-around"),
+    ],
+)
+def test_what_cannot_be_read_says_where(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(BadRequest, match=message):
+        make()
