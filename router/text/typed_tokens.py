@@ -22,11 +22,8 @@ class TypedTokens:
     """Finds the special tokens of one tokenizer in a client's strings."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
-        rests: dict[str, list[str]] = defaultdict(list)
-        for token in sorted(special_tokens):
-            if len(token) > 1:
-                rests[token[0]].append(token[1:])
-        starts = [f"{re.escape(first)}(?={'|'.join(map(re.escape, rest))})" for first, rest in rests.items()]
+        longer = (token for token in special_tokens if len(token) > 1)
+        starts = [f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(longer).items()]
         self._starts = re.compile("|".join(starts)) if starts else None
 
     def separated(self, value: Any) -> Any:
@@ -45,3 +42,19 @@ class TypedTokens:
 
 def _separate(found: re.Match[str]) -> str:
     return found[0] + SEPARATOR
+
+
+def _by_first(texts: Iterable[str]) -> dict[str, set[str]]:
+    """By first character: what follows it."""
+    rests: dict[str, set[str]] = defaultdict(set)
+    for text in texts:
+        rests[text[0]].add(text[1:])
+    return rests
+
+
+def _any_of(texts: set[str]) -> str:
+    """A regular expression for the beginnings of texts. It is a tree, so that matching takes no longer with many texts."""
+    if "" in texts:
+        return ""
+    ways = [re.escape(first) + _any_of(rests) for first, rests in sorted(_by_first(texts).items())]
+    return ways[0] if len(ways) == 1 else f"(?:{'|'.join(ways)})"

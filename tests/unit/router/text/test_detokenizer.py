@@ -126,3 +126,11 @@ def test_piece_gives_the_exact_bytes_of_part_of_a_character() -> None:
     char = chr(256 + 0x21 + (0x80 - 0x7F))  # byte 0x80 in a byte-level vocabulary
     assert PIECES[id(BYTE_LEVEL)].piece(BYTE_LEVEL.token_to_id(char)) == b"\x80"
     assert PIECES[id(FALLBACK[True])].piece(FALLBACK[True].token_to_id("▁cat")) == b" cat"
+
+
+def test_visible_special_tokens_are_not_skipped() -> None:
+    ids = BYTE_LEVEL.encode("<s>cat</s>").ids
+    pieces = TokenPieces(BYTE_LEVEL)
+    end = BYTE_LEVEL.token_to_id("</s>")
+    detokenizer = Detokenizer(pieces, visible=frozenset([end]))
+    assert "".join(map(detokenizer.push, ids)) == "cat</s>"

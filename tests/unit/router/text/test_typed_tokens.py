@@ -58,5 +58,12 @@ def test_tokens_that_overlap_are_all_separated() -> None:
     assert TypedTokens([]).separated("ab") == "ab"
 
 
+def test_each_of_many_tokens_is_found() -> None:
+    names = [f"<SPECIAL_{index}>" for index in range(300)] + ["<s>", "</s>", "[INST]", "<"]
+    tokens = TypedTokens(names)
+    assert all(tokens.separated(f"a{name}b") == f"a{name[0]}{SEPARATOR}{name[1:]}b" for name in names[:-1])
+    assert tokens.separated("a < <SPECIAL_300> [INS]") == "a < <SPECIAL_300> [INS]"
+
+
 def test_a_prompt_of_the_completions_call_may_contain_special_tokens(tokenizer: Tokenizer) -> None:
     assert _specials(tokenizer, tokenizer.encode("<s>a</s>", add_special_tokens=False)) == ["<s>", "</s>"]
