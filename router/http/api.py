@@ -18,6 +18,7 @@ from common.base.errors import ClientError, KvRelayError, RequestTimeout
 from router.http.answer_types import ChatCompletion, Completion
 from router.http.anthropic.routes import add_anthropic_routes
 from router.http.api_keys import OPEN_PATHS, KeyGuard
+from router.http.ollama.routes import add_ollama_routes
 from router.http.openai.build_request import caller_of, completion_generation
 from router.http.openai.chat_format import ChatFormat
 from router.http.openai.chat_request import ChatRequest
@@ -42,6 +43,7 @@ def build(services: Services) -> FastAPI:
     add_tokenize_routes(app, services)
     add_anthropic_routes(app, services)
     add_responses_routes(app, services)
+    add_ollama_routes(app, services)
     _add_completion_routes(app, services)
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"}:

@@ -34,6 +34,12 @@ class AnthropicError(TypedDict):
     error: AnthropicErrorDetails
 
 
+class OllamaError(TypedDict):
+    """An error in ollama's shape."""
+
+    error: str
+
+
 def anthropic_error(error: KvRelayError) -> Json:
     """An error, also as the event that ends a stream."""
     status = error.http_status
@@ -43,4 +49,8 @@ def anthropic_error(error: KvRelayError) -> Json:
 
 def shaped_error(path: str, error: KvRelayError) -> Json:
     """An error in the shape of the API that the path belongs to; OpenAI's if none."""
-    return anthropic_error(error) if path.startswith("/v1/messages") else error_body(error)
+    if path.startswith("/v1/messages"):
+        return anthropic_error(error)
+    if path.startswith("/api/"):
+        return {"error": error.message or error.code}
+    return error_body(error)

@@ -13,6 +13,8 @@ from router.requests.generation import Generation
 from router.requests.request import Delta
 from router.text.tokenizer import Tokenizer
 
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+
 
 @dataclass(frozen=True)
 class FormatOptions:
@@ -46,6 +48,8 @@ class Format(Protocol):
     """Whether `text_event` serves for all chunks except the opening and closing ones."""
     done: bytes
     """The last bytes of every stream."""
+    media_type: bytes
+    """Content type of the stream."""
 
     def opening(self, generation: Generation, index: int) -> Iterable[Json]:
         """The stream's first chunks for this choice, before its text. Each is made in bounded time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from router.http.format import FormatOptions
+from router.http.format import EVENT_STREAM, FormatOptions
 from router.http.json_body import Json, to_json
 from router.output.base import OutputParser, ParsedDelta, ParsedMessage, parse_whole
 from router.requests.generation import Generation
@@ -17,6 +17,7 @@ class ParsedFormat:
 
     text_only = False
     done = b""
+    media_type = EVENT_STREAM
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, parsers: Sequence[OutputParser]) -> None:
         self.options = options

@@ -14,15 +14,15 @@ from router.http.error_shapes import shaped_error
 from router.http.json_body import to_json
 from router.http.response_headers import RawHeaders
 
-_STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"content-type", b"text/event-stream; charset=utf-8")]
-
 
 class EventStream(Response):
-    """An SSE response that owns its answer: however it ends, the answer is closed."""
+    """A streamed response that owns its answer: however it ends, the answer is closed."""
 
-    def __init__(self, answer: Answer, body: AsyncIterator[tuple[bytes, bool]], headers: RawHeaders) -> None:
+    def __init__(
+        self, answer: Answer, body: AsyncIterator[tuple[bytes, bool]], media_type: bytes, headers: RawHeaders
+    ) -> None:
         self.status_code = 200
-        self.raw_headers = _STREAM_HEADERS + headers
+        self.raw_headers = [(b"cache-control", b"no-cache"), (b"content-type", media_type), *headers]
         self.background = None
         self._answer = answer
         self._body = body

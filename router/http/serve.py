@@ -147,7 +147,7 @@ async def serve(
             parts = answer.events(form)
             if before_end is not None:
                 parts = _after(before_end, parts)
-            events = EventStream(answer, parts, headers(ids, answer.generations[0]))
+            events = EventStream(answer, parts, form.media_type, headers(ids, answer.generations[0]))
             handed_over = True
             return events
         deltas = await answer.finished()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from common.base.errors import KvRelayError
 from router.fast.text_events import TextEvents
-from router.http.format import FormatOptions
+from router.http.format import EVENT_STREAM, FormatOptions
 from router.http.json_body import DONE, Json, error_body, sse, to_json
 from router.http.openai.logprobs import PROMPT_PORTION, prompt_entry
 from router.http.response_headers import serving_details
@@ -36,6 +36,7 @@ class BaseFormat:
     """The parts that all chunks of a stream share."""
 
     done = DONE
+    media_type = EVENT_STREAM
 
     def __init__(self, options: FormatOptions, tokenizer: Tokenizer, chunk_kind: str) -> None:
         self.options = options

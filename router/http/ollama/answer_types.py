@@ -1,0 +1,31 @@
+"""The JSON objects that ollama's calls answer with, for `/openapi.json`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class OllamaAnswer(TypedDict):
+    """An answer; durations are in nanoseconds. `message` of a chat, `response` and `thinking` of a prompt."""
+
+    model: str
+    created_at: str
+    message: NotRequired[dict[str, Any]]
+    response: NotRequired[str]
+    thinking: NotRequired[str]
+    done: Literal[True]
+    done_reason: Literal["stop", "length"]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+    prompt_eval_duration: int
+    eval_count: int
+    eval_duration: int
+
+
+class OllamaModels(TypedDict):
+    """The served model, under each of its names."""
+
+    models: list[dict[str, Any]]

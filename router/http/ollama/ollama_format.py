@@ -1,0 +1,107 @@
+"""Response shapes of ollama's calls: one object, or lines of objects. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic_core import from_json
+
+from common.base.errors import KvRelayError
+from router.http.format import FormatOptions
+from router.http.json_body import Json, to_json
+from router.http.openai.checks import as_object
+from router.http.parsed_format import ParsedFormat
+from router.http.response_headers import serving_details
+from router.output.base import OutputParser, ParsedDelta, ToolCallDelta
+from router.requests.generation import Generation
+from router.requests.request import Delta
+from router.text.tokenizer import Tokenizer
+
+
+class OllamaFormat(ParsedFormat):
+    """`chat`: text is in a message, else in `response`. A tool call is shown once it is complete."""
+
+    media_type = b"application/x-ndjson"
+
+    def __init__(
+        self, options: FormatOptions, tokenizer: Tokenizer, parsers: Sequence[OutputParser], *, chat: bool
+    ) -> None:
+        super().__init__(options, tokenizer, parsers)
+        self._chat = chat
+        self._call: ToolCallDelta | None = None
+        self._started_ns = self._first_ns = time.monotonic_ns()
+
+    def opening(self, generation: Generation, index: int) -> list[Json]:
+        self._first_ns = time.monotonic_ns()
+        return []
+
+    def events(self, parsed: ParsedDelta) -> list[Json]:
+        calls: list[Json] = []
+        for part in parsed.tool_calls:
+            if part.name is not None:
+                calls += self._finished_call()
+                self._call = part
+            elif self._call is not None:
+                self._call = self._call._replace(arguments=self._call.arguments + part.arguments)
+        if not (parsed.content or parsed.reasoning or calls):
+            return []
+        return [self._line(parsed.content, parsed.reasoning, calls)]
+
+    def last_events(self, generation: Generation) -> list[Json]:
+        calls = self._finished_call()
+        lines = [self._line("", "", calls)] if calls else []
+        return [*lines, {**self._line("", "", []), **self._end(generation)}]
+
+    def failure(self, error: KvRelayError, generation: Generation) -> Json:
+        return {"error": error.message or error.code, "kvrelay": serving_details(generation)}
+
+    def frame(self, chunk: Json) -> bytes:
+        return to_json(chunk) + b"\n"
+
+    def whole(self, generations: Sequence[Generation], deltas: Sequence[list[Delta]]) -> Json:
+        parsed = self._whole(deltas[0])
+        calls = [_shown(call) for call in parsed.tool_calls]
+        return {**self._line(parsed.content, parsed.reasoning, calls), **self._end(generations[0])}
+
+    def _line(self, text: str, thinking: str, calls: list[Json]) -> Json:
+        thoughts: Json = {"thinking": thinking} if thinking else {}
+        shown: Json = {"response": text, **thoughts}
+        if self._chat:
+            shown = {"message": {"role": "assistant", "content": text, **thoughts}}
+            if calls:
+                shown["message"]["tool_calls"] = calls
+        return {"model": self.options.model, "created_at": datetime.now(UTC).isoformat(), **shown, "done": False}
+
+    def _end(self, generation: Generation) -> Json:
+        outcome, now_ns = generation.outcome, time.monotonic_ns()
+        assert outcome is not None
+        return {
+            "done": True,
+            "done_reason": outcome.finish_reason,
+            "total_duration": now_ns - self._started_ns,
+            "load_duration": 0,
+            "prompt_eval_count": len(generation.request.engine.prompt_ids),
+            "prompt_eval_duration": self._first_ns - self._started_ns,
+            "eval_count": generation.completion_tokens,
+            "eval_duration": now_ns - self._first_ns,
+        }
+
+    def _finished_call(self) -> list[Json]:
+        call, self._call = self._call, None
+        return [] if call is None else [_shown(call)]
+
+
+def _shown(call: ToolCallDelta) -> Json:
+    return {"function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments as an object; those that the token limit cut off stay text."""
+    try:
+        found = as_object(from_json(text or "{}"))
+    except ValueError:
+        found = None
+    return {"partial_json": text} if found is None else found

@@ -1,0 +1,132 @@
+"""Bodies of ollama's calls, and the chat or completion request that means the same. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from router.http.json_body import Json
+from router.http.openai.chat_request import MAX_MESSAGES
+from router.http.openai.checks import MAX_INT
+
+_NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
+"""Options that the chat call knows by another name."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class Options(_Body):
+    """How tokens are drawn. `num_predict`: the most tokens; negative: no limit. The context's size is the server's."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MAX_INT)] | None = None
+    mirostat: Literal[0] | None = None
+
+    def fields(self) -> Json:
+        """The fields of a chat or completion request."""
+        given = self.model_dump(exclude_none=True, exclude={"mirostat"})
+        if given.get("num_predict", 0) < 0:
+            del given["num_predict"]
+        return {_NAMES.get(name, name): value for name, value in given.items()}
+
+
+class _Call(_Body):
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    stream: bool | None = True
+    options: Options | None = None
+    format: Literal["json", ""] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+    @field_validator("model")
+    @classmethod
+    def _without_tag(cls, value: str | None) -> str | None:
+        return None if value is None else value.removesuffix(":latest")
+
+    def shared(self) -> Json:
+        """The fields that every call has."""
+        body: Json = {"model": self.model, "stream": self.stream is not False}
+        if self.options is not None:
+            body |= self.options.fields()
+        if self.think is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": self.think is not False}
+        if isinstance(self.format, dict):
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": self.format, "strict": True},
+            }
+        elif self.format:
+            body["response_format"] = {"type": "json_object"}
+        return body
+
+
+class OllamaFunction(_Body):
+    """A called function."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class OllamaCall(_Body):
+    """A tool call of an earlier answer."""
+
+    function: OllamaFunction
+
+
+class OllamaMessage(_Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def chat_message(self) -> Json:
+        message: Json = {"role": self.role, "content": self.content, "reasoning_content": self.thinking}
+        if self.tool_calls:
+            message["tool_calls"] = [{"type": "function", "function": dict(call.function)} for call in self.tool_calls]
+        return message
+
+
+class OllamaChatRequest(_Call):
+    """Body of `POST /api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: list[dict[str, Any]] | None = None
+
+    def chat_request(self) -> Json:
+        """The body of the chat call that means the same; validating it checks what is not checked here."""
+        tools = {"tools": self.tools} if self.tools else {}
+        return {**self.shared(), **tools, "messages": [message.chat_message() for message in self.messages]}
+
+
+class GenerateRequest(_Call):
+    """Body of `POST /api/generate`. `raw`: the prompt is continued, without the chat template."""
+
+    prompt: str
+    system: str | None = None
+    raw: bool | None = False
+    suffix: Literal[""] | None = None
+    template: Literal[""] | None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    context: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def chat_request(self) -> Json:
+        """The body of the chat call that means the same."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {**self.shared(), "messages": [*system, {"role": "user", "content": self.prompt}]}
+
+    def completion_request(self) -> Json:
+        """The body of the completion call that means the same."""
+        return {"max_tokens": None, **self.shared(), "prompt": self.prompt}

@@ -1,0 +1,82 @@
+"""ollama's `/api/chat`, `/api/generate` and `/api/tags`. Runs on the router's event loop."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from router.http.error_shapes import OllamaError
+from router.http.ollama.answer_types import OllamaAnswer, OllamaModels
+from router.http.ollama.ollama_format import OllamaFormat
+from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
+from router.http.openai.build_request import caller_of, completion_generation
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.completion_request import CompletionRequest
+from router.http.openai.parse_body import completion_request, read_object, validated
+from router.http.openapi import OF_GENERATION, described
+from router.http.responses import JsonResponse
+from router.http.serve import assign_ids, format_options, maybe_on_thread, prepare_chat, read_and, serve
+from router.http.services import Services
+from router.model_catalog import ServedModel
+
+_LINES = "application/x-ndjson"
+
+
+def add_ollama_routes(app: FastAPI, services: Services) -> None:
+    """Add all of them to the application."""
+
+    @app.post("/api/chat", openapi_extra=_generates(OllamaChatRequest))
+    async def ollama_chat(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Answer a conversation, like ollama's endpoint of the same name."""
+        assign_ids(request, "ollama")
+        body, size = await read_and(request, services, lambda data: validated(read_object(data), OllamaChatRequest))
+        return await _serve_chat(request, services, body, size, chat=True)
+
+    @app.post("/api/generate", openapi_extra=_generates(GenerateRequest))
+    async def ollama_generate(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """Answer a prompt, like ollama's endpoint of the same name."""
+        assign_ids(request, "ollama")
+        body, size = await read_and(request, services, lambda data: validated(read_object(data), GenerateRequest))
+        if not body.raw:
+            return await _serve_chat(request, services, body, size, chat=False)
+        raw = completion_request(body.completion_request(), CompletionRequest)
+        model = services.catalog.get(raw.model)
+        caller = caller_of(request.scope, raw, with_keys=bool(services.api_keys))
+        services.dispatcher.check_room(1, caller.tenant)
+        wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))
+        form = OllamaFormat(format_options(request, raw, model), model.tokenizer, [], chat=False)
+        return await serve(request, services, [wanted], form, stream=bool(raw.stream))
+
+    @app.get("/api/tags", openapi_extra=described(OllamaModels, error=OllamaError))
+    async def ollama_tags() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The served model, under each of its names."""
+        return JsonResponse({"models": [_card(model) for model in services.catalog.models]})
+
+
+def _generates(body: Any) -> dict[str, Any]:
+    return described(OllamaAnswer, body=body, errors=OF_GENERATION, error=OllamaError, stream=_LINES)
+
+
+async def _serve_chat(
+    request: Request, services: Services, body: OllamaChatRequest | GenerateRequest, size: int, *, chat: bool
+) -> Response:
+    wanted = await maybe_on_thread(size, lambda: completion_request(body.chat_request(), ChatRequest))
+    prepared = await prepare_chat(request, services, wanted, size)
+    options = format_options(request, wanted, prepared.model)
+    form = OllamaFormat(options, prepared.model.tokenizer, prepared.parsers(), chat=chat)
+    return await serve(request, services, [prepared.generation.request], form, stream=bool(wanted.stream))
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    changed = datetime.fromtimestamp(model.folder.stat().st_mtime, UTC)
+    return {
+        "name": model.name,
+        "model": model.name,
+        "modified_at": changed.isoformat(),
+        "size": 0,
+        "digest": model.tokenizer_digest,
+        "details": {"format": "", "family": "", "families": None, "parameter_size": "", "quantization_level": ""},
+    }

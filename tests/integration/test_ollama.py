@@ -1,0 +1,85 @@
+"""ollama's calls as its clients use them, with scripted nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.router_bench import Bench, play, script_of
+from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
+from tokenizers import Tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("weather", "time")]
+ASKED: dict[str, Any] = {"model": "stub-model:latest", "messages": [{"role": "user", "content": "Paris?"}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tool_model(tmp_path_factory.mktemp("ollama") / "stub-model")
+
+
+def _play(folder: Path, answer: str, scene: Callable[[Bench, httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def with_http(bench: Bench) -> None:
+        async with httpx.AsyncClient(base_url=bench.stack.url, timeout=20) as http:
+            await scene(bench, http)
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    play(folder, with_http, script=script_of(answer, tokenizer), vocab_size=VOCAB_SIZE)
+
+
+def test_a_chat_with_calls_is_the_same_whole_and_in_lines(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        body = {**ASKED, "tools": TOOLS}
+        whole = (await http.post("/api/chat", json={**body, "stream": False})).json()
+        calls = [{"function": {"name": "weather", "arguments": {"city": "Zürich"}}}]
+        assert whole["message"]["tool_calls"] == [*calls, {"function": {"name": "time", "arguments": {}}}]
+        assert (whole["done"], whole["done_reason"], whole["model"]) == (True, "stop", "stub-model")
+        assert whole["eval_count"] == len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(CALLS).ids) + 1
+
+        answer = await http.post("/api/chat", json=body)
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"]
+        streamed = [call for line in lines for call in line["message"].get("tool_calls", ())]
+        assert streamed == whole["message"]["tool_calls"]
+        assert lines[-1]["prompt_eval_count"] == whole["prompt_eval_count"]
+
+    _play(folder, CALLS, scene)
+
+
+def test_a_prompt_is_answered_by_the_template_or_continued_as_it_is(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        body = {"prompt": "hi", "system": "Be brief", "stream": False, "options": {"num_predict": 60, "seed": 7}}
+        said = (await http.post("/api/generate", json=body)).json()
+        assert (said["thinking"], said["response"], said["done_reason"]) == ("hm", "yes", "stop")
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        asked = bench.decode.requests()[-1]
+        prompt = tokenizer.decode(asked.token_ids, skip_special_tokens=False)
+        assert prompt == "<|system|>Be brief</s><|user|>hi</s><|assistant|>"
+        assert (asked.request.sampling.max_tokens, asked.request.sampling.seed) == (60, 7)
+        raw = await http.post("/api/generate", json={**body, "raw": True, "options": {"num_predict": 2}})
+        assert raw.json()["done_reason"] == "length"
+        assert bench.decode.requests()[-1].token_ids == tokenizer.encode("hi").ids
+        assert [model["name"] for model in (await http.get("/api/tags")).json()["models"]] == ["stub-model"]
+
+    _play(folder, "<think>hm</think>yes", scene)
+
+
+def test_errors_have_ollamas_shape(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        for path, body, status, said in (
+            ("/api/chat", {**ASKED, "model": "other"}, 404, "other"),
+            ("/api/chat", {"messages": []}, 400, "messages"),
+            ("/api/chat", {**ASKED, "options": {"mirostat": 1}}, 400, "mirostat"),
+            ("/api/generate", {"prompt": "hi", "images": ["x"]}, 400, "images"),
+        ):
+            refused = await http.post(path, json=body)
+            assert refused.status_code == status
+            assert said in refused.json()["error"]
+
+    _play(folder, "sun", scene)
