@@ -124,6 +124,9 @@ class Metrics:
         self._attempts = Counter("kvrelay_attempts", "Attempts placed, by prefill mode.", ["mode"], registry=registry)
         self._retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry).labels()
         self._http_errors = Counter("kvrelay_http_errors", "Error responses, by status.", ["status"], registry=registry)
+        self._ignored_fields = Counter(
+            "kvrelay_ignored_fields", "Fields of requests that no known API has, and were ignored.", registry=registry
+        ).labels()
         self._pending = Gauge(
             "kvrelay_requests_pending", "Generations of this router that have not ended.", registry=registry
         )
@@ -197,6 +200,9 @@ class Metrics:
         self._success[reason].value += 1
         self._prompt_tokens.value += prompt_tokens
         self._e2e.observe(duration_s)
+
+    def ignored_fields(self, count: int) -> None:
+        self._ignored_fields.value += count
 
     def http_error(self, status: int) -> None:
         """An error response was sent."""

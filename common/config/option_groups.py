@@ -282,6 +282,12 @@ class ClientOptions:
         "Clients",
         low=0,
     )
+    strict_parameters: bool = option(
+        False,
+        "Refuse requests with fields that no known API has (400); by default these are ignored and named in the "
+        "x-kvrelay-ignored header.",
+        "Clients",
+    )
     allowed_origins: str = option(
         "",
         "Origins of web pages whose scripts may use the API (CORS), * for all; by default none.",

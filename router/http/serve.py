@@ -16,11 +16,12 @@ from router.http.body import read_body
 from router.http.format import Format, FormatOptions
 from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.parse_body import RequestT, parse_body
+from router.http.openai.parse_body import RequestT, completion_request, read_object
 from router.http.openai.samples import samples
 from router.http.openai.shared_fields import CompletionRequestBase
+from router.http.openai.unknown_fields import names_in_header, refuse_unknown, unknown_fields
 from router.http.request_headers import header
-from router.http.response_headers import RequestIds, headers, printable
+from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
 from router.model_catalog import ServedModel
@@ -33,6 +34,8 @@ _THREAD_BYTES = 16_384
 """Larger bodies are parsed, rendered and tokenized on a thread, so that other streams go on."""
 _IDS = "kvrelay.ids"
 """Key of a request's `RequestIds` in its ASGI scope."""
+_WARNINGS = "kvrelay.warnings"
+"""Key of the headers that warn about a request."""
 
 
 def assign_ids(request: Request, prefix: str) -> RequestIds:
@@ -47,8 +50,20 @@ def ids_of(request: Request) -> RequestIds | None:
 
 
 async def parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
-    """The body and its size in bytes; the size bounds all work on it."""
-    return await read_and(request, services, lambda data: parse_body(data, kind))
+    """The body and its size in bytes; the size bounds all work on it. Notes the fields that no known API has."""
+
+    def work(data: bytes) -> tuple[RequestT, list[str]]:
+        fields = read_object(data)
+        unknown = unknown_fields(fields, kind)
+        if services.strict_parameters:
+            refuse_unknown(unknown, kind)
+        return completion_request(fields, kind), unknown
+
+    (body, unknown), size = await read_and(request, services, work)
+    if unknown:
+        request.scope[_WARNINGS] = [(b"x-kvrelay-ignored", names_in_header(unknown).encode())]
+        services.metrics.ignored_fields(len(unknown))
+    return body, size
 
 
 async def read_and(request: Request, services: Services, work: Callable[[bytes], _T]) -> tuple[_T, int]:
@@ -135,6 +150,7 @@ async def serve(
     await yield_turn()
     answer = Answer()
     ids: RequestIds = request.scope[_IDS]
+    warnings: RawHeaders = request.scope.get(_WARNINGS, [])
     handed_over = False
     services.metrics.set_model(services.catalog.get(None).name)
     try:
@@ -147,7 +163,7 @@ async def serve(
             parts = answer.events(form)
             if before_end is not None:
                 parts = _after(before_end, parts)
-            events = EventStream(answer, parts, form.media_type, headers(ids, answer.generations[0]))
+            events = EventStream(answer, parts, form.media_type, headers(ids, answer.generations[0]) + warnings)
             handed_over = True
             return events
         deltas = await answer.finished()
@@ -157,11 +173,11 @@ async def serve(
         body = await answer.whole(form, deltas)
         if before_end is not None:
             await before_end()
-        return JsonResponse(body, headers=headers(ids, answer.generations[0]))
+        return JsonResponse(body, headers=headers(ids, answer.generations[0]) + warnings)
     except KvRelayError as error:
         # Handled here, not in the application's handler, because the headers of a failure also name the nodes tried.
         services.metrics.http_error(error.http_status)
-        return error_response(error, request.scope, headers(ids, answer.failed_generation(error)))
+        return error_response(error, request.scope, headers(ids, answer.failed_generation(error)) + warnings)
     finally:
         if not handed_over:
             answer.close()

@@ -38,7 +38,7 @@ _GRACE_S = 3.0
 """Time for connections to end once every request was told that the router stops."""
 
 _SHOWN_SETTINGS = ("cluster", "policy", "max_body_mb", "max_waiting", "request_timeout_s", "generation_config")
-_EXPOSED_HEADERS = ("x-request-id", "x-kvrelay-request-id", "retry-after")
+_EXPOSED_HEADERS = ("x-request-id", "x-kvrelay-request-id", "x-kvrelay-ignored", "retry-after")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -99,6 +99,7 @@ def http_server(
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),
         api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
         responses=responses,
+        strict_parameters=config.strict_parameters,
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
     app = build(services)

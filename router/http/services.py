@@ -29,5 +29,7 @@ class Services:
     api_keys: tuple[str, ...] = ()
     responses: ResponseStore | None = None
     """Where responses of `/v1/responses` are stored; None: nowhere."""
+    strict_parameters: bool = False
+    """Refuse fields that no known API has."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The options that `/server_info` shows."""

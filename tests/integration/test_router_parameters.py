@@ -190,3 +190,27 @@ def test_masks_bad_words_and_whole_floats_reach_the_nodes(model_folder: Path, to
             assert sampling.bad_words
 
     play(model_folder, scene)
+
+
+def test_a_misspelt_field_is_answered_with_a_warning_or_refused(model_folder: Path) -> None:
+    body: dict[str, Any] = {**FIELDS, "prompt": "a", "temprature": 0, "user": "me", "metadata": {"a": "b"}}
+
+    async def ask(bench: Bench, **fields: Any) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=bench.stack.url) as client:
+            return await client.post("/v1/completions", json={**body, **fields})
+
+    async def warned(bench: Bench) -> None:
+        for stream in (False, True):
+            answer = await ask(bench, stream=stream)
+            assert (answer.status_code, answer.headers["x-kvrelay-ignored"]) == (200, "temprature")
+        async with httpx.AsyncClient(base_url=bench.stack.url) as client:
+            assert "kvrelay_ignored_fields_total 2.0" in (await client.get("/metrics")).text
+
+    async def refused(bench: Bench) -> None:
+        answer = await ask(bench)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "temprature"
+        assert "did you mean 'temperature'?" in answer.json()["error"]["message"]
+
+    play(model_folder, warned)
+    play(model_folder, refused, config={"strict_parameters": True})

@@ -83,7 +83,13 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     """Raises: BadRequest."""
     text = chat_prompt(body, model)
     _check_length(body, model, text, "messages")
-    request = _generation_request(body, model, model.tokenizer.encode_chat(text), "messages", caller)
+    request = _generation_request(
+        body,
+        model,
+        model.tokenizer.encode_chat(text, add_special_tokens=bool(body.add_special_tokens)),
+        "messages",
+        caller,
+    )
     last = body.messages[-1]
     if body.echo and last.role == "assistant":
         request = request._replace(echo=last.content or "")

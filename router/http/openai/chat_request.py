@@ -21,6 +21,8 @@ class ChatRequest(CompletionRequestBase):
     max_completion_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = False
+    """Whether the tokenizer adds special tokens to those of the template."""
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     """The answer continues the last message."""

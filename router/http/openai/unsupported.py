@@ -17,6 +17,7 @@ def _only(*harmless: Any) -> Callable[[Any], bool]:
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "length_penalty": _only(1),
     "function_call": _only("none", "auto"),
+    "include_reasoning": lambda value: value in (None, True),
     "modalities": lambda value: value is None or value == ["text"],
     **dict.fromkeys(
         (
@@ -34,6 +35,8 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
             "structural_tag",
             "prompt_embeds",
             "kv_transfer_params",
+            "thinking_token_budget",
+            "vllm_xargs",
         ),
         _absent,
     ),

@@ -1,0 +1,61 @@
+"""Fields of a body that no known API has: nearly always a misspelt name. Pure.
+
+They are ignored with a warning header, because clients of other servers send fields of their own; with
+`--strict-parameters` they are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from common.base.errors import BadRequest
+from router.http.openai.checks import shorten
+from router.http.openai.unsupported import UNSUPPORTED
+from router.http.response_headers import printable
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "media_io_kwargs",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+    }
+)
+"""Fields of OpenAI or vLLM that have no effect on the answer: accepted."""
+_MAX_NAMES, _MAX_NAME_CHARS = 16, 64
+
+
+@cache
+def known_fields(kind: type[BaseModel]) -> frozenset[str]:
+    """All names that a call knows, whether supported or not."""
+    return frozenset(kind.model_fields) | UNSUPPORTED.keys() | WITHOUT_EFFECT
+
+
+def unknown_fields(body: dict[str, Any], kind: type[BaseModel]) -> list[str]:
+    """The names in a body that no known API has."""
+    known = known_fields(kind)
+    return [name for name in body if name not in known]
+
+
+def refuse_unknown(names: list[str], kind: type[BaseModel]) -> None:
+    """Raises: BadRequest for the first of the names, if any, with the nearest known one."""
+    if names:
+        name = names[0]
+        near = difflib.get_close_matches(name[:_MAX_NAME_CHARS], known_fields(kind), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadRequest(
+            f"unknown parameter {shorten(name)}{hint}", param=shorten(name)[1:-1], code="unknown_parameter"
+        )
+
+
+def names_in_header(names: Iterable[str]) -> str:
+    """The first names, cut, as a header value."""
+    return ", ".join(printable(name, _MAX_NAME_CHARS) for name, _ in zip(names, range(_MAX_NAMES), strict=False))
