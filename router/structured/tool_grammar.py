@@ -11,16 +11,14 @@ from typing import Any, NamedTuple, cast
 from common.base.errors import BadRequest
 from router.output import deepseek, harmony, hermes, mistral, pythonic
 from router.output.reasoning import ReasoningTags
+from router.structured.json_schema import embedded_schema
 
 _MAX_CALLS = 32
+_OTHERWISE = "otherwise"
 _ARGUMENTS = "\0"
 """Stands for a function's arguments in a call's markup."""
 _NAME = "\1"
 """Stands for a function's name."""
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As models write JSON; flexible white space has no bound."""
-
-
 _LINE_BREAKS = "/\\n{0,2}/"
 _KEYWORD = re.compile(r"[-.\w]+")
 
@@ -105,11 +103,12 @@ def tool_grammar(
     *,
     parallel: bool,
     forced: bool = True,
+    otherwise: str = "",
     tags: ReasoningTags | None = None,
     before: Before = Before.NOTHING,
 ) -> str:
     """The source of a grammar under which the model calls at least one of `functions`, or, unless `forced`, writes any
-    text in which all calls are such.
+    text in which all calls are such, or, if there is one, follows the grammar `otherwise` instead.
 
     `format_name`: of `router.output.formats`. `tags`: those of the model's reasoning.
     Raises: BadRequest when a function's schema is not that of an object.
@@ -125,11 +124,21 @@ def tool_grammar(
     more = "" if single else f"({lark.parts(markup.between)} call){{0,{_MAX_CALLS - 1}}}"
     reasoning = lark.analysis() if format_name == "openai" else lark.before(tags, before)
     called = f"call {more} {lark.parts(markup.close)}"
-    if forced:
+    if otherwise:
+        final = lark.parts((harmony.CHANNEL, "final", harmony.MESSAGE)) if format_name == "openai" else ""
+        answer = f"({lark.parts(markup.open)} {called} | {final} @{_OTHERWISE})"
+    elif forced:
         answer = f"{lark.parts(markup.open)} {called}"
     else:
         answer = f"({lark.text_before(markup.open[0])} {lark.parts(markup.open[1:])} {called} | OTHER_TEXT)"
-    return "\n".join([f"start: {reasoning} {answer}", *lark.rules, ""])
+    source = "\n".join([f"start: {reasoning} {answer}", *lark.rules, ""])
+    return _joined(source, otherwise) if otherwise else source
+
+
+def _joined(lark: str, otherwise: str) -> str:
+    """Two grammars in one; `otherwise` is Lark or llguidance's list of one grammar."""
+    other = json.loads(otherwise)["grammars"][0] if otherwise.startswith("{") else {"lark_grammar": otherwise}
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**other, "name": _OTHERWISE}]})
 
 
 class _Lark:
@@ -159,7 +168,10 @@ class _Lark:
         return f"call_{index}"
 
     def _json(self, rule: str, schema: dict[str, Any]) -> str:
-        self.rules.append(f"{rule}: %json {json.dumps({**schema, 'x-guidance': _JSON})}")
+        try:
+            self.rules.append(f"{rule}: {embedded_schema(schema)}")
+        except BadRequest as error:
+            raise BadRequest(f"a function's parameters: {error.message}", param="tools") from error
         return rule
 
     def _keywords(self, index: int, schema: dict[str, Any]) -> str:

@@ -164,6 +164,13 @@ def test_a_forced_call_reaches_the_nodes_as_a_grammar(folder: Path) -> None:
         strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
         assert "OTHER_TEXT" in (await grammar(extra_body={"tools": strict})).source
 
+        form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+        either = (await grammar(response_format=form)).source
+        assert "@otherwise" in either
+        assert '"weather' in either.replace("\\", "")
+        assert "@otherwise" not in (await grammar(response_format=form, tool_choice="none")).source
+        assert "@otherwise" not in (await grammar(response_format=form, tool_choice="required")).source
+
         wrong: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]
         with pytest.raises(openai.BadRequestError, match="parameters of f must be of type object"):
             await bench.client.chat.completions.create(

@@ -11,7 +11,7 @@ from router.model_catalog import ServedModel
 def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[str, Grammar] | None:
     """The request's field that asks for a grammar, and the grammar; None if the model may write anything.
 
-    `prompt`: the rendered text. An answer whose form is given calls no function unless it must.
+    `prompt`: the rendered text. With tools, an answer whose form is given may call functions instead.
     Raises: BadRequest naming the field.
     """
     found = None if body.must_call else body.grammar_source
@@ -19,6 +19,9 @@ def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[st
         calls = call_grammar(body, model, prompt)
         return None if calls is None else ("tool_choice" if body.must_call else "tools", calls)
     param, source = found
+    calls = call_grammar(body, model, prompt, otherwise=source)
+    if calls is not None:
+        return param, calls
     tags, after = model.output_formats.reasoning, list[int]()
     if tags is not None and tags.opened_by(prompt):
         after = model.tokenizer.encode(tags.close, add_special_tokens=False)

@@ -12,8 +12,8 @@ _ANY = {"type": "object"}
 """The schema of functions that are not strict, beside strict ones."""
 
 
-def call_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> Grammar | None:
-    """None: the model may write anything. `prompt`: the rendered text.
+def call_grammar(body: ChatRequest, model: ServedModel, prompt: str, *, otherwise: str = "") -> Grammar | None:
+    """None: the model may write anything. `prompt`: the rendered text. `otherwise`: the grammar of answers without calls.
 
     Raises: BadRequest when a function's schema is not that of an object.
     """
@@ -24,7 +24,8 @@ def call_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> Grammar 
     forced = bool(functions)
     if not forced:
         tools = [tool.function for tool in body.offered_tools]
-        if not any(tool.strict for tool in tools) or not can_constrain_choice(formats.tools.name):
+        checked = any(tool.strict for tool in tools) and can_constrain_choice(formats.tools.name)
+        if not tools or not (otherwise or checked):
             return None
         functions = [Schema(tool.name, tool.parameters if tool.strict else _ANY) for tool in tools]
     tags, before, after = formats.reasoning, Before.NOTHING, list[int]()
@@ -40,6 +41,7 @@ def call_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> Grammar 
         Vocabulary(tokenizer.special_id, tokenizer.token_id),
         parallel=not isinstance(body.tool_choice, NamedToolChoice) and body.parallel_tool_calls is not False,
         forced=forced,
+        otherwise=otherwise,
         tags=tags,
         before=before,
     )

@@ -169,6 +169,21 @@ def test_calls_that_are_not_forced_are_valid_too(name: str, special: bool) -> No
     assert matcher.try_consume_tokens(wrong) < len(wrong)
 
 
+@pytest.mark.parametrize("otherwise", ["start: /yes|no/", LLMatcher.grammar_from_regex("yes|no")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_of_a_given_form_may_take_the_calls_place(name: str, otherwise: str) -> None:
+    tokenizer = _tokenizer(*MARKERS)
+    source = tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True, forced=False, otherwise=otherwise)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    answer = "<|channel|>final<|message|>yes" if name == "openai" else "yes"
+    for text in (answer, _write(tokenizer, tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True), 1)):
+        accepted = matcher.deep_copy()
+        assert accepted.consume_tokens(tokenizer.encode(text).ids), (text, accepted.get_error())
+        assert accepted.is_accepting()
+    assert _read(name, answer) == ParsedMessage("yes")
+    assert matcher.try_consume_tokens(tokenizer.encode("maybe").ids) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "words"),
     [("hermes", {"type": "array"}, "of type object"), ("pythonic", {"properties": {"a b": {}}}, "'a b'")],
