@@ -162,15 +162,20 @@ def _greedy(model_dir: str, prompt_ids: tuple[int, ...], n: int) -> Expected:
     return Expected(tokens, logprobs.tolist(), (best[:, 0] - best[:, 1]).tolist())
 
 
-@functools.cache
-def _prompt_logprobs(model_dir: str, prompt_ids: tuple[int, ...]) -> torch.Tensor:
+@functools.lru_cache(64)
+def _prompt_logits(model_dir: str, prompt_ids: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
-        return _model(model_dir)(torch.tensor([prompt_ids])).logits[0, :-1].double().log_softmax(-1)
+        return _model(model_dir)(torch.tensor([prompt_ids])).logits[0, :-1].double()
+
+
+def prompt_logits(model_dir: Path, prompt_ids: list[int]) -> torch.Tensor:
+    """[n - 1, vocab] float64: logits for each position after the first of a prompt of n tokens."""
+    return _prompt_logits(str(model_dir), tuple(prompt_ids))
 
 
 def prompt_logprobs(model_dir: Path, prompt_ids: list[int]) -> torch.Tensor:
-    """[n - 1, vocab] float64: log-probabilities at each position after the first of a prompt of n tokens."""
-    return _prompt_logprobs(str(model_dir), tuple(prompt_ids))
+    """As `prompt_logits`, log-probabilities."""
+    return prompt_logits(model_dir, prompt_ids).log_softmax(-1)
 
 
 def first_difference(expected: Expected, tokens: list[int]) -> int | None:
