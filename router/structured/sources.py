@@ -39,6 +39,8 @@ def _literal(text: str) -> str:
 
 def text_grammar(grammar: str) -> str:
     """A grammar in llguidance's form of Lark, or in GBNF, which llama.cpp and xgrammar use. Raises: BadRequest."""
+    if grammar.lstrip().startswith("{"):
+        raise BadRequest("the grammar must be Lark or GBNF")
     try:
         return any_to_lark(_bounded(grammar))
     except (GbnfToLarkError, RecursionError) as error:

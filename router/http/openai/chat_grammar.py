@@ -6,6 +6,7 @@ from common.control.messages import Grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.tool_choice import call_grammar
 from router.model_catalog import ServedModel
+from router.structured.reasoning import behind_reasoning
 
 
 def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[str, Grammar] | None:
@@ -22,7 +23,7 @@ def chat_grammar(body: ChatRequest, model: ServedModel, prompt: str) -> tuple[st
     calls = call_grammar(body, model, prompt, otherwise=source)
     if calls is not None:
         return param, calls
-    tags, after = model.output_formats.reasoning, list[int]()
-    if tags is not None and tags.opened_by(prompt):
-        after = model.tokenizer.encode(tags.close, add_special_tokens=False)
-    return param, Grammar(source, after)
+    tags = model.output_formats.reasoning
+    if tags is None:
+        return param, Grammar(source)
+    return param, behind_reasoning(source, tags, prompt, model.tokenizer.token_id)

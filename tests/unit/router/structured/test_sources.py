@@ -58,6 +58,7 @@ def test_grammars_are_lark_or_gbnf() -> None:
         (lambda: choice_grammar(["a"] * (MAX_CHOICES + 1)), "at most 1024 choices"),
         (lambda: regex_grammar("a" * (MAX_SOURCE_CHARS + 1)), "characters, more than"),
         (lambda: text_grammar("root ::= ("), "line 1"),
+        (lambda: text_grammar('{"grammars": []}'), "must be Lark or GBNF"),
         (lambda: schema_grammar("{", None), "not valid JSON"),
         (lambda: schema_grammar("[1]", None), "must be a JSON object"),
         (lambda: compile_grammar(TOKENIZER, regex_grammar("a(b")), "unclosed group"),
