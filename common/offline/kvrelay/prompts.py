@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -44,7 +45,7 @@ def generate_jobs(model: ServedModel, prompts: Prompt | Sequence[Prompt], params
             each,
         )
 
-    return _each("prompt", job, len(listed), params)
+    return _each("prompt", model, job, len(listed), params)
 
 
 def chat_jobs(
@@ -61,7 +62,7 @@ def chat_jobs(
         body = to_request({"messages": list(listed[index]), **options, **each.chat_fields()}, ChatRequest)
         return Job(chat_prompt(body, model), chat_generation(body, model, _CALLER).request, each)
 
-    return _each("conversation", job, len(listed), params)
+    return _each("conversation", model, job, len(listed), params)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -80,7 +81,9 @@ def _prompt_value(prompt: Any) -> Any:
     return prompt if isinstance(prompt, str) else list(prompt)
 
 
-def _each(what: str, make: Callable[[int, SamplingParams], Job], count: int, params: Params) -> list[Job]:
+def _each(
+    what: str, model: ServedModel, make: Callable[[int, SamplingParams], Job], count: int, params: Params
+) -> list[Job]:
     if params is None or isinstance(params, SamplingParams):
         all_params: Sequence[SamplingParams] = [params or SamplingParams()] * count
     else:
@@ -91,6 +94,15 @@ def _each(what: str, make: Callable[[int, SamplingParams], Job], count: int, par
     for index, each in enumerate(all_params):
         try:
             jobs.append(make(index, each))
+            if jobs[-1].request.engine.sampling.grammar is not None:
+                asyncio.run(_check_grammar(model, jobs[-1].request))
         except BadRequest as error:
             raise BadRequest(f"{what} {index}: {error.message}", param=error.param, code=error.code) from None
     return jobs
+
+
+async def _check_grammar(model: ServedModel, request: GenerationRequest) -> None:
+    """Raises: BadRequest for a grammar that cannot be used."""
+    grammar = request.engine.sampling.grammar
+    assert grammar is not None
+    await model.grammars.check(grammar.source, request.grammar_param)

@@ -48,6 +48,8 @@ class SamplingParams:
     """n: return log-probabilities of the sampled token and of the n most likely ones."""
     prompt_logprobs: int | None = None
     """The same for each prompt token after the first."""
+    structured_outputs: Mapping[str, Any] | None = None
+    """The form of the answer: one of `json` (a schema), `regex`, `choice`, `grammar`, `json_object`, as in the HTTP API."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last tokens of the prompt; -1: as many as leave room for the answer."""
     detokenize: bool = True

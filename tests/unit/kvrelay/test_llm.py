@@ -208,3 +208,10 @@ def test_offered_tools_are_checked_as_over_http(llm: LLM) -> None:
     question = [{"role": "user", "content": "What time is it?"}]
     with pytest.raises(BadRequest, match="conversation 0: tools"):
         llm.chat(question, tools=[{"type": "function"}])
+
+
+def test_structured_outputs_give_the_answer_its_form(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, seed=1, structured_outputs={"choice": ["Paris", "Rome"]})
+    [output] = llm.generate("The capital of France is", params)
+    assert output.outputs[0].text in ("Paris", "Rome")
+    assert output.outputs[0].finish_reason == "stop"

@@ -55,3 +55,9 @@ def test_a_wrong_conversation_is_named_by_its_index(model: ServedModel) -> None:
     hello = [{"role": "user", "content": "Hello"}]
     with pytest.raises(BadRequest, match="conversation 1: "):
         chat_jobs(model, [hello, [{"role": "wizard", "content": "x"}]], None, {})
+
+
+def test_a_grammar_that_cannot_be_used_is_named_before_anything_runs(model: ServedModel) -> None:
+    wrong = SamplingParams(structured_outputs={"regex": "("})
+    with pytest.raises(BadRequest, match=r"prompt 1: structured_outputs\.regex"):
+        generate_jobs(model, ["a", "b"], [SamplingParams(), wrong])
