@@ -25,7 +25,8 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 def llm() -> Iterator[LLM]:
     sys.addaudithook(_hook)
     with LLM(kv_memory_gb=0.05) as llm:
-        llm.generate("a", SamplingParams(structured_outputs={"choice": ["a"]}))  # starts the thread that compiles grammars
+        # The thread that compiles grammars starts with the first one.
+        llm.generate("a", SamplingParams(structured_outputs={"choice": ["a"]}))
         yield llm
 
 
