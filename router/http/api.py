@@ -82,12 +82,20 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         return await serve(request, services, generations, form, stream=bool(body.stream))
 
 
+def _allowed(app: FastAPI, path: str) -> str:
+    """The methods of all routes with this path, for the header `Allow`."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+
+
 def _add_error_handlers(app: FastAPI, services: Services) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             known = ClientError(f"{error.detail}: {request.method} {request.url.path[:200]}")
             known.http_status = error.status_code
             known.code = "not_found" if error.status_code == 404 else "invalid_request"
+            if error.status_code == 405:  # the framework names the methods of the path's first route only
+                error.headers = {"allow": _allowed(app, request.url.path)}
         elif isinstance(error, KvRelayError):
             known = error
         elif isinstance(error, ClientDisconnect):

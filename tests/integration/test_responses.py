@@ -147,10 +147,14 @@ def test_what_is_not_supported_is_refused_by_name(folder: Path) -> None:
                 ({"conversation": "c"}, "conversation"),
                 ({"prompt": {"id": "p"}}, "prompt"),
                 ({"truncation": "auto"}, "truncation"),
+                ({"top_logprobs": 2}, "top_logprobs"),
             ):
                 refused = await http.post("/v1/responses", json={"input": "hi", **field})
                 assert refused.status_code == 400
                 assert said in refused.json()["error"]["message"]
+
+            assert (await http.get("/v1/responses/resp-0")).status_code == 404
+            assert (await http.put("/v1/responses/resp-0")).headers["allow"] == "DELETE, GET, HEAD"
 
     _play(folder, "sun", scene, None)
 

@@ -7,6 +7,7 @@ the API key `key` and answers every request with `support.tool_model.CALLS`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -17,19 +18,24 @@ from support.stub_node import StubNode, running_stack
 from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
+from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
+from router.http.response_store import ResponseStore
 
 
 async def run(command: list[str]) -> int:
     """Run it; returns its exit code."""
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as resources:
+        folder = resources.enter_context(tempfile.TemporaryDirectory())
         model = make_tool_model(Path(folder) / "stub-model")
         answer = script_of(CALLS, Tokenizer.from_file(str(model / "tokenizer.json")))
         nodes = [
             StubNode(role, f"{role}-0", str(model), answer, vocab_size=VOCAB_SIZE, remembers=False)
             for role in ("prefill", "decode")
         ]
-        async with running_stack(RouterConfig(api_key="key"), *nodes) as stack:
+        redis = resources.enter_context(RedisServer())
+        store = ResponseStore(redis.url, "check", max_entries=100)
+        async with running_stack(RouterConfig(api_key="key"), *nodes, responses=store) as stack:
             document = Path(folder) / "openapi.json"
             async with httpx.AsyncClient(headers={"authorization": "Bearer key"}) as http:
                 document.write_bytes((await http.get(f"{stack.url}/openapi.json")).content)

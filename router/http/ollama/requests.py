@@ -31,7 +31,7 @@ class Options(_Body):
     frequency_penalty: float | None = None
     repeat_penalty: float | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MAX_INT)] | None = None
-    mirostat: Literal[0] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=0)] | None = None
 
     def fields(self) -> Json:
         """The fields of a chat or completion request."""

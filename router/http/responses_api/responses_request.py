@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, field_validator
 
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
@@ -103,10 +103,17 @@ class ResponsesRequest(BaseModel):
     ) = None
     user: str | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
     conversation: None = None
     prompt: None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+    @field_validator("background")
+    @classmethod
+    def _refuse_background(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("answers in the background are not supported")
+        return value
 
     def chat_messages(self) -> list[Json]:
         """The messages of this turn, without the instructions."""

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from common.base.errors import Unavailable
+from common.base.errors import NotFound
 from router.http.json_body import Json
 from router.http.openai.build_request import key_tenant
 from router.http.openai.chat_request import ChatRequest
@@ -71,7 +71,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
 
 def _store(services: Services) -> ResponseStore:
     if services.responses is None:
-        raise Unavailable("this router stores no responses; send the whole conversation")
+        raise NotFound("this router stores no responses; send the whole conversation", code="response_not_found")
     return services.responses
 
 
