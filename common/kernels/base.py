@@ -51,6 +51,7 @@ class Kernels(Protocol):
         """silu(gate) * up; may overwrite its argument. gate_up: [T, 2 * inner]. Returns [T, inner]."""
         ...
 
-    def rotary(self, inverse_frequencies: Tensor, max_positions: int) -> Rotary:
-        """For positions below `max_positions`. inverse_frequencies: [head_dim / 2] float32, on the model's device."""
+    def rotary(self, inverse_frequencies: Tensor, max_positions: int, factor: float = 1.0) -> Rotary:
+        """For positions below `max_positions`. inverse_frequencies: [head_dim / 2] float32, on the model's device. `factor`: of
+        what is rotated."""
         ...

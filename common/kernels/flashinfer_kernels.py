@@ -53,10 +53,10 @@ class FlashInferKernels(Kernels):
             return TORCH.silu_and_mul(gate_up)
         return self._silu_and_mul(gate_up)
 
-    def rotary(self, inverse_frequencies: Tensor, max_positions: int) -> Rotary:
+    def rotary(self, inverse_frequencies: Tensor, max_positions: int, factor: float = 1.0) -> Rotary:
         if 2 * inverse_frequencies.numel() not in HEAD_DIMS:
-            return TORCH.rotary(inverse_frequencies, max_positions)
-        return _TabledRotary(self, inverse_frequencies, max_positions)
+            return TORCH.rotary(inverse_frequencies, max_positions, factor)
+        return _TabledRotary(self, inverse_frequencies, max_positions, factor)
 
     def apply_rope_(self, positions: Tensor, qk: Tensor, num_q: int, cos_sin: Tensor) -> None:
         """cos_sin: [positions, head_dim] float32, cosines in the first half."""
@@ -76,11 +76,13 @@ class _TabledRotation:
 class _TabledRotary:
     """`Rotary` with a table of the cosines and sines of all positions."""
 
-    def __init__(self, kernels: FlashInferKernels, inverse_frequencies: Tensor, max_positions: int) -> None:
+    def __init__(
+        self, kernels: FlashInferKernels, inverse_frequencies: Tensor, max_positions: int, factor: float
+    ) -> None:
         positions = torch.arange(max_positions, dtype=torch.float32, device=inverse_frequencies.device)
         angles = positions[:, None] * inverse_frequencies
         self._kernels = kernels
-        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+        self._cos_sin = torch.cat((angles.cos(), angles.sin()), -1) * factor
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> _TabledRotation:
         return _TabledRotation(self._kernels, positions, self._cos_sin)

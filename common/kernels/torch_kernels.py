@@ -36,8 +36,8 @@ class TorchKernels(Kernels):
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def rotary(self, inverse_frequencies: Tensor, max_positions: int) -> Rotary:
-        return TorchRotary(inverse_frequencies)
+    def rotary(self, inverse_frequencies: Tensor, max_positions: int, factor: float = 1.0) -> Rotary:
+        return TorchRotary(inverse_frequencies, factor)
 
 
 TORCH = TorchKernels()
@@ -58,10 +58,13 @@ class TorchRotation:
 class TorchRotary:
     """`Rotary` whose angles are computed anew for each step."""
 
-    def __init__(self, inverse_frequencies: Tensor) -> None:
+    def __init__(self, inverse_frequencies: Tensor, factor: float = 1.0) -> None:
         self._inv_freq = inverse_frequencies
+        self._factor = factor
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> TorchRotation:
         angles = positions[:, None, None].float() * self._inv_freq
         cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
         return TorchRotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))

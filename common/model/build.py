@@ -6,7 +6,7 @@ Used by a rank's main thread while it loads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -90,13 +90,19 @@ class Build:
     def column_linear(
         self, names: list[str], shares: list[Share], in_features: int, *, bias: bool, is_paired: bool = False
     ) -> Linear:
-        """This rank's output features of several named layers, one after the other, as one layer.
+        """This rank's output features of several named layers, one after the other, as one layer. Layers of one name lie in
+        one tensor, one after the other.
 
         `is_paired`: the gate and up layers of a gated MLP.
         """
-        parts = [(name, share, Part(0, share.lo, share.hi)) for name, share in zip(names, shares, strict=True)]
-        biases = [self.read(f"{name}.bias", share.size, part=part) for name, share, part in parts if bias]
-        stacked = [StoredTensor(f"{name}.weight", (share.size, in_features), part) for name, share, part in parts]
+        sizes: dict[str, int] = {}
+        parts: list[tuple[str, Part]] = []
+        for name, share in zip(names, shares, strict=True):
+            before = sizes.get(name, 0)
+            parts.append((name, Part(0, before + share.lo, before + share.hi)))
+            sizes[name] = before + share.size
+        biases = [self.read(f"{name}.bias", sizes[name], part=part) for name, part in parts if bias]
+        stacked = [StoredTensor(f"{name}.weight", (sizes[name], in_features), part) for name, part in parts]
         return self._linear(
             stacked, sum(share.count for share in shares), torch.cat(biases) if bias else None, is_paired
         )
@@ -130,21 +136,25 @@ class Build:
             return linear
         if self.quantize is not None:
             return quantize_linear(
-                self.quantize, stacked, lambda stored: self.read(stored.name, *stored.shape), bias, target
+                self.quantize, stacked, lambda stored: self._read_linear(replace(stored, part=None)), bias, target
             )
         if len(stacked) == 1:
-            (stored,) = stacked
-            return float_linear(
-                self.read(stored.name, *stored.shape, part=stored.part), bias, self.precision, self.kernels
-            )
+            return float_linear(self._read_linear(stacked[0]), bias, self.precision, self.kernels)
         weight = torch.empty(num_rows, stacked[0].shape[1], dtype=self.precision.weight, device=self.device)
         at = 0
         for stored in stacked:
             assert stored.part is not None
             count = stored.part.hi - stored.part.lo
-            weight[at : at + count] = self.read(stored.name, *stored.shape, part=stored.part)
+            weight[at : at + count] = self._read_linear(stored)
             at += count
         return float_linear(weight, bias, self.precision, self.kernels, is_paired=is_paired)
+
+    def _read_linear(self, stored: StoredTensor) -> Tensor:
+        """The weights of a linear layer, [out, in], or a part of them."""
+        if not self.names.is_transposed:
+            return self.read(stored.name, *stored.shape, part=stored.part)
+        part = None if stored.part is None else replace(stored.part, dim=1 - stored.part.dim)
+        return self.read(stored.name, *reversed(stored.shape), part=part).t().contiguous()
 
     def lm_head_linear(self, name: str, tied: Tensor | None) -> Linear:
         """The LM head on this rank's rows of the matrix `name`, which `tied` holds if it is the embedding's; int8 suffices

@@ -5,18 +5,25 @@ Used by every process, the router included; pure, no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from common.base.errors import ConfigError
 from common.model.config_file import ConfigFile, read_json_object
-from common.model.description import USUAL_NAMES, AttentionDescription, LayerDescription, NormDescription, WeightNames
-from common.model.families.base import Family, read_norm
+from common.model.description import (
+    USUAL_ENDS,
+    USUAL_NAMES,
+    AttentionDescription,
+    EndsDescription,
+    LayerDescription,
+    NormDescription,
+    WeightNames,
+)
+from common.model.families.base import Family
 from common.model.families.registry import FAMILIES
 from common.model.formats.quantization import Quantization, parse_quantization
 from common.model.hub import is_gguf, model_folder
-from common.model.rope import RopeConfig, read_rope
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -31,7 +38,6 @@ class ModelConfig:
     """First to last. All have the same `attention`: one KV layout and one attention backend serve all layers."""
     final_norm: NormDescription
     vocab_size: int
-    rope: RopeConfig
     tie_word_embeddings: bool
     max_position_embeddings: int
     sliding_window: int | None
@@ -44,6 +50,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     """How linear layers' weights are stored; None: all in `dtype`."""
     weight_names: WeightNames = USUAL_NAMES
+    ends: EndsDescription = USUAL_ENDS
 
     @property
     def num_layers(self) -> int:
@@ -70,6 +77,14 @@ class ModelConfig:
     def max_context(self) -> int:
         """The longest context, in tokens, for which full causal attention is what the model was made for."""
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    def for_context(self, max_model_len: int) -> ModelConfig:
+        """The same model for contexts of at most this many tokens, of which some rotary embeddings depend."""
+        layers = tuple(
+            replace(layer, rope=None if layer.rope is None else layer.rope.for_context(max_model_len))
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
 
     def fit_context(self, max_model_len: int | None) -> int:
         """`max_model_len` if the model can serve it; None asks for the longest possible.
@@ -115,6 +130,11 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
     generation_file = folder / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
     architecture, family = _find_family(config)
+    config = config.renamed(family.config_keys)
+    names = weight_names or family.weight_names
+    quantization = _read_quantization(config)
+    if quantization is not None and names.is_transposed:
+        raise config.error(f"quantized weights of {architecture} are not supported")
     layers = family.describe(config)
     if any(layer.attention != layers[0].attention for layer in layers):
         raise config.error(f"the layers of {architecture} differ in their attention, which is not supported")
@@ -122,18 +142,24 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
         architecture=architecture,
         hidden_size=config.integer("hidden_size"),
         layers=layers,
-        final_norm=read_norm(config),
+        final_norm=layers[-1].norm,
         vocab_size=config.integer("vocab_size"),
-        rope=read_rope(config),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        max_position_embeddings=config.integer("max_position_embeddings", family.default_max_position),
+        tie_word_embeddings=config.flag("tie_word_embeddings", family.default_tied),
+        max_position_embeddings=_max_position(config, family, layers[0]),
         sliding_window=family.read_window(config),
         dtype=str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_token_ids(config, generation, "eos_token_id"),
         bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id")), None),
-        quantization=_read_quantization(config),
-        weight_names=weight_names or family.weight_names,
+        quantization=quantization,
+        weight_names=names,
+        ends=family.describe_ends(config),
     )
+
+
+def _max_position(config: ConfigFile, family: Family, layer: LayerDescription) -> int:
+    """`max_position_embeddings`, which YaRN extends."""
+    own, rope = config.integer("max_position_embeddings", family.default_max_position), layer.rope
+    return own if rope is None or rope.kind != "yarn" else max(own, int(rope.factor * rope.original_max_position))
 
 
 def _find_family(config: ConfigFile) -> tuple[str, Family]:

@@ -64,5 +64,9 @@ class ConfigFile:
             raise self.error(f"{key} must be a positive number, not {value!r}")
         return float(value)
 
+    def renamed(self, keys: dict[str, str]) -> ConfigFile:
+        """The same file, whose keys `keys[name]` are also read as `name`."""
+        return ConfigFile(self._path, {**self.raw, **{name: self.raw.get(own) for name, own in keys.items()}})
+
     def error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._path}: {message}")

@@ -14,8 +14,10 @@ from common.attention.base import AttentionBackend, AttentionShape
 from common.kernels.native.kernels import NativeKernels
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer
-from common.model.layers import Embedding, LMHead, RMSNorm, inverse_frequencies, make_norm
+from common.model.layers import Embedding, LearnedPositions, LMHead
 from common.model.native_layer import NativeLayer, as_native
+from common.model.norms import Norm, make_norm
+from common.model.rotary import LayerRotaries, make_rotary
 
 OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
@@ -40,6 +42,8 @@ class DecoderModel:
         needed = place.is_first_stage or (place.is_last_stage and tied)
         vocabulary = build.vocabulary(f"{names.embedding}.weight") if needed else None
         self._embedding = Embedding(build, vocabulary) if place.is_first_stage and vocabulary is not None else None
+        learned = config.ends.positions
+        self._positions = LearnedPositions(build, learned) if place.is_first_stage and learned is not None else None
         on_progress(1, parts)
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
         self._layers: list[DecoderLayer | NativeLayer] = []
@@ -49,14 +53,13 @@ class DecoderModel:
             on_progress(i + 2, parts)
         self.kv_scales = tuple(layer.kv_scales for layer in self._layers)
         """(K, V) of each layer of this rank, for an FP8 cache."""
-        self._norm: RMSNorm | None = None
+        self._norm: Norm | None = None
         self._lm_head: LMHead | None = None
         if place.is_last_stage:
             self._norm = make_norm(build, names.final_norm, config.final_norm)
             lm_head = names.embedding if tied else names.lm_head
             self._lm_head = LMHead(build, f"{lm_head}.weight", vocabulary if tied else None)
-        frequencies = inverse_frequencies(config.rope, config.head_dim).to(build.device)
-        self._rope = build.kernels.rotary(frequencies, config.max_context)
+        self._ropes = _make_rotaries(build)
         on_progress(parts, parts)
 
     def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
@@ -92,9 +95,10 @@ class DecoderModel:
         if self._embedding is not None:
             hidden = self._embedding.forward(token_ids, dtype)
         assert hidden is not None
-        rope = self._rope.step(positions, dtype)
+        if self._positions is not None:
+            self._positions.add_(hidden, positions)
         delta: Tensor | None = None
-        for layer in self._layers:
+        for layer, rope in zip(self._layers, self._ropes.step(positions, dtype), strict=False):
             delta = layer.forward(hidden, delta, rope, attention, on_layer)
         assert delta is not None
         return hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)
@@ -107,3 +111,13 @@ class DecoderModel:
         """
         assert self._lm_head is not None
         return self._lm_head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))
+
+
+def _make_rotaries(build: Build) -> LayerRotaries:
+    config = build.config
+    ropes = [config.layers[number].rope for number in build.layer_numbers]
+    distinct = list(dict.fromkeys(ropes))
+    rotaries = [
+        make_rotary(rope, config.head_dim, config.max_context, build.kernels, build.device) for rope in distinct
+    ]
+    return LayerRotaries(rotaries, [distinct.index(rope) for rope in ropes])

@@ -9,22 +9,39 @@ from torch import Tensor
 from common.attention.base import AttentionBackend
 from common.kernels.base import Rotation
 from common.model.build import Build
-from common.model.layers import MLPS, Attention, implementation, make_norm
+from common.model.implementation import implementation
+from common.model.layers import Attention
+from common.model.mlp import MLPS
+from common.model.norms import NoNorm, Norm, make_norm
+
+_Output = Callable[[Tensor], Tensor]
+"""The last part of attention or of the MLP: returns what is to be added to hidden states, fresh."""
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Attention and MLP, each added to its input, with norms where `LayerDescription.norm_at` says."""
 
     def __init__(self, build: Build, number: int, index: int) -> None:
         """`number` counts from the model's first layer, `index` from this rank's."""
         layer, names = build.config.layers[number], build.names
         prefix = f"{names.layer.format(number=number)}."
+        self.description = layer
         self.index = index
         self.attention = Attention(build, prefix, layer.attention)
         self.mlp = implementation("MLP", layer.mlp.kind, MLPS)(build, prefix, layer.mlp)
-        self.input_norm, self.mlp_norm = (
-            make_norm(build, prefix + name, layer.norm) for name in (names.input_norm, names.mlp_norm)
-        )
+        self._project: _Output = self.attention.project
+        self._mlp_forward: _Output = self.mlp.forward
+        self.input_norm: Norm = NoNorm()
+        self.mlp_norm: Norm = NoNorm()
+        if layer.norm_at == "input":
+            self.input_norm = make_norm(build, prefix + names.input_norm, layer.norm)
+            self.mlp_norm = make_norm(build, prefix + names.mlp_norm, layer.norm)
+        else:
+            self._project = _normed(self._project, make_norm(build, prefix + names.attention_output_norm, layer.norm))
+            self._mlp_forward = _normed(self._mlp_forward, make_norm(build, prefix + names.mlp_output_norm, layer.norm))
+        if layer.residual_multiplier != 1.0:
+            self._project = _multiplied(self._project, layer.residual_multiplier)
+            self._mlp_forward = _multiplied(self._mlp_forward, layer.residual_multiplier)
         self.kv_scales = build.kv_scales(prefix + names.attention)
         """(K, V), for an FP8 cache."""
 
@@ -41,4 +58,12 @@ class DecoderLayer:
         attended = self.attention.attend(self.input_norm.forward(x, delta), self.index, rope, backend)
         if on_layer is not None:
             on_layer(self.index)
-        return self.mlp.forward(self.mlp_norm.forward(x, self.attention.project(attended)))
+        return self._mlp_forward(self.mlp_norm.forward(x, self._project(attended)))
+
+
+def _normed(output: _Output, norm: Norm) -> _Output:
+    return lambda x: norm.forward(output(x))
+
+
+def _multiplied(output: _Output, factor: float) -> _Output:
+    return lambda x: output(x).mul_(factor)

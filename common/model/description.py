@@ -6,18 +6,18 @@ A value that has no implementation is refused when the model loads. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-ACTIVATIONS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {"silu": lambda kernels: kernels.silu_and_mul}
-"""Activations of a gated MLP, by their `hidden_act` in config.json. Each takes the device's `Kernels` and returns what makes
-activation(gate) * up, [T, inner], of [T, 2 * inner]."""
+from common.model.rope import RopeConfig
+
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+"""Activations of an MLP, by their names in config.json; `common.model.mlp` implements them."""
 
 
 @dataclass(frozen=True)
 class NormDescription:
-    """A norm over hidden states. Implemented kinds: `common.model.layers.NORMS`."""
+    """A norm over hidden states. Implemented kinds: `common.model.norms.NORMS`."""
 
     eps: float
     kind: str = "rms"
@@ -38,6 +38,8 @@ class AttentionDescription:
     output_bias: bool = False
     head_norm: NormDescription | None = None
     """Norm over each head of q and k, before rope."""
+    joint_norm: NormDescription | None = None
+    """Norm over all heads of q together, and over all of k, before rope."""
     window: int | None = None
     """Tokens that a row can see; None: all before it."""
     soft_cap: float | None = None
@@ -48,7 +50,7 @@ class AttentionDescription:
 
 @dataclass(frozen=True)
 class MlpDescription:
-    """The MLP of a layer. Implemented kinds: `common.model.layers.MLPS`."""
+    """The MLP of a layer. Implemented kinds: `common.model.mlp.MLPS`."""
 
     inner_size: int
     activation: str
@@ -59,18 +61,45 @@ class MlpDescription:
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), where `norm_at` is "input"."""
 
     attention: AttentionDescription
     mlp: MlpDescription
     norm: NormDescription
+    rope: RopeConfig | None = None
+    """How q and k are rotated; None: not at all."""
+    norm_at: Literal["input", "output"] = "input"
+    """Whether norms are over the inputs of attention and MLP, or over their outputs, before these are added to x."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and MLP."""
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """A matrix [rows, hidden]; row (position + offset) is added to a token's embedding."""
+
+    rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class EndsDescription:
+    """What is before the first layer and after the last one."""
+
+    embedding_multiplier: float = 1.0
+    positions: LearnedPositions | None = None
+    logits_divisor: float = 1.0
 
 
 @dataclass(frozen=True)
 class WeightNames:
-    """Names of modules in a checkpoint; their tensors add `.weight` and `.bias`. Names of a layer's parts follow `layer`."""
+    """Names of modules in a checkpoint; their tensors add `.weight` and `.bias`. Names of a layer's parts follow `layer`.
+
+    Equal names of q, k and v, or of gate and up, mean that one tensor holds them, one after the other.
+    """
 
     embedding: str = "model.embed_tokens"
+    positions: str = "model.embed_positions"
     layer: str = "model.layers.{number}"
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
@@ -82,10 +111,17 @@ class WeightNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     output: str = "self_attn.o_proj"
+    attention_output_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    mlp_output_norm: str = "post_feedforward_layernorm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    is_transposed: bool = False
+    """Whether weights of linear layers are stored [in, out]."""
+    optional_prefix: str = ""
+    """What all names in some checkpoints lack at their beginning."""
 
 
 USUAL_NAMES = WeightNames()
+USUAL_ENDS = EndsDescription()

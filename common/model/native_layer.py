@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 from collections.abc import Callable
 
 import torch
@@ -15,8 +17,12 @@ from common.kernels.native.kernels import NativeRotation
 from common.kernels.native.library import DTYPES, LayerStruct, NativeLibrary
 from common.kernels.native.linear import NativeLinear
 from common.model.decoder_layer import DecoderLayer
-from common.model.layers import GatedMlp
+from common.model.description import LayerDescription
+from common.model.mlp import GatedMlp
+from common.model.norms import HeadNorm, RMSNorm
 from common.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
 
 
 class NativeLayer:
@@ -30,18 +36,21 @@ class NativeLayer:
         self._index = layer.index
         self.kv_scales = layer.kv_scales
         attention, mlp = layer.attention, layer.mlp
+        input_norm, mlp_norm, head_norm = layer.input_norm, layer.mlp_norm, attention.qk_norm
         assert isinstance(mlp, GatedMlp)
-        head_norm = attention.head_norm
+        assert isinstance(input_norm, RMSNorm)
+        assert isinstance(mlp_norm, RMSNorm)
+        assert isinstance(head_norm, HeadNorm | None)
         self._struct = LayerStruct(
             *(_struct_of(linear) for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down)),
-            layer.input_norm.weight.data_ptr(),
-            layer.mlp_norm.weight.data_ptr(),
+            input_norm.weight.data_ptr(),
+            mlp_norm.weight.data_ptr(),
             None if head_norm is None else head_norm.weights.data_ptr(),
-            layer.input_norm.eps,
-            layer.mlp_norm.eps,
+            input_norm.eps,
+            mlp_norm.eps,
             0.0 if head_norm is None else head_norm.eps,
             attention.scale,
-            layer.input_norm.weight.size(0),
+            input_norm.weight.size(0),
             *attention.heads,
             DTYPES[dtype],
         )
@@ -73,14 +82,37 @@ class NativeLayer:
 
 
 def as_native(layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype) -> DecoderLayer | NativeLayer:
-    """`layer` over the native kernels if they have all that it needs, else itself."""
-    attention, mlp = layer.attention, layer.mlp
-    if not isinstance(mlp, GatedMlp) or mlp.activation != "silu":
+    """`layer` over the native kernels if they have all that it needs, else itself, with a line in the log."""
+    reason = _unsupported(layer.description)
+    if reason:
+        _log_once(reason)
         return layer
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, GatedMlp)
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     if not all(isinstance(linear, NativeLinear) for linear in linears):
         return layer
     return NativeLayer(layer, native, mesh, dtype)
+
+
+def _unsupported(layer: LayerDescription) -> str | None:
+    """What of the layer whole native layers do not have; None if they have everything."""
+    reasons = {
+        f"norm {layer.norm.kind!r}": layer.norm.kind != "rms",
+        "norms of outputs": layer.norm_at != "input",
+        "a factor of outputs": layer.residual_multiplier != 1.0,
+        "no rotary embedding": layer.rope is None,
+        "a rotary embedding of parts of heads": layer.rope is not None and layer.rope.rotated_part != 1.0,
+        "a norm over all heads": layer.attention.joint_norm is not None,
+        f"{layer.mlp.kind} MLP": layer.mlp.kind != "gated",
+        f"activation {layer.mlp.activation!r}": layer.mlp.activation != "silu",
+    }
+    return ", ".join(reason for reason, applies in reasons.items() if applies) or None
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    log.info("layers with %s run part by part on native linear layers, not as whole native layers", reason)
 
 
 def _struct_of(linear: object):

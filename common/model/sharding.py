@@ -42,7 +42,8 @@ def _weights_per_hidden(layer: LayerDescription) -> int:
     """A layer's weights, divided by the model's hidden size."""
     attention = layer.attention
     heads = attention.num_q_heads + attention.num_kv_heads
-    return heads * (attention.head_dim + attention.v_head_dim) + 3 * layer.mlp.inner_size
+    matrices = 3 if layer.mlp.kind == "gated" else 2
+    return heads * (attention.head_dim + attention.v_head_dim) + matrices * layer.mlp.inner_size
 
 
 def split_layers(

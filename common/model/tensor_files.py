@@ -27,8 +27,10 @@ class Part:
 class TensorFiles:
     """The safetensors files of one directory, opened lazily; a tensor's bytes are read when asked for."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, optional_prefix: str = "") -> None:
+        """`optional_prefix`: of names that are asked for, without which the files may hold them."""
         self._path = path
+        self._prefix = optional_prefix
         self._file_of: dict[str, Path] = {}
         for file in weight_files(path):
             for name in read_header(file).spans:
@@ -36,13 +38,13 @@ class TensorFiles:
         self._open: dict[Path, safe_open] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return self._stored(name) in self._file_of
 
     def dtype(self, name: str) -> str:
         """The tensor's dtype by its safetensors name, such as "BF16" or "F8_E4M3". Raises: ConfigError."""
         file = self.file_of(name)
         try:
-            return self._opened(file).get_slice(name).get_dtype()
+            return self._opened(file).get_slice(self._stored(name)).get_dtype()
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file}: cannot read tensor {name}: {error}") from error
 
@@ -53,14 +55,14 @@ class TensorFiles:
         """
         file = self.file_of(name)
         try:
-            stored = self._opened(file).get_slice(name)
+            stored = self._opened(file).get_slice(self._stored(name))
             found = tuple(stored.get_shape())
             if shape is not None and found != shape:
                 raise ConfigError(f"{file}: tensor {name} has shape {list(found)}, config.json implies {list(shape)}")
             index = [slice(None)] * len(found)
             if part is not None:
                 index[part.dim] = slice(part.lo, part.hi)
-            return stored[tuple(index)] if index else self._opened(file).get_tensor(name)
+            return stored[tuple(index)] if index else self._opened(file).get_tensor(self._stored(name))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file}: cannot read tensor {name}: {error}") from error
 
@@ -70,14 +72,18 @@ class TensorFiles:
 
         Raises: as `read`.
         """
-        return TensorFiles(self._path).read(name, shape, part)
+        return TensorFiles(self._path, self._prefix).read(name, shape, part)
 
     def file_of(self, name: str) -> Path:
         """The file that holds the tensor. Raises: ConfigError if none does."""
-        file = self._file_of.get(name)
+        file = self._file_of.get(self._stored(name))
         if file is None:
             raise ConfigError(f"{self._path}: no safetensors file holds the tensor {name}")
         return file
+
+    def _stored(self, name: str) -> str:
+        """The name in the files."""
+        return name if name in self._file_of else name.removeprefix(self._prefix)
 
     def _opened(self, file: Path) -> safe_open:
         if file not in self._open:

@@ -47,8 +47,15 @@ class WeightSource(Protocol):
 class CheckpointWeights:
     """The safetensors files of one directory, each tensor in the format that holds it."""
 
-    def __init__(self, path: Path, quantization: Quantization | None = None, device: torch.device = CPU) -> None:
-        self._tensors = TensorFiles(path)
+    def __init__(
+        self,
+        path: Path,
+        quantization: Quantization | None = None,
+        device: torch.device = CPU,
+        optional_prefix: str = "",
+    ) -> None:
+        """`optional_prefix`: as of `TensorFiles`."""
+        self._tensors = TensorFiles(path, optional_prefix)
         self._formats: list[LinearFormat] = (
             [] if quantization is None else [open_format(self._tensors, device, quantization)]
         )

@@ -68,6 +68,8 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     path = resolve_model(config.model)
     model_config = load_model_config(path)
     _check_quantization(config.quantization, model_config.quantization, path)
+    max_model_len = model_config.fit_context(config.max_model_len)
+    model_config = model_config.for_context(max_model_len)
     device = resolve_device(config.device)
     wanted = default_dtype(model_config.dtype, device) if config.dtype == "auto" else config.dtype
     dtype = model_config.resolve_dtype(wanted)
@@ -87,7 +89,6 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     )
     names = listed("served_model_name", config.served_model_name)
     name = names[0] if names else config.model if config.model == "demo" else model_name(path)
-    max_model_len = model_config.fit_context(config.max_model_len)
     info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer_digest(path))
     return NodePlan(path, model_config, layout, info, dtype, device)
 

@@ -46,9 +46,20 @@ CASES = [
     Case("qwen2", chunk=64, kv_blocks=400, local_prefill_tokens=2000),
     Case("qwen3", chunk=2048, kv_blocks=400),
 ]
+LATER = [
+    Case("phi3", chunk=64, kv_blocks=400, ahead=True),
+    Case("granite", chunk=16, kv_blocks=400),
+    Case("smollm3", chunk=64, kv_blocks=400, ahead=True),
+    Case("olmo2", chunk=2048, kv_blocks=400),
+    Case("starcoder2", chunk=64, kv_blocks=400, ahead=True),
+    Case("gpt2", chunk=16, kv_blocks=400),
+    Case("opt", chunk=64, kv_blocks=80, ahead=True),
+]
+"""Families that the tests of the runner cover by default."""
+PARAMS = [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in LATER)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.model}-chunk{case.chunk}")
+@pytest.fixture(scope="module", params=PARAMS, ids=lambda case: f"{case.model}-chunk{case.chunk}")
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Case, Path, System]]:

@@ -47,8 +47,17 @@ ALL: list[Layout] = [
     for transport in TRANSPORTS
 ]
 
+FAMILIES: list[Layout] = [
+    (model, 2, 2, 2, transport)
+    for model, transport in zip(
+        ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt"), itertools.cycle(TRANSPORTS), strict=False
+    )
+]
 
-CASES = [*COVERING, *(pytest.param(*layout, marks=pytest.mark.thorough) for layout in ALL if layout not in COVERING)]
+CASES = [
+    *COVERING,
+    *(pytest.param(*layout, marks=pytest.mark.thorough) for layout in [*ALL, *FAMILIES] if layout not in COVERING),
+]
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:

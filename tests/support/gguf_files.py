@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.model.config import load_model_config
-from common.model.layers import inverse_frequencies
 from common.model.rope import RopeConfig
+from common.model.rotary import inverse_frequencies
 
 Kind = GGMLQuantizationType
 
@@ -78,6 +78,8 @@ def write_gguf(folder: Path, target: Path, kind_of: Callable[[str, Tensor], Kind
     shutil.copy(folder / "tokenizer.json", target)
     shutil.copy(folder / "tokenizer_config.json", target)
     config = load_model_config(folder)
+    rope = config.layers[0].rope
+    assert rope is not None
     architecture = _ARCHITECTURES[config.architecture]
     writer = GGUFWriter(file, architecture)
     writer.add_embedding_length(config.hidden_size)
@@ -88,18 +90,18 @@ def write_gguf(folder: Path, target: Path, kind_of: Callable[[str, Tensor], Kind
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.final_norm.eps)
-    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_freq_base(rope.theta)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_eos_token_id(config.eos_token_ids[0])
     assert config.bos_token_id is not None
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_token_list([f"w{i}" for i in range(config.vocab_size)])
-    if config.rope.kind == "linear":
+    if rope.kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope.factor)
-    if config.rope.kind == "llama3":
-        plain_rope = inverse_frequencies(RopeConfig(config.rope.theta), config.head_dim)
-        factors = plain_rope / inverse_frequencies(config.rope, config.head_dim)
+        writer.add_rope_scaling_factor(rope.factor)
+    if rope.kind == "llama3":
+        plain_rope = inverse_frequencies(RopeConfig(rope.theta), config.head_dim)
+        factors = plain_rope / inverse_frequencies(rope, config.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     heads = {"q_proj": config.num_q_heads, "k_proj": config.num_kv_heads} if architecture == "llama" else {}
     for shard in folder.glob("*.safetensors"):

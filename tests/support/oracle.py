@@ -17,11 +17,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
+    GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -44,6 +51,21 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "beta_fast": 16.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 128,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.05 * i for i in range(8)],
+    "long_factor": [1.0 + 0.7 * i for i in range(8)],
+    "original_max_position_embeddings": 32,
 }
 
 
@@ -86,6 +108,45 @@ TINY: dict[str, Tiny] = {
         )
     ),
     "qwen3": Tiny(Qwen3Config(**_shape(64, 4, 2, 112, 259, tied=False), head_dim=32), max_shard_size="100KB"),
+    "phi3": Tiny(
+        Phi3Config(
+            **_shape(64, 4, 2, 112, 253, tied=True),
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            pad_token_id=0,
+        )
+    ),
+    "phi3-longrope": Tiny(
+        Phi3Config(
+            **_shape(64, 4, 4, 112, 254, tied=False),
+            rope_parameters=_LONGROPE,
+            original_max_position_embeddings=32,
+            pad_token_id=0,
+        )
+    ),
+    "granite": Tiny(
+        GraniteConfig(
+            **_shape(64, 4, 2, 112, 255, tied=True),
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.6,
+            logits_scaling=0.7,
+        )
+    ),
+    "smollm3": Tiny(
+        SmolLM3Config(
+            **_shape(64, 4, 2, 112, 256, tied=True),
+            no_rope_layers=[1, 0, 1],
+            pad_token_id=0,
+            rope_parameters={"rope_type": "default", "rope_theta": 2e6},
+        )
+    ),
+    "olmo2": Tiny(Olmo2Config(**_shape(64, 4, 2, 112, 258, tied=False))),
+    "starcoder2": Tiny(Starcoder2Config(**_shape(64, 4, 2, 128, 260, tied=True))),
+    "gpt2": Tiny(GPT2Config(**_COMMON, n_embd=64, n_layer=3, n_head=4, vocab_size=261)),
+    "opt": Tiny(
+        OPTConfig(**_COMMON, hidden_size=64, ffn_dim=112, num_attention_heads=4, vocab_size=262, word_embed_proj_dim=64)
+    ),
+    "qwen2-yarn": Tiny(Qwen2Config(**_shape(64, 4, 2, 96, 303, tied=False), rope_parameters=_YARN_ROPE)),
 }
 
 
@@ -99,7 +160,7 @@ def make_tiny(name: str, folder: Path, seed: int = 1) -> Path:
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() == 1:
                 weight.copy_(0.3 * noise if key.endswith("bias") else 1.0 + 0.2 * noise)
-            elif "embed" in key or "lm_head" in key:
+            elif any(part in key for part in ("embed", "lm_head", "wte")):
                 weight.copy_(3.0 * noise / weight.shape[1] ** 0.5)
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)

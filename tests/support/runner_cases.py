@@ -13,6 +13,7 @@ from support.oracle import agreed, first_difference, greedy, prompt_logprobs
 from torch import Tensor
 
 from common.attention.cpu import CpuAttention
+from common.config.option_groups import Quantization
 from common.control.messages import PromptLogprobs, SamplingParams
 from common.engine.runner import ModelRunner
 from common.engine.step import SampleSpec, ScoredRows, StepInput, StepOutput
@@ -35,9 +36,18 @@ class Runner(Protocol):
         ...
 
 
-def make_runner(path: Path, dtype: str = "float32", kv_dtype: str | None = None) -> ModelRunner:
-    config = load_model_config(path)
-    model = load_model(path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True)
+def make_runner(
+    path: Path,
+    dtype: str = "float32",
+    kv_dtype: str | None = None,
+    *,
+    max_model_len: int = 2048,
+    quantization: Quantization = "auto",
+) -> ModelRunner:
+    config = load_model_config(path).for_context(max_model_len)
+    model = load_model(
+        path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True, quantization=quantization
+    )
     layout = KVLayout("f", kv_spec(config, kv_dtype or dtype))
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, scales=[model.kv_scales])
     # What a reused block may hold must never reach a result.

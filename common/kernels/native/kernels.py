@@ -43,8 +43,8 @@ class NativeKernels(TorchKernels):
         )
         return out
 
-    def rotary(self, inverse_frequencies: Tensor, max_positions: int) -> NativeRotary:
-        return NativeRotary(self.native, inverse_frequencies)
+    def rotary(self, inverse_frequencies: Tensor, max_positions: int, factor: float = 1.0) -> NativeRotary:
+        return NativeRotary(self.native, inverse_frequencies, factor)
 
 
 class NativeRotation:
@@ -66,6 +66,8 @@ class NativeRotation:
             cos, sin = table.data_ptr(), table.data_ptr() + rows * half * table.itemsize
             positions = self._positions.contiguous()
             native.rotation_angles(native.team, positions.data_ptr(), rows, frequencies.data_ptr(), half, cos, sin)
+            if self._rotary.factor != 1.0:
+                table.mul_(self._rotary.factor)
             self._angles = table, RotationStruct(cos, sin)
         return ctypes.addressof(self._angles[1])
 
@@ -76,10 +78,11 @@ class NativeRotation:
 class NativeRotary:
     """`Rotary`."""
 
-    def __init__(self, native: NativeLibrary, inverse_frequencies: Tensor) -> None:
+    def __init__(self, native: NativeLibrary, inverse_frequencies: Tensor, factor: float = 1.0) -> None:
         self.native = native
+        self.factor = factor
         self.inverse_frequencies = inverse_frequencies.float().contiguous()
-        self.torch_rotary = TorchRotary(inverse_frequencies)
+        self.torch_rotary = TorchRotary(inverse_frequencies, factor)
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> NativeRotation:
         return NativeRotation(self, positions, dtype)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.model.config_file import ConfigFile
 from common.model.description import (
     ACTIVATIONS,
+    USUAL_ENDS,
     USUAL_NAMES,
     AttentionDescription,
+    EndsDescription,
     LayerDescription,
     MlpDescription,
     NormDescription,
     WeightNames,
 )
+from common.model.rope import read_rope
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,12 @@ class Family:
     read_window: Callable[[ConfigFile], int | None] = lambda config: None
     """The sliding window, to which contexts are limited because attention implements none."""
     weight_names: WeightNames = USUAL_NAMES
+    describe_ends: Callable[[ConfigFile], EndsDescription] = lambda config: USUAL_ENDS
+    """What is before the first layer and after the last one."""
+    default_tied: bool = False
+    """`tie_word_embeddings` where config.json is silent."""
+    config_keys: dict[str, str] = field(default_factory=dict[str, str])
+    """Its own names of usual keys of config.json, by the usual ones."""
 
 
 def read_attention(
@@ -62,24 +71,36 @@ def read_attention(
     )
 
 
-def read_mlp(config: ConfigFile, *, bias: bool = False) -> MlpDescription:
-    """A gated MLP."""
-    activation = config.raw.get("hidden_act", "silu")
+def read_mlp(
+    config: ConfigFile,
+    *,
+    bias: bool = False,
+    kind: str = "gated",
+    default_activation: str = "silu",
+    default_inner: int | None = None,
+) -> MlpDescription:
+    """A gated MLP, or one of another `kind`."""
+    activation = config.raw.get("hidden_act") or default_activation
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise config.error(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    return MlpDescription(config.integer("intermediate_size"), activation, bias)
+    return MlpDescription(config.integer("intermediate_size", default_inner), activation, bias, kind)
 
 
-def read_norm(config: ConfigFile) -> NormDescription:
+def read_norm(config: ConfigFile, default_eps: float = 1e-6) -> NormDescription:
     """An RMS norm."""
-    return NormDescription(config.number("rms_norm_eps", 1e-6))
+    return NormDescription(config.number("rms_norm_eps", default_eps))
 
 
 def repeat_layer(
     config: ConfigFile, attention: AttentionDescription, mlp: MlpDescription
 ) -> tuple[LayerDescription, ...]:
-    """All layers alike, with the norm of `read_norm`."""
-    return (LayerDescription(attention, mlp, read_norm(config)),) * config.integer("num_hidden_layers")
+    """All layers alike, with the norm of `read_norm` and the rotary embedding of `read_rope`."""
+    return repeated(config, LayerDescription(attention, mlp, read_norm(config), read_rope(config)))
+
+
+def repeated(config: ConfigFile, layer: LayerDescription) -> tuple[LayerDescription, ...]:
+    """As many layers as config.json says, all alike."""
+    return (layer,) * config.integer("num_hidden_layers")
 
 
 def window_if_switched_on(config: ConfigFile) -> int | None:
@@ -92,3 +113,8 @@ def read_window(config: ConfigFile) -> int | None:
     if config.raw.get("sliding_window", 0) is None:
         return None
     return config.integer("sliding_window", 4096)
+
+
+def window_if_given(config: ConfigFile) -> int | None:
+    """`sliding_window`; null or a missing key means none."""
+    return None if config.raw.get("sliding_window") is None else config.integer("sliding_window")

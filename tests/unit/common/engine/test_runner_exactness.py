@@ -12,6 +12,17 @@ from support.runner_cases import check, drive, make_runner, prompt
 from common.base.errors import EngineError
 from common.engine.step import StepInput
 
+LATER = ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "qwen2-yarn")
+"""Families that share the code of the others' steps: by default with one chunk size."""
+LONGROPE = "phi3-longrope"
+"""transformers computes a context anew when it becomes long, which a shared cache of blocks cannot."""
+CASES = [
+    pytest.param(name, chunk, marks=[pytest.mark.thorough] if name in LATER and chunk != 16 else [])
+    for chunk in (16, 64, 10**6)
+    for name in TINY
+    if name != LONGROPE
+]
+
 
 @pytest.fixture(scope="module")
 def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -19,12 +30,20 @@ def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_tiny(name, root / name) for name in TINY}
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("chunk", [16, 64, 10**6])
+@pytest.mark.parametrize(("name", "chunk"), CASES)
 def test_a_mixed_batch_matches_transformers(tiny_dirs: dict[str, Path], name: str, chunk: int) -> None:
     vocab = TINY[name].config.vocab_size
     prompts = [prompt(n, vocab) for n in (1, 15, 16, 17, 100)]
     check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk))
+
+
+@pytest.mark.parametrize(("reach", "lengths"), [(2048, (33, 48, 100)), (32, (1, 15, 16, 17, 20))])
+def test_longrope_has_the_factors_of_the_longest_context_served(
+    tiny_dirs: dict[str, Path], reach: int, lengths: tuple[int, ...]
+) -> None:
+    prompts = [prompt(n, TINY[LONGROPE].config.vocab_size) for n in lengths]
+    runner = make_runner(tiny_dirs[LONGROPE], max_model_len=reach)
+    check(tiny_dirs[LONGROPE], prompts, drive(runner, prompts, 16, 12), 12)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])

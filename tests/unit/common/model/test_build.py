@@ -77,13 +77,21 @@ class _Recorder:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
-    root = tmp_path_factory.mktemp("shards")
-    found: dict[str, Recorded] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(oracle.TINY, "one-kv-head", Tiny(LlamaConfig(**_ONE_KV_HEAD)))
-        for name in ("llama", "llama-biases", "qwen2", "qwen3", "one-kv-head"):
-            found[name] = _record(name, root)
-    return found
+    return _Recordings(tmp_path_factory.mktemp("shards"))
+
+
+class _Recordings(dict[str, Recorded]):
+    """Of each model, made when it is asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, name: str) -> Recorded:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(oracle.TINY, "one-kv-head", Tiny(LlamaConfig(**_ONE_KV_HEAD)))
+            self[name] = _record(name, self._root)
+        return self[name]
 
 
 def _record(name: str, root: Path) -> Recorded:
@@ -105,12 +113,24 @@ LAYOUTS: dict[str, list[tuple[int, list[int]]]] = {
     "qwen2": [(2, [3]), (14, [3]), (1, [1, 2])],
     "qwen3": [(4, [3]), (2, [2, 1])],
     "one-kv-head": [(2, [5]), (4, [1, 4]), (2, [2, 1, 2]), (8, [5])],
+    "olmo2": [(4, [1, 2])],
+    "phi3": [(4, [3]), (2, [2, 1])],
+    "granite": [(2, [3]), (2, [1, 2])],
+    "smollm3": [(4, [3]), (2, [1, 1, 1])],
+    "starcoder2": [(4, [3]), (2, [2, 1])],
+    "gpt2": [(4, [3]), (2, [1, 2])],
+    "opt": [(2, [3]), (2, [2, 1])],
 }
-"""Per model, ranks of a stage and layers of each stage. KV heads: 4, 2, 2, 2, 1."""
+"""Per model, ranks of a stage and layers of each stage. KV heads: 4, 2, 2, 2, 1; 2 and 4."""
+CASES = [
+    pytest.param(name, same_host, marks=[] if is_default else [pytest.mark.thorough])
+    for number, name in enumerate(LAYOUTS)
+    for same_host in (True, False)
+    for is_default in [number < 5 or (name == "olmo2" and same_host)]
+]
 
 
-@pytest.mark.parametrize("same_host", [True, False], ids=["shared memory", "gloo"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "same_host"), CASES)
 def test_every_layout_draws_what_one_rank_draws(recorded: dict[str, Recorded], name: str, same_host: bool) -> None:
     layouts = LAYOUTS[name] if same_host else LAYOUTS[name][-2:]
     known = recorded[name]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.oracle import TINY
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
@@ -37,6 +38,10 @@ QWEN25: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+OPT: dict[str, Any] = {"architectures": ["OPTForCausalLM"], "hidden_act": None, "activation_function": "relu"}
+GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12}
+SMOLLM3: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"]}
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
@@ -53,7 +58,7 @@ def test_reads_a_transformers_4_config(tmp_path: Path) -> None:
     assert (layer.attention.qkv_bias, layer.attention.output_bias, layer.mlp.bias) == (True, False, False)
     assert layer.attention.head_norm is None
     assert config.layers == (layer,) * 24
-    assert config.rope == RopeConfig(theta=1e6)
+    assert layer.rope == RopeConfig(theta=1e6)
     assert config.eos_token_ids == (151645, 151643)
     assert config.bos_token_id == 151643
     assert config.resolve_dtype("auto") == "bfloat16"
@@ -63,11 +68,13 @@ def test_reads_a_transformers_4_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_reads_what_transformers_5_writes(tmp_path: Path, name: str) -> None:
     theirs = TINY[name].config
-    theirs.architectures = [type(theirs).__name__.replace("Config", "ForCausalLM")]
+    theirs.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)].__name__]
     theirs.save_pretrained(tmp_path)
     ours = load_model_config(tmp_path)
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+    rope = ours.layers[0].rope
+    if rope is not None:
+        assert rope.theta == theirs.rope_parameters["rope_theta"]
+        assert rope.kind == theirs.rope_parameters["rope_type"]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.eos_token_ids == (2,)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
@@ -87,16 +94,23 @@ def test_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*supported: LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": None}, "is not given"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "896"}, "hidden_size must be a positive integer"),
         ({"vocab_size": 0}, "vocab_size must be a positive integer"),
         ({"num_key_value_heads": 3}, "not a multiple"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "mrope", "factor": 4.0}}, "rope scaling 'mrope' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": [1]}, "rope parameters"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor of the rope parameters"),
+        ({"hidden_act": "swiglu"}, "hidden_act 'swiglu'"),
+        ({**OPT, "word_embed_proj_dim": 512}, "projected embeddings are not supported"),
+        ({**OPT, "do_layer_norm_before": False}, "do_layer_norm_before"),
+        ({**OPT, "_remove_final_layer_norm": True}, "without final norm"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not supported"),
+        ({**GPT2, "quantization_config": FP8}, "quantized weights of GPT2LMHeadModel"),
+        ({**SMOLLM3, "no_rope_layers": [1, 0]}, "not a list of 24 numbers"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized"),
         ({"eos_token_id": "x"}, "eos_token_id"),
         ({"tie_word_embeddings": 1}, "true or false"),

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.oracle import TINY
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.model.config import load_model_config
-from common.model.layers import inverse_frequencies
+from common.model.rotary import inverse_frequencies
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,4 +46,44 @@ def test_llama3_rope_scaling_equals_transformers_for_old_and_new_keys(tmp_path: 
         hidden_size=1792, num_attention_heads=14, rope_parameters={**LLAMA3_OLD_KEYS, "rope_theta": 500000.0}
     )
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
-    torch.testing.assert_close(inverse_frequencies(old.rope, old.head_dim), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(old.layers[0].rope, old.head_dim), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+        {"rope_type": "yarn", "factor": 40.0, "beta_fast": 24, "mscale": 0.9, "mscale_all_dim": 0.6, "truncate": False},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "original_max_position_embeddings": 1024},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.25},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + i for i in range(64)],
+            "long_factor": [2.0 + i for i in range(64)],
+            "original_max_position_embeddings": 1024,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_frequencies_and_the_attention_factor_equal_those_of_transformers(
+    tmp_path: Path, scaling: dict[str, Any]
+) -> None:
+    rope = {**scaling, "rope_theta": 500000.0}
+    ours = load_model_config(write(tmp_path, {**LLAMA, "max_position_embeddings": 8192, "rope_parameters": rope}))
+    theirs = TINY["llama3"].config.__class__(
+        hidden_size=1792, num_attention_heads=14, max_position_embeddings=8192, rope_parameters=rope
+    )
+    make = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+    for reach in (8192, 1024):
+        found = ours.for_context(reach).layers[0].rope
+        assert found is not None
+        expected, factor = make(theirs, torch.device("cpu"), seq_len=reach)
+        torch.testing.assert_close(inverse_frequencies(found, ours.head_dim), expected, rtol=1e-5, atol=0)
+        assert found.attention_factor == pytest.approx(factor)
+
+
+def test_yarn_reaches_beyond_the_original_context(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = load_model_config(write(tmp_path, {**LLAMA, "max_position_embeddings": 32768, "rope_scaling": scaling}))
+    assert config.max_context == 131072

@@ -11,7 +11,6 @@ from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.model.config import ModelConfig
 from common.model.description import AttentionDescription, LayerDescription, MlpDescription, NormDescription
-from common.model.rope import RopeConfig
 from common.model.sharding import (
     check_parallel,
     even_range,
@@ -33,7 +32,6 @@ def config(q_heads: int, kv_heads: int, *, head_dim: int = 16, inner: int = 64) 
         layers=(LayerDescription(attention, MlpDescription(inner, "silu"), norm),) * 24,
         final_norm=norm,
         vocab_size=250,
-        rope=RopeConfig(),
         tie_word_embeddings=False,
         max_position_embeddings=128,
         sliding_window=None,
