@@ -1,0 +1,53 @@
+"""Messages bodies as the chat requests that mean the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.http.anthropic.messages_request import MessagesRequest
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.parse_body import completion_request, validated
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [{"name": "f", "input_schema": SCHEMA}]
+
+
+def _chat(**fields: Any) -> ChatRequest:
+    body = {"max_tokens": 3, "messages": [{"role": "user", "content": "x"}], **fields}
+    return completion_request(validated(body, MessagesRequest).chat_request(), ChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced"), [({"type": "any"}, ["f"]), ({"type": "tool", "name": "f"}, ["f"]), ({"type": "auto"}, [])]
+)
+def test_a_tool_choice_forces_the_same_functions(choice: Any, forced: list[str]) -> None:
+    chat = _chat(tools=TOOLS, tool_choice=choice)
+    assert [tool.function.name for tool in chat.must_call] == forced
+    assert [tool.function.name for tool in chat.offered_tools] == ["f"]
+
+
+def test_no_tools_are_offered_with_the_choice_none_and_one_call_where_parallel_ones_are_disabled() -> None:
+    assert not _chat(tools=TOOLS, tool_choice={"type": "none"}).offered_tools
+    single = _chat(tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert single.parallel_tool_calls is False
+
+
+def test_a_schema_and_the_users_id_are_taken_over() -> None:
+    chat = _chat(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}, metadata={"user_id": "u"})
+    assert chat.response_format is not None
+    assert chat.response_format.json_schema is not None
+    assert chat.response_format.json_schema.schema_ == SCHEMA
+    assert chat.user == "u"
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_continued() -> None:
+    chat = _chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "The"}])
+    assert chat.continue_final_message
+    assert chat.add_generation_prompt is False
+
+
+def test_thinking_sets_the_templates_variable() -> None:
+    assert _chat(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
+    assert _chat(thinking={"type": "enabled", "budget_tokens": 1024}).chat_template_kwargs == {"enable_thinking": True}

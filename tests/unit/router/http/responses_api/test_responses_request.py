@@ -1,0 +1,67 @@
+"""Responses bodies as the chat requests that mean the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.base.errors import BadRequest
+from router.http.openai.chat_request import ChatRequest
+from router.http.openai.parse_body import completion_request, validated
+from router.http.responses_api.responses_request import ResponsesRequest
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}]
+
+
+def _chat(earlier: list[Any] | None = None, **fields: Any) -> ChatRequest:
+    body = validated({"input": "x", **fields}, ResponsesRequest).chat_request(earlier or [])
+    return completion_request(body, ChatRequest)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
+def test_a_tool_choice_forces_the_same_functions(choice: Any) -> None:
+    chat = _chat(tools=TOOLS, tool_choice=choice)
+    assert [(tool.function.name, tool.function.strict) for tool in chat.must_call] == [("f", True)]
+
+
+def test_a_text_format_is_a_response_format() -> None:
+    chat = _chat(text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}})
+    assert chat.response_format is not None
+    assert chat.response_format.json_schema is not None
+    assert (chat.response_format.json_schema.name, chat.response_format.json_schema.schema_) == ("n", SCHEMA)
+
+
+def test_instructions_come_first_then_the_turns_before() -> None:
+    chat = _chat([{"role": "user", "content": "before"}], instructions="Be brief", max_output_tokens=7)
+    assert [(message.role, message.content) for message in chat.messages] == [
+        ("system", "Be brief"),
+        ("user", "before"),
+        ("user", "x"),
+    ]
+    assert chat.token_limit == 7
+
+
+def test_sampling_fields_of_the_chat_call_are_taken_and_no_others() -> None:
+    chat = _chat(top_k=5, seed=7, n=3, messages=[], logprobs=True)
+    assert (chat.top_k, chat.seed, chat.num_samples, chat.logprobs) == (5, 7, 1, False)
+
+
+def test_reasoning_text_and_calls_in_a_row_are_one_message() -> None:
+    items = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": "I look."},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "sun"}]},
+    ]
+    answer, result = _chat(input=items).messages
+    assert (answer.reasoning_content, answer.content, len(answer.tool_calls or [])) == ("hm", "I look.", 2)
+    assert (result.role, result.tool_call_id, result.content) == ("tool", "1", "sun")
+
+
+def test_a_field_that_would_change_the_answer_is_refused() -> None:
+    for fields in ({"reasoning": {"effort": "low"}}, {"background": True}, {"truncation": "auto"}):
+        with pytest.raises(BadRequest):
+            _chat(**fields)
