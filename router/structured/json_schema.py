@@ -17,8 +17,8 @@ from common.base.errors import BadRequest
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-WHITESPACE = r"\n?[ \t]{0,32}"
-"""A regular expression for the white space between two tokens: a line break and an indentation, or nothing."""
+WHITESPACE = r" |\n[ \t]{0,20}"
+"""A regular expression for the white space that may be between two tokens: a space, or a line break and an indentation."""
 MAX_SCHEMA_DEPTH = 64
 MAX_WHITESPACE_CHARS = 200
 
