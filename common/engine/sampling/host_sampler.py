@@ -20,10 +20,13 @@ from common.control.messages import TokenLogprobs
 from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax, noise_key
 from common.engine.sampling.logits_steps import steps_of
-from common.engine.sampling.ranking import ranked
+from common.engine.sampling.ranking import most_likely
 from common.engine.sampling.steps.base import HostRow, LogitsStep, Row
 from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
+
+_PART = 2**14
+"""Entries that are exponentiated at once, so that temporaries stay in cache."""
 
 
 class HostSamplerOutput:
@@ -75,7 +78,7 @@ def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
             out.append(none_allowed(spec))
             continue
         count = spec.params.logprobs
-        out.append(SampledToken(token, None if count is None else _logprobs(row, token, count)))
+        out.append(SampledToken(token, None if count is None else _logprobs(row, best, token, count)))
     return out
 
 
@@ -96,14 +99,12 @@ def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | None
     return int(row.candidates[gumbel_argmax(np.exp(row.values[row.candidates]), key, row.candidates)])
 
 
-def _logprobs(row: Row, token: int, count: int) -> TokenLogprobs:
-    """log-softmax of `row` at `token` and at the `count` most likely, ties by lower id."""
-    top = row.max()
-    norm = float(top) + math.log(float(np.exp(row - top).sum(dtype=np.float64)))
-    count = min(count, row.size)
-    top_ids: list[int] = []
-    if count:
-        kth = row.size - count
-        ids, _ = ranked(row, float(np.partition(row, kth)[kth]))
-        top_ids = ids[:count].tolist()
+def _logprobs(row: Row, best: int, token: int, count: int) -> TokenLogprobs:
+    """log-softmax of `row`, whose maximum is at `best`, at `token` and at the `count` most likely, ties by lower id."""
+    top, total = row[best], 0.0
+    for start in range(0, row.size, _PART):
+        part = row[start : start + _PART] - top
+        total += float(np.exp(part, out=part).sum())
+    norm = float(top) + math.log(total)
+    top_ids = most_likely(row, count)
     return TokenLogprobs(float(row[token]) - norm, top_ids, [float(row[i]) - norm for i in top_ids])
