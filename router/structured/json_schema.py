@@ -75,6 +75,7 @@ def _options(whitespace: str | None) -> JsonCompileOptions:
 
 def _checked(schema: Schema) -> str:
     """The schema as JSON. Raises: BadRequest."""
+    schema = json.loads(json.dumps(schema))
     stack: list[tuple[Any, int]] = [(schema, 1)]
     while stack:
         node, depth = stack.pop()
@@ -83,8 +84,42 @@ def _checked(schema: Schema) -> str:
         if isinstance(node, dict):
             found = cast("Schema", node)
             _check_keywords(found)
+            if "anyOf" not in found and _are_told_apart(found.get("oneOf"), schema):
+                found["anyOf"] = found.pop("oneOf")
             stack += [(each, depth + 1) for each in _subschemas(found)]
     return json.dumps(schema, ensure_ascii=False)
+
+
+def _are_told_apart(branches: Any, root: Schema) -> bool:
+    """Whether a required property has another constant in each branch of a `oneOf`, as in pydantic's discriminated unions.
+    llguidance does not see it through a `$ref`.
+    """
+    if not isinstance(branches, list):
+        return False
+    constants: list[set[tuple[str, str]]] = []
+    for branch in cast("list[Any]", branches):
+        found = _referred(branch, root)
+        properties, required = found.get("properties"), found.get("required")
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            return False
+        named = cast("dict[str, Any]", properties).items()
+        constants.append({(name, each["const"]) for name, each in named if name in required and _is_constant(each)})
+    names = set[str].intersection(*({name for name, _ in each} for each in constants)) if constants else set[str]()
+    return any(len({dict(each)[name] for each in constants}) == len(constants) for name in names)
+
+
+def _is_constant(schema: Any) -> bool:
+    return isinstance(schema, dict) and isinstance(cast("Schema", schema).get("const"), str)
+
+
+def _referred(schema: Any, root: Schema) -> Schema:
+    """The schema that a `$ref` to another part of `root` means, or `schema` itself; empty if there is none."""
+    path = cast("Schema", schema).get("$ref") if isinstance(schema, dict) else None
+    if isinstance(path, str):
+        schema = root
+        for part in path.removeprefix("#/").split("/"):
+            schema = cast("Schema", schema).get(part) if isinstance(schema, dict) else None
+    return cast("Schema", schema) if isinstance(schema, dict) else {}
 
 
 def _subschemas(schema: Schema) -> Iterator[Any]:

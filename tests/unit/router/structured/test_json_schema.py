@@ -99,6 +99,26 @@ def test_properties_may_have_the_names_of_keywords(tokenizer: LLTokenizer) -> No
     assert accepts(tokenizer, json_schema_grammar(schema), '{"extends": "x", "not": null}')
 
 
+def test_branches_that_a_constant_tells_apart_may_be_exclusive(tokenizer: LLTokenizer) -> None:
+    def branch(kind: str) -> dict[str, Any]:
+        properties = {"kind": {"const": kind, "type": "string"}, kind: {"type": "integer"}}
+        return {"type": "object", "properties": properties, "required": ["kind", kind]}
+
+    union = {"discriminator": {"propertyName": "kind"}, "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
+    schema = {
+        "type": "object",
+        "properties": {"pet": union},
+        "required": ["pet"],
+        "$defs": {"cat": branch("cat"), "dog": branch("dog")},
+    }
+    source = json_schema_grammar(schema)
+    assert accepts(tokenizer, source, '{"pet": {"kind": "dog", "dog": 3}}')
+    assert not accepts(tokenizer, source, '{"pet": {"kind": "dog", "cat": 3}}')
+    schema["$defs"]["dog"]["properties"]["kind"]["const"] = "cat"
+    with pytest.raises(BadRequest, match="oneOf"):
+        compile_grammar(tokenizer, json_schema_grammar(schema))
+
+
 def test_nesting_is_bounded() -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(MAX_SCHEMA_DEPTH):
