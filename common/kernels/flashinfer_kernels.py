@@ -30,8 +30,8 @@ class FlashInferKernels(Kernels):
         self._silu_and_mul = flashinfer.silu_and_mul
         self._apply_rope = flashinfer.apply_rope_with_cos_sin_cache_inplace
 
-    def norm_weight(self, weight: Tensor) -> Tensor:
-        return weight
+    def norm_weight(self, weight: Tensor, offset: float = 0.0) -> Tensor:
+        return weight + offset if offset else weight
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._rms_norm(x, weight, eps)

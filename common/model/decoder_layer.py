@@ -33,10 +33,10 @@ class DecoderLayer:
         self._mlp_forward: _Output = self.mlp.forward
         self.input_norm: Norm = NoNorm()
         self.mlp_norm: Norm = NoNorm()
-        if layer.norm_at == "input":
+        if layer.norm_at in ("input", "both"):
             self.input_norm = make_norm(build, prefix + names.input_norm, layer.norm)
             self.mlp_norm = make_norm(build, prefix + names.mlp_norm, layer.norm)
-        else:
+        if layer.norm_at in ("output", "both"):
             self._project = _normed(self._project, make_norm(build, prefix + names.attention_output_norm, layer.norm))
             self._mlp_forward = _normed(self._mlp_forward, make_norm(build, prefix + names.mlp_output_norm, layer.norm))
         if layer.residual_multiplier != 1.0:

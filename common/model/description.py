@@ -21,6 +21,8 @@ class NormDescription:
 
     eps: float
     kind: str = "rms"
+    weight_offset: float = 0.0
+    """Of an RMS norm: what is added to its stored weights."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class LayerDescription:
     norm: NormDescription
     rope: RopeConfig | None = None
     """How q and k are rotated; None: not at all."""
-    norm_at: Literal["input", "output"] = "input"
-    """Whether norms are over the inputs of attention and MLP, or over their outputs, before these are added to x."""
+    norm_at: Literal["input", "output", "both"] = "input"
+    """Whether norms are over the inputs of attention and MLP, over their outputs, before these are added to x, or both."""
     residual_multiplier: float = 1.0
     """Factor of the outputs of attention and MLP."""
 
@@ -87,8 +89,12 @@ class EndsDescription:
     """What is before the first layer and after the last one."""
 
     embedding_multiplier: float = 1.0
+    is_multiplier_rounded: bool = False
+    """Whether `embedding_multiplier` is rounded to the weights' dtype."""
     positions: LearnedPositions | None = None
     logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    """c in c * tanh(logit / c)."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,10 @@ class Embedding:
         self._weight = weight
         self._lo, self._hi = vocab_range(build.config.vocab_size, place.tp_size, place.tp_rank)
         self._is_whole = place.tp_size == 1
-        self._multiplier = build.config.ends.embedding_multiplier
+        ends = build.config.ends
+        self._multiplier = ends.embedding_multiplier
+        if ends.is_multiplier_rounded:
+            self._multiplier = torch.tensor(ends.embedding_multiplier).to(build.precision.weight).item()
 
     def forward(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """token_ids: [T] int64, all in the vocabulary. Returns a fresh [T, hidden] of `dtype`."""
@@ -123,6 +126,7 @@ class LMHead:
         self._linear = build.lm_head_linear(name, tied)
         self._vocab_size = build.config.vocab_size
         self._divisor = build.config.ends.logits_divisor
+        self._soft_cap = build.config.ends.logits_soft_cap
 
     def forward(self, x: Tensor) -> Tensor | None:
         """x: [rows, hidden]. Returns [rows, vocab] float32 on the stage's `tp_rank` 0, None on the others."""
@@ -130,4 +134,6 @@ class LMHead:
         if logits is None:
             return None
         logits = logits[:, : self._vocab_size]
+        if self._soft_cap is not None:
+            return logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         return logits if self._divisor == 1.0 else logits.div_(self._divisor)

@@ -28,9 +28,10 @@ class Norm(Protocol):
 class RMSNorm:
     """Root-mean-square norm over the last axis."""
 
-    def __init__(self, build: Build, name: str, eps: float) -> None:
-        self.weight = build.kernels.norm_weight(build.read(f"{name}.weight", build.config.hidden_size))
-        self.eps = eps
+    def __init__(self, build: Build, name: str, norm: NormDescription) -> None:
+        weight = build.read(f"{name}.weight", build.config.hidden_size)
+        self.weight = build.kernels.norm_weight(weight, norm.weight_offset)
+        self.eps = norm.eps
         self._kernels = build.kernels
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
@@ -43,10 +44,10 @@ class RMSNorm:
 class LayerNorm:
     """Layer norm with bias over the last axis, computed in float32."""
 
-    def __init__(self, build: Build, name: str, eps: float) -> None:
+    def __init__(self, build: Build, name: str, norm: NormDescription) -> None:
         hidden = build.config.hidden_size
         self._weight, self._bias = (build.read(f"{name}.{part}", hidden).float() for part in ("weight", "bias"))
-        self._eps = eps
+        self._eps = norm.eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """As `Norm.forward`."""
@@ -69,7 +70,7 @@ NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNor
 
 def make_norm(build: Build, name: str, norm: NormDescription) -> RMSNorm | LayerNorm:
     """The norm over hidden states whose weight is `name`.weight."""
-    return implementation("norm", norm.kind, NORMS)(build, name, norm.eps)
+    return implementation("norm", norm.kind, NORMS)(build, name, norm)
 
 
 class HeadNorm:
@@ -116,8 +117,9 @@ def make_qk_norm(build: Build, prefix: str, attention: AttentionDescription) -> 
     q_name, k_name = (f"{prefix}{name}.weight" for name in (build.names.q_norm, build.names.k_norm))
     heads, dim = build.heads(attention), attention.head_dim
     if attention.head_norm is not None:
-        q, k = (build.read(name, dim) for name in (q_name, k_name))
-        return HeadNorm(q, k, heads, attention.head_norm.eps, build.kernels)
+        norm, kernels = attention.head_norm, build.kernels
+        q, k = (kernels.norm_weight(build.read(name, dim), norm.weight_offset) for name in (q_name, k_name))
+        return HeadNorm(q, k, heads, norm.eps, kernels)
     if attention.joint_norm is not None:
         q = build.read(q_name, attention.num_q_heads * dim, part=Part(0, heads.q_lo * dim, heads.q_hi * dim))
         k = build.read(k_name, attention.num_kv_heads * dim, part=Part(0, heads.kv_lo * dim, heads.kv_hi * dim))

@@ -49,9 +49,11 @@ class RopeConfig:
         return replace(self, kind="factors", factors=self.short_factors, short_factors=())
 
 
-def read_rope(config: ConfigFile, default_theta: float = 10000.0) -> RopeConfig:
-    """The rope parameters, under the keys of transformers 5 or 4."""
+def read_rope(config: ConfigFile, default_theta: float = 10000.0, of_layers: str | None = None) -> RopeConfig:
+    """The rope parameters, under the keys of transformers 5 or 4; those of a kind of layers where there are several."""
     raw = config.raw.get("rope_parameters") or config.raw.get("rope_scaling") or {}
+    if of_layers is not None and isinstance(raw, dict):
+        raw = cast("dict[str, Any]", raw).get(of_layers, raw)
     if not isinstance(raw, dict):
         raise config.error("its rope parameters are not an object")
     scaling = cast("dict[str, Any]", raw)

@@ -54,6 +54,7 @@ LATER = [
     Case("starcoder2", chunk=64, kv_blocks=400, ahead=True),
     Case("gpt2", chunk=16, kv_blocks=400),
     Case("opt", chunk=64, kv_blocks=80, ahead=True),
+    Case("gemma3", chunk=16, kv_blocks=400),
 ]
 """Families that the tests of the runner cover by default."""
 PARAMS = [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in LATER)]

@@ -50,7 +50,9 @@ ALL: list[Layout] = [
 FAMILIES: list[Layout] = [
     (model, 2, 2, 2, transport)
     for model, transport in zip(
-        ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt"), itertools.cycle(TRANSPORTS), strict=False
+        ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma3"),
+        itertools.cycle(TRANSPORTS),
+        strict=False,
     )
 ]
 

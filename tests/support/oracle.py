@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     GraniteConfig,
@@ -145,6 +146,17 @@ TINY: dict[str, Tiny] = {
     "gpt2": Tiny(GPT2Config(**_COMMON, n_embd=64, n_layer=3, n_head=4, vocab_size=261)),
     "opt": Tiny(
         OPTConfig(**_COMMON, hidden_size=64, ffn_dim=112, num_attention_heads=4, vocab_size=262, word_embed_proj_dim=64)
+    ),
+    "gemma3": Tiny(
+        Gemma3TextConfig(
+            **_shape(64, 4, 2, 112, 264, tied=True),
+            head_dim=32,
+            query_pre_attn_scalar=24,
+            sliding_window=2048,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            final_logit_softcapping=20.0,
+            pad_token_id=0,
+        )
     ),
     "qwen2-yarn": Tiny(Qwen2Config(**_shape(64, 4, 2, 96, 303, tied=False), rope_parameters=_YARN_ROPE)),
 }

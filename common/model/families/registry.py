@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.model.families.base import Family
+from common.model.families.gemma3 import GEMMA3
 from common.model.families.gpt2 import GPT2
 from common.model.families.granite import GRANITE
 from common.model.families.llama import LLAMA
@@ -15,5 +16,5 @@ from common.model.families.qwen3 import QWEN3
 from common.model.families.smollm3 import SMOLLM3
 from common.model.families.starcoder2 import STARCODER2
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, STARCODER2, GPT2, OPT)
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, STARCODER2, GPT2, OPT, GEMMA3)
 FAMILIES: dict[str, Family] = {architecture: family for family in _ALL for architecture in family.architectures}

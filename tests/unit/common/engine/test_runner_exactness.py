@@ -12,7 +12,7 @@ from support.runner_cases import check, drive, make_runner, prompt
 from common.base.errors import EngineError
 from common.engine.step import StepInput
 
-LATER = ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "qwen2-yarn")
+LATER = ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma3", "qwen2-yarn")
 """Families that share the code of the others' steps: by default with one chunk size."""
 LONGROPE = "phi3-longrope"
 """transformers computes a context anew when it becomes long, which a shared cache of blocks cannot."""

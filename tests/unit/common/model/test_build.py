@@ -120,6 +120,7 @@ LAYOUTS: dict[str, list[tuple[int, list[int]]]] = {
     "starcoder2": [(4, [3]), (2, [2, 1])],
     "gpt2": [(4, [3]), (2, [1, 2])],
     "opt": [(2, [3]), (2, [2, 1])],
+    "gemma3": [(4, [3]), (2, [1, 1, 1])],
 }
 """Per model, ranks of a stage and layers of each stage. KV heads: 4, 2, 2, 2, 1; 2 and 4."""
 CASES = [

@@ -41,6 +41,7 @@ QWEN25: dict[str, Any] = {
 OPT: dict[str, Any] = {"architectures": ["OPTForCausalLM"], "hidden_act": None, "activation_function": "relu"}
 GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12}
 SMOLLM3: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"]}
+GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"]}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -72,7 +73,7 @@ def test_reads_what_transformers_5_writes(tmp_path: Path, name: str) -> None:
     theirs.save_pretrained(tmp_path)
     ours = load_model_config(tmp_path)
     rope = ours.layers[0].rope
-    if rope is not None:
+    if rope is not None and "rope_theta" in theirs.rope_parameters:
         assert rope.theta == theirs.rope_parameters["rope_theta"]
         assert rope.kind == theirs.rope_parameters["rope_type"]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
@@ -110,6 +111,8 @@ def test_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
         ({**OPT, "_remove_final_layer_norm": True}, "without final norm"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not supported"),
         ({**GPT2, "quantization_config": FP8}, "quantized weights of GPT2LMHeadModel"),
+        ({**GEMMA3, "layer_types": ["full_attention"]}, "not a list of 24 times full_attention or sliding_attention"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({**SMOLLM3, "no_rope_layers": [1, 0]}, "not a list of 24 numbers"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized"),
         ({"eos_token_id": "x"}, "eos_token_id"),
@@ -135,3 +138,13 @@ def test_missing_or_corrupt_config_is_a_config_error(tmp_path: Path, content: by
 def test_config_needs_no_torch() -> None:
     program = "import sys; import common.model.config, common.model.fingerprint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_gemma_3_of_transformers_4_has_a_base_of_rope_for_layers_with_a_window(tmp_path: Path) -> None:
+    # As gemma-3-4b has it.
+    raw = {**QWEN25, **GEMMA3, "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 1024}
+    raw |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = load_model_config(write(tmp_path, raw))
+    local, scaled = RopeConfig(1e4), RopeConfig(1e6, "linear", 8.0)
+    assert [layer.rope for layer in config.layers] == [*[local] * 5, scaled] * 4
+    assert config.fit_context(None) == 1024
