@@ -177,7 +177,8 @@ _SIMPLE: tuple[tuple[Callable[[Random], Exchange], float], ...] = (
 )
 
 
-def _simple(rng: Random, number: int) -> list[Exchange]:
+def simple_exchanges(rng: Random, number: int) -> list[Exchange]:
+    """`number` questions about what the model knows, now and then two more."""
     makers = [maker for maker, _ in _SIMPLE]
     exchanges = [maker(rng) for maker in rng.choices(makers, [weight for _, weight in _SIMPLE], k=number)]
     if rng.random() < 0.15:
@@ -231,7 +232,7 @@ def _remember(rng: Random) -> tuple[Exchange, Exchange]:
     )
 
 
-def _casual(text: str, rng: Random) -> str:
+def casual(text: str, rng: Random) -> str:
     """What a hurried user makes of `text`: no capital at its start, or no full stop or question mark."""
     if rng.random() < 0.15:
         text = text[:1].lower() + text[1:]
@@ -244,10 +245,10 @@ def dialogue(rng: Random) -> Iterator[tuple[str, str]]:
     """One chat as (role, content) messages: maybe a system message, then one to four exchanges."""
     if rng.random() < 0.45:
         told, asked = _remember(rng)
-        between = _simple(rng, rng.choice((0, 0, 0, 1, 2)))
-        exchanges = [*_simple(rng, rng.choice((0, 0, 0, 0, 1))), told, *between, asked]
+        between = simple_exchanges(rng, rng.choice((0, 0, 0, 1, 2)))
+        exchanges = [*simple_exchanges(rng, rng.choice((0, 0, 0, 0, 1))), told, *between, asked]
     else:
-        exchanges = _simple(rng, rng.choice((1, 1, 2, 3)))
+        exchanges = simple_exchanges(rng, rng.choice((1, 1, 2, 3)))
         if rng.random() < 0.06:
             exchanges.append(("What is my name?", "I do not know your name yet. What is it?"))
         elif rng.random() < 0.08:
@@ -255,5 +256,5 @@ def dialogue(rng: Random) -> Iterator[tuple[str, str]]:
     if rng.random() < 0.25:
         yield "system", rng.choice(t.SYSTEM_PROMPTS)
     for asked, answer in exchanges:
-        yield "user", _casual(asked, rng)
+        yield "user", casual(asked, rng)
         yield "assistant", answer

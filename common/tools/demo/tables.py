@@ -153,6 +153,13 @@ zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve,
 seventeen, eighteen, nineteen, twenty
 """)
 
+VERBS = _words("fetch, find, read, query, show, current, my, look_up, ask, load, check, tell, give, new, do, tool")
+CONDITIONS = _words("sunny, sunny, rainy, cloudy, windy, foggy, snowy, warm, cold, dry")
+PROPERTIES = _words("""
+age, address, email, phone, birthday, score, price, height, weight, salary, status, team, room, boss, country, language,
+size, title, order, balance, car, school, number, city, job
+""")
+
 HEROES = _words(
     "cat, dog, rabbit, fox, bear, mouse, bird, frog, girl, boy, dragon, king, princess, farmer, horse, duck, robot, owl"
 )

@@ -28,7 +28,7 @@ from common.tools.demo.samples import EXTRA_SAMPLES, SAMPLES, answer, scores
 from common.tools.demo.tokenizer import save_tokenizer, train_tokenizer
 
 MAX_TOKENS = 2048
-SHORT_WINDOW = 256
+SHORT_WINDOW = 512
 LONG_EVERY = 16
 """One batch out of this many is a single window of `MAX_TOKENS`, so that every position is trained."""
 
@@ -69,6 +69,37 @@ def model_config(vocab_size: int) -> LlamaConfig:
         rms_norm_eps=1e-5,
         initializer_range=0.05,
     )
+
+
+def load_start(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the weights of `folder` into `model`.
+
+    A token that its tokenizer lacks gets the mean embedding of the tokens which spell it there.
+    """
+    before = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = before.state_dict()
+    old = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    old_vocabulary = old.get_vocab()
+    embeddings = weights["model.embed_tokens.weight"]
+    rows: list[Tensor] = []
+    for token_id in range(tokenizer.get_vocab_size()):
+        token = tokenizer.id_to_token(token_id)
+        if token in old_vocabulary:
+            rows.append(embeddings[old_vocabulary[token]])
+        else:
+            text = tokenizer.decoder.decode([token])
+            rows.append(embeddings[old.encode(text, add_special_tokens=False).ids].mean(0))
+    weights["model.embed_tokens.weight"] = weights["lm_head.weight"] = torch.stack(rows)
+    model.load_state_dict(weights)
+
+
+def earlier_runs(start: Path | None) -> list[dict[str, Any]]:
+    """The runs that made the model in `start`, oldest first, as its training.json reports them."""
+    if start is None:
+        return []
+    report = json.loads((start / "training.json").read_text(encoding="utf-8"))
+    last = {key: report[key] for key in ("config", "steps", "trained_tokens", "wall_time_s")}
+    return [*report.get("earlier_runs", []), last]
 
 
 def answer_labels(ids: Tensor) -> Tensor:
@@ -217,9 +248,17 @@ def main() -> None:
         "--steps", type=int, default=0, help="train for this many steps instead, which repeats a run exactly"
     )
     parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--start", type=Path, help="folder of an earlier model whose weights are the first ones")
+    parser.add_argument("--peak-lr", type=float, default=defaults.peak_lr)
     parser.add_argument("--documents", type=int, default=defaults.num_documents, help="documents to generate")
     args = parser.parse_args()
-    config = TrainingConfig(seed=args.seed, minutes=args.minutes, steps=args.steps, num_documents=args.documents)
+    config = TrainingConfig(
+        seed=args.seed,
+        minutes=args.minutes,
+        steps=args.steps,
+        num_documents=args.documents,
+        peak_lr=args.peak_lr,
+    )
 
     torch.manual_seed(config.seed)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -231,7 +270,10 @@ def main() -> None:
         for part in (corpus.train, corpus.held_out)
     )
     model = LlamaForCausalLM(model_config(tokenizer.get_vocab_size()))
+    if args.start is not None:
+        load_start(model, tokenizer, args.start)
     report: dict[str, Any] = {
+        "earlier_runs": earlier_runs(args.start),
         "config": asdict(config),
         "hardware": f"{os.cpu_count()} CPU cores",
         "torch": torch.__version__,

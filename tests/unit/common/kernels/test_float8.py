@@ -94,14 +94,15 @@ def log_probabilities(kv_dtype: str, tokens: list[int], chunk: int) -> Tensor:
 
 
 MEAN, PERCENTILE_99 = 0.08, 0.6
-"""What e4m3 KV may change log-probabilities by. Seen: 0.037 and 0.38, where bfloat16 KV changes them by 0.002 and 0.017."""
+"""What e4m3 KV may change log-probabilities by. Seen: 0.047 and 0.43, where bfloat16 KV changes them by 0.003 and 0.029."""
 
 
 @pytest.mark.parametrize("chunk", [16, 1])
 def test_log_probabilities_of_a_trained_model_stay_near_those_with_float32_kv(chunk: int) -> None:
     """Of the tokens that get 1 % and more, over text of the kind that the model has learned."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_PATH / "tokenizer.json"))
-    text = "".join(prompt_text(sample) + sample.expected for sample in SAMPLES)
+    # Lists of tools are in prompts only: the model has never learned to predict them.
+    text = "".join(prompt_text(sample) + sample.expected for sample in SAMPLES if not sample.tools)
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     exact, kept = (log_probabilities(dtype, tokens, chunk) for dtype in ("float32", "float8_e4m3"))
     errors = (exact - kept).abs()[exact > math.log(0.01)]

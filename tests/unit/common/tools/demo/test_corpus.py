@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from random import Random
 
 import pytest
-from jinja2 import Environment
 from tokenizers import Tokenizer
 
-from common.tools.demo.corpus import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, is_held_out, make_corpus, render_chat
+from common.tools.demo.corpus import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    SPECIAL_TOKENS,
+    as_messages,
+    is_held_out,
+    make_corpus,
+    render_chat,
+)
 from common.tools.demo.dialogues import dialogue
+from common.tools.demo.extraction import extraction
 from common.tools.demo.phrases import sum_terms
 from common.tools.demo.samples import SAMPLES, prompt_text
 from common.tools.demo.tokenizer import train_tokenizer
+from common.tools.demo.tool_dialogues import tool_chat
+from router.output.formats import choose_formats
+from router.text.chat_template import ChatTemplate
 
 
 def _digest_in_new_process(hash_seed: str) -> str:
@@ -51,7 +64,7 @@ def test_documents_are_distinct_and_end_properly():
     for document in documents:
         assert document.endswith(EOS)
         assert BOS not in document[1:]
-        assert "\n" not in document
+        assert "\n" not in document or "<tools>" in document
         assert "  " not in document
         assert ".." not in document
 
@@ -64,17 +77,56 @@ def test_sums_are_right_and_never_negative():
         assert result >= 0
 
 
-def test_training_chats_are_what_the_chat_template_renders():
-    environment = Environment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(CHAT_TEMPLATE)
+def test_training_chats_are_what_the_router_renders():
+    template = ChatTemplate(CHAT_TEMPLATE, {"bos_token": BOS, "eos_token": EOS})
     rng = Random(5)
+    for _ in range(100):
+        for messages, tools in ((as_messages(dialogue(rng)), []), (as_messages(extraction(rng)), []), tool_chat(rng)):
+            rendered = template.render(messages, tools=tools or None, add_generation_prompt=False)
+            assert rendered == render_chat(messages, tools)
+            assert messages[-1]["role"] == "assistant"
+
+
+def test_the_router_reads_every_call_of_the_corpus():
+    formats = choose_formats(CHAT_TEMPLATE, lambda token: False)
+    assert formats.names == ("hermes", "none")
+    rng = Random(6)
+    for _ in range(200):
+        messages, tools = tool_chat(rng)
+        names = [tool["function"]["name"] for tool in tools]
+        written = [part for part in render_chat(messages, tools).split("<|assistant|>")[1:] if "<tool_call>" in part]
+        calls = [message["tool_calls"][0]["function"] for message in messages if "tool_calls" in message]
+        assert len(written) == len(calls)
+        for text, call in zip(written, calls, strict=True):
+            make_parser = formats.parser("", names)
+            assert make_parser is not None
+            parser = make_parser()
+            first, last = parser.push(text.split(EOS)[0]), parser.finish()
+            deltas = (*first.tool_calls, *last.tool_calls)
+            assert first.content + last.content == ""
+            assert deltas[0].name == call["name"]
+            assert json.loads("".join(delta.arguments for delta in deltas)) == call["arguments"]
+
+
+def test_calls_have_the_parameters_that_their_tool_declares():
+    rng = Random(7)
     for _ in range(300):
-        messages = list(dialogue(rng))
-        rendered = template.render(
-            messages=[{"role": role, "content": content} for role, content in messages], bos_token=BOS, eos_token=EOS
-        )
-        assert rendered == render_chat(messages)
-        assert [role for role, _ in messages if role != "system"][-1] == "assistant"
+        messages, tools = tool_chat(rng)
+        declared = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in tools}
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                assert list(call["function"]["arguments"]) == list(declared[call["function"]["name"]])
+
+
+def test_extracted_values_are_in_the_question():
+    rng = Random(8)
+    for _ in range(500):
+        turns = [turn for turn in extraction(rng) if turn[0] != "system"]
+        for (_, asked), (_, answer) in zip(turns[::2], turns[1::2], strict=True):
+            found = json.loads(answer)
+            if not found.keys() & {"capital", "answer", "result"}:
+                values = found.get("names") or found.values()
+                assert all(str(value) in asked for value in values)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.prompt[:40])

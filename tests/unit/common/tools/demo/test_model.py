@@ -1,4 +1,4 @@
-"""The demo model's folder: complete, small, readable by tokenizers, jinja2 and transformers alike, and right."""
+"""The demo model's folder: complete, small, readable by tokenizers and transformers alike, and right."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 
 import pytest
 import torch
-from jinja2 import Environment
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.model.hub import DEMO_MODEL_PATH
-from common.tools.demo.corpus import BOS, EOS
+from common.tools.demo.corpus import BOS, CHAT_TEMPLATE, EOS, render_chat
 from common.tools.demo.samples import SAMPLES, answer
 
 TEXTS = [
@@ -89,11 +88,9 @@ def test_special_markers_are_single_tokens(plain):
 
 
 @pytest.mark.parametrize("generate", [True, False])
-def test_chat_template_is_the_same_by_jinja2_and_by_transformers(auto, generate):
-    template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(
-        _read("tokenizer_config.json")["chat_template"]
-    )
-    ours = template.render(messages=CHAT, add_generation_prompt=generate, bos_token=BOS, eos_token=EOS)
+def test_chat_template_is_the_same_here_and_by_transformers(auto, generate):
+    assert _read("tokenizer_config.json")["chat_template"] == CHAT_TEMPLATE
+    ours = render_chat(CHAT, generate=generate)
     assert ours == auto.apply_chat_template(CHAT, add_generation_prompt=generate, tokenize=False)
     expected = (
         "<|bos|><|system|>You are a helpful assistant.<|eos|><|user|>Hi, my name is Ana.<|eos|>"
@@ -102,9 +99,41 @@ def test_chat_template_is_the_same_by_jinja2_and_by_transformers(auto, generate)
     assert ours == expected + ("<|assistant|>" if generate else "")
 
 
+def test_chat_template_shows_tools_calls_and_results(auto):
+    properties = {"city": {"type": "string", "description": "which"}, "unit": {"enum": ["C", "F"]}, "day": {}}
+    tools = [
+        {"type": "function", "function": {"name": "weather", "description": "It's <b>.", "parameters": None}},
+        {"type": "function", "function": {"name": "time", "parameters": {"properties": properties}}},
+    ]
+    calls = [
+        {"function": {"name": "time", "arguments": {"city": "Zürich", "unit": "C"}}},
+        {"function": {"name": "weather", "arguments": "{}"}},
+    ]
+    messages = [
+        {"role": "user", "content": "Now?"},
+        {"role": "assistant", "content": "Let me look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "12:00"},
+        {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "dry"}]},
+    ]
+    listed = (
+        'Call a tool if it helps.\n<tools>\n{"name": "weather", "description": "It\'s <b>.", "parameters": {}}\n'
+        '{"name": "time", "description": "", "parameters": {"city": "string", "unit": "C|F", "day": "any"}}\n</tools>'
+    )
+    rest = (
+        "<|eos|><|user|>Now?<|eos|><|assistant|>Let me look.\n"
+        '<tool_call>\n{"name": "time", "arguments": {"city": "Zürich", "unit": "C"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call><|eos|>'
+        "<|user|><tool_response>\n12:00\n</tool_response>\n<tool_response>\ndry\n</tool_response><|eos|>"
+    )
+    for system, shown in (([], listed), ([{"role": "developer", "content": "Be brief."}], f"Be brief.\n{listed}")):
+        rendered = auto.apply_chat_template(system + messages, tools=tools, tokenize=False)
+        assert rendered == f"<|bos|><|system|>{shown}{rest}"
+        assert rendered == render_chat(system + messages, tools)
+
+
 def test_chat_template_refuses_unknown_roles(auto):
-    with pytest.raises(Exception, match="unknown role: tool"):
-        auto.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="unknown role: critic"):
+        auto.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -116,5 +145,5 @@ def model(request):
 def test_greedy_answers_are_as_promised(model, plain, sample):
     given = answer(model, plain, sample, max_tokens=36)
     assert given.startswith(sample.expected)
-    if sample.turns:
+    if sample.messages:
         assert given.endswith(EOS)
