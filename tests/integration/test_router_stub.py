@@ -598,13 +598,6 @@ BAD_REQUESTS: list[tuple[str, Any, int, str | None, str]] = [
         "tools",
         "type",
     ),
-    (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}},
-        400,
-        "response_format",
-        "not supported",
-    ),
     ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, 400, None, "logprobs"),
 ]
 
