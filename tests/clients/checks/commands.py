@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,17 +30,22 @@ COMMANDS = {
         *("--concurrency", "2", "--ui", "simple"),
     ],
     "guidellm": [
-        str(BIN / "guidellm"),
-        *("benchmark", "--target", URL, "--model", MODEL, "--processor", TOKENIZER, "--rate-type", "synchronous"),
-        *("--max-requests", "4", "--data", "prompt_tokens=50,output_tokens=20", "--output-path", "."),
+        *(str(BIN / "guidellm"), "run", "--disable-console-interactive"),
+        *("--backend", f"kind=openai_http,target={URL},model={MODEL}", "--profile", "kind=synchronous"),
+        *("--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}", "--constraint", "kind=max_requests,count=4"),
+        *("--data", "kind=synthetic_text,prompt_tokens=50,output_tokens=20", "--output", "kind=console"),
     ],
     "lm-eval": [
         str(BIN / "lm_eval"),
-        *("--model", "local-completions", "--tasks", "capitals", "--include_path", str(Path(__file__).parent)),
+        *("--model", "local-completions", "--tasks", "capitals", "--include_path", "."),
         "--model_args",
         f"model={MODEL},base_url={URL}/v1/completions,num_concurrent=2,tokenizer={TOKENIZER},tokenized_requests=False",
     ],
 }
+
+
+for file in Path(__file__).parent.glob("capitals.*"):  # the task names its data relative to the working folder
+    shutil.copy(file, file.name)
 
 
 @check("a loglikelihood task" if CLIENT == "lm-eval" else "a short run")
