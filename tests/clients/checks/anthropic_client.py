@@ -20,7 +20,7 @@ TOOL = {
 
 @check("messages")
 def _() -> None:
-    answer = client.messages.create(model=MODEL, max_tokens=30, messages=MESSAGES, temperature=0)
+    answer = client.messages.create(model=MODEL, max_tokens=30, messages=MESSAGES)
     assert answer.content[0].text
     assert answer.usage.output_tokens
 
