@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend, AttentionShape
+from common.kernels.base import Rotary
 from common.kernels.native.kernels import NativeKernels
 from common.model.build import Build
-from common.model.decoder_layer import DecoderLayer
+from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.layers import Embedding, LearnedPositions, LMHead
 from common.model.native_layer import NativeLayer, as_native
 from common.model.norms import Norm, make_norm
-from common.model.rotary import LayerRotaries, make_rotary
+from common.model.rotary import Rotaries, make_rotary
 
 OnProgress = Callable[[int, int], None]
 """Called with (parts done, parts in all) while weights load."""
@@ -46,12 +47,12 @@ class DecoderModel:
         self._positions = LearnedPositions(build, learned) if place.is_first_stage and learned is not None else None
         on_progress(1, parts)
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
-        self._layers: list[DecoderLayer | NativeLayer] = []
+        layers: list[DecoderLayer | NativeLayer] = []
         for i, number in enumerate(build.layer_numbers):
             layer = DecoderLayer(build, number, i)
-            self._layers.append(layer if native is None else as_native(layer, native, build.mesh, build.precision.wide))
+            layers.append(layer if native is None else as_native(layer, native, build.mesh, build.precision.wide))
             on_progress(i + 2, parts)
-        self.kv_scales = tuple(layer.kv_scales for layer in self._layers)
+        self.kv_scales = tuple(layer.kv_scales for layer in layers)
         """(K, V) of each layer of this rank, for an FP8 cache."""
         self._norm: Norm | None = None
         self._lm_head: LMHead | None = None
@@ -59,7 +60,7 @@ class DecoderModel:
             self._norm = make_norm(build, names.final_norm, config.final_norm)
             lm_head = names.embedding if tied else names.lm_head
             self._lm_head = LMHead(build, f"{lm_head}.weight", vocabulary if tied else None)
-        self._ropes = _make_rotaries(build)
+        self._rope, self._layers = _with_rotary(build, layers)
         on_progress(parts, parts)
 
     def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
@@ -98,7 +99,8 @@ class DecoderModel:
         if self._positions is not None:
             self._positions.add_(hidden, positions)
         delta: Tensor | None = None
-        for layer, rope in zip(self._layers, self._ropes.step(positions, dtype), strict=False):
+        rope = self._rope.step(positions, dtype)
+        for layer in self._layers:
             delta = layer.forward(hidden, delta, rope, attention, on_layer)
         assert delta is not None
         return hidden.add_(delta) if self._norm is None else self._norm.forward(hidden, delta)
@@ -113,11 +115,16 @@ class DecoderModel:
         return self._lm_head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))
 
 
-def _make_rotaries(build: Build) -> LayerRotaries:
+def _with_rotary(build: Build, layers: list[DecoderLayer | NativeLayer]) -> tuple[Rotary, list[Layer]]:
+    """What rotates q and k of this rank's layers, and the layers that take it."""
     config = build.config
     ropes = [config.layers[number].rope for number in build.layer_numbers]
     distinct = list(dict.fromkeys(ropes))
     rotaries = [
         make_rotary(rope, config.head_dim, config.max_context, build.kernels, build.device) for rope in distinct
     ]
-    return LayerRotaries(rotaries, [distinct.index(rope) for rope in ropes])
+    if len(rotaries) == 1:
+        return rotaries[0], [*layers]
+    return Rotaries(rotaries), [
+        RotatedLayer(layer, distinct.index(rope)) for layer, rope in zip(layers, ropes, strict=True)
+    ]

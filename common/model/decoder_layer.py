@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,9 +14,25 @@ from common.model.implementation import implementation
 from common.model.layers import Attention
 from common.model.mlp import MLPS
 from common.model.norms import NoNorm, Norm, make_norm
+from common.model.rotary import Rotations
 
 _Output = Callable[[Tensor], Tensor]
 """The last part of attention or of the MLP: returns what is to be added to hidden states, fresh."""
+
+
+class Layer(Protocol):
+    """What `DecoderLayer` does for a step."""
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: Rotation,
+        backend: AttentionBackend,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        """See `DecoderLayer.forward`."""
+        ...
 
 
 class DecoderLayer:
@@ -59,6 +76,27 @@ class DecoderLayer:
         if on_layer is not None:
             on_layer(self.index)
         return self._mlp_forward(self.mlp_norm.forward(x, self._project(attended)))
+
+
+class RotatedLayer:
+    """A layer of a model whose layers differ in their rotary embeddings."""
+
+    def __init__(self, layer: Layer, rope: int) -> None:
+        """`rope`: which of a step's `Rotations` is its."""
+        self._layer = layer
+        self._rope = rope
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: Rotation,
+        backend: AttentionBackend,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        """As `DecoderLayer.forward`."""
+        assert isinstance(rope, Rotations)
+        return self._layer.forward(x, delta, rope.each[self._rope], backend, on_layer)
 
 
 def _normed(output: _Output, norm: Norm) -> _Output:

@@ -93,16 +93,13 @@ class Embedding:
 
     def forward(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """token_ids: [T] int64, all in the vocabulary. Returns a fresh [T, hidden] of `dtype`."""
-        x = self._rows(token_ids, dtype)
-        return x if self._multiplier == 1.0 else x.mul_(self._multiplier)
-
-    def _rows(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         if self._is_whole:
-            return self._weight.index_select(0, token_ids).to(dtype)
+            x = self._weight.index_select(0, token_ids).to(dtype)
+            return x if self._multiplier == 1.0 else x.mul_(self._multiplier)
         elsewhere = (token_ids < self._lo) | (token_ids >= self._hi)
         rows = (token_ids - self._lo).masked_fill_(elsewhere, 0)
         x = self._weight.index_select(0, rows).to(dtype).masked_fill_(elsewhere[:, None], 0.0)
-        return self._mesh.all_reduce(x)
+        return self._mesh.all_reduce(x if self._multiplier == 1.0 else x.mul_(self._multiplier))
 
 
 class LearnedPositions:

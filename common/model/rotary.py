@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,17 +105,22 @@ def make_rotary(
     return _PartialRotary(TORCH.rotary(frequencies, max_positions, rope.attention_factor), dim)
 
 
-class LayerRotaries:
-    """The rotary embeddings of a rank's layers, each computed once a step."""
+@dataclass(frozen=True)
+class Rotations:
+    """One step's rotations where layers differ in theirs: `RotatedLayer` takes its own."""
 
-    def __init__(self, rotaries: Sequence[Rotary], of_layer: Sequence[int]) -> None:
-        """`of_layer`: for each of this rank's layers, which of the rotaries is its."""
+    each: tuple[Rotation, ...]
+
+    def rotate_(self, qk: Tensor, num_q: int) -> None:
+        raise AssertionError("a layer has not taken its own rotation")
+
+
+class Rotaries:
+    """`Rotary` of layers that differ in theirs, each computed once a step."""
+
+    def __init__(self, rotaries: Sequence[Rotary]) -> None:
         self._rotaries = rotaries
-        self._of_layer = of_layer
 
-    def step(self, positions: Tensor, dtype: torch.dtype) -> Iterable[Rotation]:
-        """As `Rotary.step`, for each layer."""
-        rotations = [rotary.step(positions, dtype) for rotary in self._rotaries]
-        if len(rotations) == 1:
-            return itertools.repeat(rotations[0])
-        return map(rotations.__getitem__, self._of_layer)
+    def step(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
+        """As `Rotary.step`, of each."""
+        return Rotations(tuple(rotary.step(positions, dtype) for rotary in self._rotaries))
