@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import STYLES, blocks_style, quantise
 from support.gpu_suite import make_runner
-from support.oracle import TINY, agreed, greedy, make_tiny
+from support.oracle import OF_ANY_LENGTH, TINY, agreed, greedy, make_tiny
 from support.runner_cases import Sequence, check, drive, prompt
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -34,7 +34,7 @@ def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_tiny(name, root / name) for name in TINY}
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", OF_ANY_LENGTH)
 def test_float32_tokens_are_those_of_transformers(tiny_dirs: dict[str, Path], name: str) -> None:
     """Alone, in batches, in chunks; the difference of two equal logits is excused, as on a processor."""
     runner = make_runner(tiny_dirs[name], dtype="float32")
@@ -56,7 +56,7 @@ def test_recorded_and_launched_steps_are_equal_bit_for_bit(tiny_dirs: dict[str, 
     assert [s.logprobs for s in recorded] == [s.logprobs for s in launched]
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", OF_ANY_LENGTH)
 def test_bfloat16_log_probabilities_are_near_those_of_float32(name: str, tmp_path: Path) -> None:
     """Of the tokens that the runner draws, by transformers in float32 over the same weights and the same tokens."""
     model = make_tiny(name, tmp_path / name)

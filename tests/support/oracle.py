@@ -161,6 +161,11 @@ TINY: dict[str, Tiny] = {
     "qwen2-yarn": Tiny(Qwen2Config(**_shape(64, 4, 2, 96, 303, tied=False), rope_parameters=_YARN_ROPE)),
 }
 
+LONGROPE = "phi3-longrope"
+"""transformers computes a context anew when it becomes long, which a shared cache of blocks cannot."""
+OF_ANY_LENGTH = tuple(name for name in TINY if name != LONGROPE)
+"""Models whose tokens are those of transformers for prompts of any length."""
+
 
 def make_tiny(name: str, folder: Path, seed: int = 1) -> Path:
     """Write the model `name` to `folder`: config, weights (sharded where `TINY` says so), tokenizer. Returns `folder`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.oracle import TINY, greedy, make_tiny
+from support.oracle import LONGROPE, OF_ANY_LENGTH, TINY, greedy, make_tiny
 from support.runner_cases import check, drive, make_runner, prompt
 
 from common.base.errors import EngineError
@@ -14,13 +14,10 @@ from common.engine.step import StepInput
 
 LATER = ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma3", "qwen2-yarn")
 """Families that share the code of the others' steps: by default with one chunk size."""
-LONGROPE = "phi3-longrope"
-"""transformers computes a context anew when it becomes long, which a shared cache of blocks cannot."""
 CASES = [
     pytest.param(name, chunk, marks=[pytest.mark.thorough] if name in LATER and chunk != 16 else [])
     for chunk in (16, 64, 10**6)
-    for name in TINY
-    if name != LONGROPE
+    for name in OF_ANY_LENGTH
 ]
 
 
