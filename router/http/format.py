@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.base.errors import KvRelayError
 from router.http.json_body import Json
@@ -16,8 +14,7 @@ from router.text.tokenizer import Tokenizer
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
-@dataclass(frozen=True)
-class FormatOptions:
+class FormatOptions(NamedTuple):
     """The response options that the client chose."""
 
     request_id: str
@@ -36,7 +33,8 @@ class FormatOptions:
     """Generations of each prompt; they follow each other."""
     returned: int = 1
     """How many of them are choices of the answer."""
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = 0
+    """Unix time in seconds."""
 
 
 class Format(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
@@ -120,15 +121,8 @@ def format_options(request: Request, body: CompletionRequestBase, model: ServedM
         continuous_usage=body.continuous_usage,
         samples=body.num_samples,
         returned=body.n or 1,
+        created=int(time.time()),
     )
-
-
-async def _check_grammars(services: Services, wanted: list[GenerationRequest]) -> None:
-    """Raises: BadRequest for a grammar that cannot be used."""
-    for each in wanted:
-        grammar = each.engine.sampling.grammar
-        if grammar is not None:
-            await services.catalog.get(None).grammars.check(grammar.source, each.grammar_param)
 
 
 async def serve(
@@ -141,9 +135,12 @@ async def serve(
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
     """Run the samples of each wanted generation, and answer, streamed or whole. Errors before the first token keep their
-    HTTP status. `before_end` is awaited before the last part is sent.
+    HTTP status, as do grammars that cannot be used. `before_end` is awaited before the last part is sent.
     """
-    await _check_grammars(services, wanted)
+    for each in wanted:
+        grammar = each.engine.sampling.grammar
+        if grammar is not None:
+            await services.catalog.get(None).grammars.check(grammar.source, each.grammar_param)
     options = form.options
     ranked = options.returned < options.samples
     wanted = [sample for each in wanted for sample in samples(each, options.samples, ranked=ranked)]

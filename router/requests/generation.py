@@ -27,6 +27,19 @@ from router.text.stop_strings import NoText, TextStream
 log = logging.getLogger(__name__)
 
 
+def _text_of(request: GenerationRequest, pieces: TokenPieces) -> TextStream | NoText:
+    if not request.detokenize:
+        return NoText()
+    return TextStream(
+        pieces,
+        request.stop,
+        min_tokens=request.engine.sampling.min_tokens,
+        skip_special_tokens=request.skip_special_tokens,
+        include_stop=request.include_stop,
+        visible=request.visible_tokens,
+    )
+
+
 class Generation:
     """The answer to one prompt. Call `enter`, then `start`.
 
@@ -65,16 +78,7 @@ class Generation:
         self._cached_known = False
         self._expected_hit: int | None = None
         """Prompt tokens whose KV the first attempt's node was expected to have."""
-        self._text: TextStream | NoText = NoText()
-        if request.detokenize:
-            self._text = TextStream(
-                pieces,
-                request.stop,
-                min_tokens=request.engine.sampling.min_tokens,
-                skip_special_tokens=request.skip_special_tokens,
-                include_stop=request.include_stop,
-                visible=request.visible_tokens,
-            )
+        self._text = _text_of(request, pieces)
         self._stop: str | None = None
         self._ended_by_token = False
         self._deltas: list[Delta] = []
