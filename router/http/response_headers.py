@@ -6,11 +6,15 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from functools import lru_cache
 from typing import NamedTuple
 
 from router.requests.generation import Generation
+
+_ID_BYTES = 12
+_pool: list[str] = []
+"""Random parts of ids to come: the system is asked for many at once."""
 
 RawHeaders = list[tuple[bytes, bytes]]
 """Headers in ASGI's form."""
@@ -28,12 +32,19 @@ class RequestIds(NamedTuple):
     @staticmethod
     def make(prefix: str, client: str) -> RequestIds:
         """A new unique id, which nobody can guess."""
-        return RequestIds(f"{prefix}-{secrets.token_hex(12)}", printable(client))
+        return RequestIds(f"{prefix}-{_random_hex()}", printable(client))
 
     def headers(self) -> RawHeaders:
         """`x-request-id` is the client's own if it gave one."""
         own = self.own.encode()
         return [(b"x-request-id", self.client.encode() or own), (b"x-kvrelay-request-id", own)]
+
+
+def _random_hex() -> str:
+    if not _pool:
+        digits = os.urandom(256 * _ID_BYTES).hex()
+        _pool.extend(digits[at : at + 2 * _ID_BYTES] for at in range(0, len(digits), 2 * _ID_BYTES))
+    return _pool.pop()
 
 
 def printable(text: str, limit: int = _MAX_HEADER_CHARS) -> str:

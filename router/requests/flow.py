@@ -129,6 +129,9 @@ class Flow:
     def __post_init__(self) -> None:
         self.key = AttemptKey(self.request_id, self.attempt)
         """Key of the current attempt."""
+        scored = self.request.sampling.prompt_logprobs is not None
+        self._num_to_score = len(self.request.prompt_ids) - 1 if scored else 0
+        """Prompt tokens whose log-probabilities are wanted and not yet emitted."""
 
     @property
     def prefill_peer(self) -> PeerRef | None:
@@ -241,11 +244,6 @@ class Flow:
             instructions += self._end(Finish(chunk.finish_reason))
         return instructions
 
-    @property
-    def _num_to_score(self) -> int:
-        """Prompt tokens whose log-probabilities are wanted and not yet emitted."""
-        return 0 if self.request.sampling.prompt_logprobs is None else len(self.request.prompt_ids) - 1
-
     def _on_prompt_logprobs(self, leg: _Leg, start: int, part: list[PromptLogprobs]) -> Instructions:
         known = len(self._prompt_logprobs)
         if not self._num_to_score:
@@ -255,7 +253,7 @@ class Flow:
         self._prompt_logprobs += part[known - start :]
         if len(self._prompt_logprobs) < self._num_to_score:
             return []
-        whole, self._prompt_logprobs = self._prompt_logprobs, []
+        whole, self._prompt_logprobs, self._num_to_score = self._prompt_logprobs, [], 0
         # Later attempts must not compute them again.
         self.request = self.request._replace(sampling=self.request.sampling._replace(prompt_logprobs=None))
         return [EmitPrompt(whole)]
