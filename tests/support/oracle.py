@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -34,6 +35,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()
+tqdm.monitor_interval = 0  # a bar that huggingface_hub shows all the same would start a thread
 
 EXCUSED_GAP = 1e-4
 """A differing greedy token is excused only where the oracle's own best two logits are closer than this."""
