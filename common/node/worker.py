@@ -20,6 +20,7 @@ from common.engine.cuda_graphs import CudaGraphCapture, DecodeGraphs, EagerCaptu
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
+from common.engine.sampling.log_sum_exp import choose_log_sum_exp
 from common.kernels.choose import describe_kernels
 from common.kernels.library import find_flashinfer
 from common.kernels.native.library import find_native
@@ -147,8 +148,10 @@ class Worker:
         self, storage: KVStorage, attention: AttentionBackend, graphs: DecodeGraphs | None = None
     ) -> ModelRunner:
         overlaps = steps_ahead(self.config, self.plan) > 1
-        on_gpu = self.device.type == "cuda"
-        sampler = DeviceSampler(find_flashinfer(self.device).flashinfer) if on_gpu else HostSampler()
+        if self.device.type == "cuda":
+            sampler = DeviceSampler(find_flashinfer(self.device).flashinfer)
+        else:
+            sampler = HostSampler(choose_log_sum_exp(find_native()))
         return ModelRunner(self._model, storage, attention, graphs, sampler, overlaps=overlaps)
 
     def describe(self, peak_bytes: int) -> str:

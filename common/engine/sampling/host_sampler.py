@@ -19,14 +19,12 @@ from torch import Tensor
 from common.control.messages import TokenLogprobs
 from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax, noise_key
+from common.engine.sampling.log_sum_exp import LogSumExp, log_sum_exp
 from common.engine.sampling.logits_steps import steps_of
 from common.engine.sampling.ranking import most_likely
 from common.engine.sampling.steps.base import HostRow, LogitsStep, Row
 from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
-
-_PART = 2**14
-"""Entries that are exponentiated at once, so that temporaries stay in cache."""
 
 
 class HostSamplerOutput:
@@ -47,6 +45,10 @@ class HostSamplerOutput:
 class HostSampler:
     """A `common.engine.sampling.base.Sampler` that copies logits to the host."""
 
+    def __init__(self, sums: LogSumExp = log_sum_exp) -> None:
+        """`sums`: for log-probabilities."""
+        self._sums = sums
+
     def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> HostSamplerOutput:
         if unseen is not None:
             tokens = unseen.tolist()
@@ -54,22 +56,24 @@ class HostSampler:
                 spec._replace(seen=with_token(spec.seen, token)) if spec.seen is not None and token >= 0 else spec
                 for spec, token in zip(specs, tokens, strict=True)
             ]
-        return HostSamplerOutput(sample(logits, specs))
+        return HostSamplerOutput(sample(logits, specs, self._sums))
 
     def empty(self, device: torch.device) -> HostSamplerOutput:
         return HostSamplerOutput([])
 
 
-def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
+def sample(logits: Tensor, specs: list[SampleSpec], sums: LogSumExp = log_sum_exp) -> list[SampledToken]:
     """Draw one token per row. logits: [n, vocab] float32, row i for `specs[i]`; not changed.
 
     A row without a finite maximum (a NaN anywhere in it, or an overflow), or without any token that is allowed, gets a
     `SampledToken` with an error.
     """
     rows: NDArray[np.float32] = logits.cpu().numpy()
-    most_likely: list[int] = rows.argmax(-1).tolist()
+    bests: list[int] = rows.argmax(-1).tolist()
+    norms = _norms(rows, bests, specs, sums)
     out: list[SampledToken] = []
-    for row, best, spec, steps in zip(rows, most_likely, specs, steps_of(specs, rows.shape[1]), strict=True):
+    for index, (best, spec, steps) in enumerate(zip(bests, specs, steps_of(specs, rows.shape[1]), strict=True)):
+        row = rows[index]
         if not math.isfinite(row[best]):  # argmax takes a NaN for the maximum
             out.append(no_token(float(row[best]), spec))
             continue
@@ -78,7 +82,7 @@ def sample(logits: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
             out.append(none_allowed(spec))
             continue
         count = spec.params.logprobs
-        out.append(SampledToken(token, None if count is None else _logprobs(row, best, token, count)))
+        out.append(SampledToken(token, None if count is None else _logprobs(row, norms[index], token, count)))
     return out
 
 
@@ -99,12 +103,20 @@ def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | None
     return int(row.candidates[gumbel_argmax(np.exp(row.values[row.candidates]), key, row.candidates)])
 
 
-def _logprobs(row: Row, best: int, token: int, count: int) -> TokenLogprobs:
-    """log-softmax of `row`, whose maximum is at `best`, at `token` and at the `count` most likely, ties by lower id."""
-    top, total = row[best], 0.0
-    for start in range(0, row.size, _PART):
-        part = row[start : start + _PART] - top
-        total += float(np.exp(part, out=part).sum())
-    norm = float(top) + math.log(total)
+def _norms(rows: NDArray[np.float32], bests: list[int], specs: list[SampleSpec], sums: LogSumExp) -> dict[int, float]:
+    """What log-softmax subtracts, for each row whose log-probabilities are wanted."""
+    highest = {
+        index: float(rows[index, best])
+        for index, (best, spec) in enumerate(zip(bests, specs, strict=True))
+        if spec.params.logprobs is not None and math.isfinite(rows[index, best])
+    }
+    if not highest:
+        return {}
+    found = sums(rows, list(highest), list(highest.values()))
+    return {index: top + total for (index, top), total in zip(highest.items(), found, strict=True)}
+
+
+def _logprobs(row: Row, norm: float, token: int, count: int) -> TokenLogprobs:
+    """log-softmax of `row` at `token` and at the `count` most likely, ties by lower id."""
     top_ids = most_likely(row, count)
     return TokenLogprobs(float(row[token]) - norm, top_ids, [float(row[i]) - norm for i in top_ids])

@@ -84,6 +84,7 @@ _SIGNATURES = {
     "kv_layer_project": [_P, _P, _I, _P],
     "kv_layer_mlp": [_P, _P, _I, _P, _P],
     "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
+    "kv_log_sum_exp": [_P, _P, _L, _I, _P, _I, _P, _P],
 }
 
 
@@ -119,6 +120,7 @@ class NativeLibrary:
         self.layer_project = library.kv_layer_project
         self.layer_mlp = library.kv_layer_mlp
         self.norm = library.kv_norm
+        self.log_sum_exp = library.kv_log_sum_exp
 
     def __str__(self) -> str:
         return f"native {self.variant}, {self.threads} threads"

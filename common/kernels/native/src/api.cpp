@@ -118,4 +118,9 @@ void kv_norm(kv_team* team, const float* weight, float eps, int32_t hidden, int3
              const void* delta, void* out) {
     chosen->norm(team, weight, eps, hidden, dtype, rows, residual, delta, out);
 }
+
+void kv_log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
+                    const float* highest, double* out) {
+    chosen->log_sum_exp(team, x, stride, size, indices, count, highest, out);
+}
 }

@@ -98,5 +98,10 @@ void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, void* residual, void*
 // residual += delta (unless null); out = norm(residual). All [rows][hidden] of dtype.
 void kv_norm(kv_team*, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
              const void* delta, void* out);
+
+// out[i] = log of the sum of e^(x - highest[i]) over row indices[i] of x: [*][size] float32, rows `stride` apart, whose
+// maximum is highest[i].
+void kv_log_sum_exp(kv_team*, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
+                    const float* highest, double* out);
 }
 #pragma GCC visibility pop

@@ -158,10 +158,30 @@ void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t
     });
 }
 
+void log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
+                 const float* highest, double* out) {
+    constexpr int PART = 1024;  // numbers that are summed in float32
+    team->run([&](Worker& w) {
+        w.for_each(count, [&](int i) {
+            const float* row = x + indices[i] * stride;
+            const Lanes top = splat(highest[i]);
+            double total = 0;
+            int j = 0;
+            for (; j + PART <= size; j += PART) {
+                Lanes some = zeros();
+                for (int k = 0; k < PART; k += LANES) some = some + exp(load(row + j + k) - top);
+                total += sum(some);
+            }
+            for (; j < size; ++j) total += std::exp(double(row[j]) - highest[i]);
+            out[i] = std::log(total);
+        });
+    });
+}
+
 }  // namespace
 }  // namespace KV_VARIANT
 
 extern const kv_variant KV_TABLE(KV_VARIANT){
     KV_VARIANT::linear_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
-    KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::norm,
+    KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::norm,              KV_VARIANT::log_sum_exp,
 };

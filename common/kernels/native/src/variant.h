@@ -10,6 +10,7 @@ struct kv_variant {
     decltype(&kv_layer_project) layer_project;
     decltype(&kv_layer_mlp) layer_mlp;
     decltype(&kv_norm) norm;
+    decltype(&kv_log_sum_exp) log_sum_exp;
 };
 
 #define KV_PASTE(a, b) a##b
