@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory and their headers, read with the standard library alone.
+"""The weight files of a model directory, and the headers of safetensors files, read with the standard library alone.
 
 Used at start-up, to load and to fingerprint weights. No torch.
 """
@@ -15,7 +15,8 @@ from common.base.errors import ConfigError
 from common.model.config_file import read_json_object
 from common.model.hub import is_gguf
 
-INDEX_NAME = "model.safetensors.index.json"
+_KINDS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
+"""Weight files, most preferred first: the name of a single one, and what the names of several match."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -29,29 +30,37 @@ class Header:
     spans: dict[str, tuple[int, int]]
 
 
+def is_torch_file(file: Path) -> bool:
+    """Whether `torch.save` wrote the weights."""
+    return file.suffix == ".bin"
+
+
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that hold the model in directory `path`, in a fixed order; or the GGUF file `path`.
+    """The files that hold the model in directory `path`, in a fixed order: its safetensors files, or, without any, its
+    `pytorch_model*.bin`; or the GGUF file `path`.
 
     Raises: ConfigError if there are none, or if the index names one that is missing.
     """
     if is_gguf(path):
         return [path]
-    index = path / INDEX_NAME
-    if index.exists():
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index} has no weight_map")
-        names = sorted({str(name) for name in cast("dict[str, Any]", weight_map).values()})
-        files = [path / name for name in names]
-        for file in files:
-            if file.parent != path or not file.is_file():
-                raise ConfigError(f"{file} does not exist, but {INDEX_NAME} names it")
-        return files
-    single = path / "model.safetensors"
-    files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        hint = "; .bin weights are not supported" if list(path.glob("*.bin")) else ""
-        raise ConfigError(f"{path} holds no safetensors files{hint}")
+    for single, pattern in _KINDS:
+        index = path / f"{single}.index.json"
+        if index.exists():
+            return _indexed(path, index)
+        files = [path / single] if (path / single).is_file() else sorted(path.glob(pattern))
+        if files:
+            return files
+    raise ConfigError(f"{path} holds neither safetensors files nor pytorch_model.bin")
+
+
+def _indexed(path: Path, index: Path) -> list[Path]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index} has no weight_map")
+    files = [path / name for name in sorted({str(name) for name in cast("dict[str, Any]", weight_map).values()})]
+    for file in files:
+        if file.parent != path or not file.is_file():
+            raise ConfigError(f"{file} does not exist, but {index.name} names it")
     return files
 
 

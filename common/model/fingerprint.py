@@ -13,8 +13,9 @@ from pathlib import Path
 from common.base.errors import ConfigError
 from common.config.option_groups import Quantization
 from common.model.config import ModelConfig
-from common.model.files import Header, read_header, weight_files
+from common.model.files import Header, is_torch_file, read_header, weight_files
 from common.model.hub import is_gguf, model_folder
+from common.model.torch_file import read_torch_header
 
 _SAMPLE_BYTES = 64
 _NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_token_ids", "bos_token_id", "weight_names")
@@ -68,6 +69,8 @@ def tokenizer_digest(path: Path) -> str:
 
 
 def _header_of(file: Path) -> Header:
+    if is_torch_file(file):
+        return read_torch_header(file)
     if not is_gguf(file):
         return read_header(file)
     # Imported here because it costs a fifth of a second, which other models need not pay.

@@ -30,7 +30,7 @@ def model_name(path: Path) -> str:
 
 def resolve_model(name_or_path: str) -> Path:
     """The model's directory or GGUF file: `name_or_path` itself if it exists, else a hub snapshot of its small and
-    safetensors files.
+    weight files.
 
     "demo" is the small model that comes with kvrelay.
 
@@ -52,7 +52,10 @@ def resolve_model(name_or_path: str) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=patterns))
+        folder = Path(snapshot_download(name_or_path, allow_patterns=patterns))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name_or_path, allow_patterns=["pytorch_model*.bin"])
+        return folder
     except HFValidationError as error:
         raise ConfigError(f"{name_or_path} is neither a directory nor a valid hub model name") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:

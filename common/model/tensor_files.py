@@ -1,18 +1,35 @@
-"""The tensors of a checkpoint as its safetensors files store them. Used by a rank's main thread while it loads.
+"""The tensors of a checkpoint as its files store them. Used by a rank's main thread while it loads.
 
 A rank that holds a slice of a tensor asks for that `Part`; only its bytes are read.
 """
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.base.errors import ConfigError
-from common.model.files import read_header, weight_files
+from common.model.files import is_torch_file, read_header, weight_files
+from common.model.torch_file import read_torch_header
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +41,87 @@ class Part:
     hi: int
 
 
+class _File(Protocol):
+    """An open weight file. Methods raise SafetensorError or OSError for what cannot be read."""
+
+    def names(self) -> list[str]: ...
+
+    def dtype(self, name: str) -> str:
+        """By its safetensors name."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """`index` has one slice for each dimension."""
+        ...
+
+
+class _SafetensorsFile:
+    def __init__(self, path: Path) -> None:
+        self._names = list(read_header(path).spans)
+        self._path = path
+        self._opened: safe_open | None = None
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def dtype(self, name: str) -> str:
+        return self._open().get_slice(name).get_dtype()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open().get_slice(name).get_shape())
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        return self._open().get_slice(name)[index] if index else self._open().get_tensor(name)
+
+    def _open(self) -> safe_open:
+        if self._opened is None:
+            self._opened = safe_open(self._path, framework="pt")
+        return self._opened
+
+
+class _TorchFile:
+    """Only tensors are read: no code in the file runs. They are mapped and must not be written."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: ConfigError if the file is unreadable, or holds something else than named tensors."""
+        read_torch_header(path)  # says what is wrong with files that torch.load takes for older ones
+        try:
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"{path} holds no weights that can be loaded safely: {reason}") from error
+        tensors = cast("dict[Any, Any]", found) if isinstance(found, dict) else {}
+        if not tensors or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in tensors.items()):
+            raise ConfigError(f"{path} holds something else than named tensors")
+        self._tensors: dict[str, Tensor] = tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def dtype(self, name: str) -> str:
+        dtype = self._tensors[name].dtype
+        return _DTYPE_NAMES.get(dtype, str(dtype))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        return self._tensors[name][index]
+
+
 class TensorFiles:
-    """The safetensors files of one directory, opened lazily; a tensor's bytes are read when asked for."""
+    """The weight files of one directory; a tensor's bytes are read when asked for."""
 
     def __init__(self, path: Path, optional_prefix: str = "") -> None:
         """`optional_prefix`: of names that are asked for, without which the files may hold them."""
         self._path = path
         self._prefix = optional_prefix
-        self._file_of: dict[str, Path] = {}
-        for file in weight_files(path):
-            for name in read_header(file).spans:
-                self._file_of[name] = file
-        self._open: dict[Path, safe_open] = {}
+        self._files: dict[Path, _File] = {
+            file: _TorchFile(file) if is_torch_file(file) else _SafetensorsFile(file) for file in weight_files(path)
+        }
+        self._file_of = {name: file for file, opened in self._files.items() for name in opened.names()}
 
     def __contains__(self, name: str) -> bool:
         return self._stored(name) in self._file_of
@@ -44,7 +130,7 @@ class TensorFiles:
         """The tensor's dtype by its safetensors name, such as "BF16" or "F8_E4M3". Raises: ConfigError."""
         file = self.file_of(name)
         try:
-            return self._opened(file).get_slice(self._stored(name)).get_dtype()
+            return self._files[file].dtype(self._stored(name))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file}: cannot read tensor {name}: {error}") from error
 
@@ -55,14 +141,13 @@ class TensorFiles:
         """
         file = self.file_of(name)
         try:
-            stored = self._opened(file).get_slice(self._stored(name))
-            found = tuple(stored.get_shape())
+            found = self._files[file].shape(self._stored(name))
             if shape is not None and found != shape:
                 raise ConfigError(f"{file}: tensor {name} has shape {list(found)}, config.json implies {list(shape)}")
             index = [slice(None)] * len(found)
             if part is not None:
                 index[part.dim] = slice(part.lo, part.hi)
-            return stored[tuple(index)] if index else self._opened(file).get_tensor(self._stored(name))
+            return self._files[file].read(self._stored(name), tuple(index))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file}: cannot read tensor {name}: {error}") from error
 
@@ -78,14 +163,9 @@ class TensorFiles:
         """The file that holds the tensor. Raises: ConfigError if none does."""
         file = self._file_of.get(self._stored(name))
         if file is None:
-            raise ConfigError(f"{self._path}: no safetensors file holds the tensor {name}")
+            raise ConfigError(f"{self._path}: no weight file holds the tensor {name}")
         return file
 
     def _stored(self, name: str) -> str:
         """The name in the files."""
         return name if name in self._file_of else name.removeprefix(self._prefix)
-
-    def _opened(self, file: Path) -> safe_open:
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        return self._open[file]

@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors files, or a seed. Used by a rank's main thread while it loads."""
+"""Where weights come from: a checkpoint's files, or a seed. Used by a rank's main thread while it loads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WeightSource(Protocol):
 
 
 class CheckpointWeights:
-    """The safetensors files of one directory, each tensor in the format that holds it."""
+    """The weight files of one directory, each tensor in the format that holds it."""
 
     def __init__(
         self,

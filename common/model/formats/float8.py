@@ -107,7 +107,7 @@ class Fp8Format:
         names = [f"{name}_scale", f"{name}_scale_inv"]
         found = next((scale for scale in names if scale in self._tensors), None)
         if found is None or len(shape) != 2:
-            raise ConfigError(f"{file}: tensor {name} is FP8, and no safetensors file holds its scale {names[0]}")
+            raise ConfigError(f"{file}: tensor {name} is FP8, and no weight file holds its scale {names[0]}")
         scale = self._tensors.read(found).to(self._device, torch.float32)
         rows, columns = shape
         if scale.numel() == 1:

@@ -64,9 +64,3 @@ def test_an_index_cannot_lead_out_of_the_directory(sharded: Path, tmp_path: Path
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
     with pytest.raises(ConfigError):
         load(sharded)
-
-
-def test_bin_weights_get_a_hint(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"\.bin weights are not supported"):
-        load(folder)

@@ -201,7 +201,7 @@ def test_a_missing_or_misshapen_scale_is_named(blocked: tuple[Path, Path], tmp_p
     tensors = load_file(file)
     scale = tensors.pop(f"{NAME}_scale_inv")
     save_file(tensors, file)
-    with pytest.raises(ConfigError, match=rf"tensor {NAME} is FP8, and no safetensors file holds its scale"):
+    with pytest.raises(ConfigError, match=rf"tensor {NAME} is FP8, and no weight file holds its scale"):
         weights_of(fp8).read(NAME, (64, 112), torch.float32)
     save_file({**tensors, f"{NAME}_scale_inv": scale[:, :1].contiguous()}, file)
     with pytest.raises(ConfigError, match=r"has shape \[2, 1\], which fits neither the matrix \[64, 112\]"):
