@@ -1,7 +1,7 @@
 """The messages of control links, and the node record. `common.control.codec` packs and checks them.
 
-    router -> node      PrefillRequest, DecodeRequest, Abort, Ping
-    node -> router      TokenBatch (of TokenChunk), AttemptFailed, Pong
+    router -> node      PrefillRequest, DecodeRequest, PoolRequest, Abort, Ping
+    node -> router      TokenBatch (of TokenChunk), PoolResult, AttemptFailed, Pong
     prefill -> decode   Offer, PrefillDone, TransferAbort            (leader to leader)
     decode -> prefill   Grant, TransferAbort, TransferReceived       (leader to leader)
     node -> Redis       NodeRecord
@@ -18,19 +18,11 @@ from typing import Literal, NamedTuple
 from pydantic import ConfigDict
 
 from common.config.option_groups import CapacityOptions
+from common.control.identities import AttemptKey, PeerRef
+from common.control.pooling import PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")
-
-
-class AttemptKey(NamedTuple):
-    """One attempt to serve one request. The router makes `request_id`; `attempt` counts from 1."""
-
-    request_id: str
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"{self.request_id}#{self.attempt}"
 
 
 class Grammar(NamedTuple):
@@ -81,19 +73,6 @@ class SamplingParams(NamedTuple):
     grammar: Grammar | None = None
     """Allows, at each position, the tokens with which the answer can still come to match it. It goes before `min_tokens`
     where only stop tokens are left."""
-
-
-@dataclass(frozen=True)
-class PeerRef:
-    """Addresses of a node's current incarnation."""
-
-    __pydantic_config__ = _STRICT
-    node_id: str
-    incarnation: str
-    control_address: str
-    """Address of the leader's control socket, `tcp://HOST:PORT`."""
-    data_addresses: list[str]
-    """ZMQ endpoint of each rank's data socket, in rank order. Empty for nodes that only send."""
 
 
 class EngineRequest(NamedTuple):
@@ -345,6 +324,8 @@ class TransferAbort:
 # ---------------------------------------------------------------- node -> Redis
 
 Role = Literal["prefill", "decode"]
+Task = Literal["generate", "embed", "score"]
+"""What a model does: generate text, embed texts, or score pairs of texts (a cross-encoder)."""
 Tier = Literal["device", "host", "disk"]
 """Memory tier of a node that contains a block; `device` is the memory that it computes in."""
 
@@ -361,6 +342,9 @@ class ModelInfo:
     """Maximum number of prompt and generated tokens together."""
     tokenizer: str = ""
     """Digest of the tokenizer's file (`common.model.fingerprint`); empty if the model folder has none."""
+    task: Task = "generate"
+    hidden_size: int = 0
+    """Width of a vector, for models that embed."""
 
 
 @dataclass(frozen=True)
@@ -386,9 +370,11 @@ class NodeRecord:
 Message = (
     PrefillRequest
     | DecodeRequest
+    | PoolRequest
     | Abort
     | Ping
     | TokenBatch
+    | PoolResult
     | AttemptFailed
     | Pong
     | Offer

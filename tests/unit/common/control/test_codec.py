@@ -33,6 +33,7 @@ from common.control.messages import (
     TransferAbort,
     TransferReceived,
 )
+from common.control.pooling import PoolInput, PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 
@@ -43,6 +44,8 @@ SAMPLING = SamplingParams(seed=2**63, max_tokens=4, stop_token_ids=[1], logprobs
 MESSAGES = [
     PrefillRequest(KEY, EngineRequest([1], SAMPLING, "salt"), [2], PEER, 1.5),
     DecodeRequest(KEY, EngineRequest([1, 2], SAMPLING), [], None, 1.5),
+    PoolRequest(KEY, [PoolInput([1, 2]), PoolInput([1, 2, 3], 2)], False, 8, True, 1.5),
+    PoolResult(KEY, [b"\x00" * 8, b""]),
     Abort(KEY),
     Ping("router", 3.0),
     Pong("n", "i", NodeLoad(running=1)),
@@ -53,7 +56,7 @@ MESSAGES = [
     PrefillDone(KEY, 7),
     TransferReceived(KEY, 10),
     TransferAbort(KEY, "code", "message"),
-    NodeRecord("prefill", PEER, ModelInfo("m", "/m", 10, 20), LAYOUT, 100, 1.0),
+    NodeRecord("prefill", PEER, ModelInfo("m", "/m", 10, 20, "d", "embed", 384), LAYOUT, 100, 1.0),
 ]
 
 

@@ -1,0 +1,33 @@
+"""What names an attempt and a node in messages. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pydantic import ConfigDict
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+class AttemptKey(NamedTuple):
+    """One attempt to serve one request. The router makes `request_id`; `attempt` counts from 1."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.attempt}"
+
+
+@dataclass(frozen=True)
+class PeerRef:
+    """Addresses of a node's current incarnation."""
+
+    __pydantic_config__ = _STRICT
+    node_id: str
+    incarnation: str
+    control_address: str
+    """Address of the leader's control socket, `tcp://HOST:PORT`."""
+    data_addresses: list[str]
+    """ZMQ endpoint of each rank's data socket, in rank order. Empty for nodes that only send."""
