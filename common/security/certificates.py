@@ -1,0 +1,196 @@
+"""A cluster's own certificate authority, and the certificates of its services. Needs the package `cryptography`.
+
+Every service has a folder of four files, which `common.security.tls` reads:
+
+    ca.pem     the authority's certificate
+    cert.pem   the service's certificate
+    key.pem    its private key
+    crl.pem    what the authority has revoked
+
+The authority's folder has `ca.pem`, `ca-key.pem` and `crl.pem`, and under `issued/` a copy of every certificate.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from common.base.errors import ConfigError
+from common.security.names import CA, CERTIFICATE, KEY, REVOKED, host_of
+
+ServiceRole = Literal["router", "node", "admin"]
+ROLES: tuple[str, ...] = get_args(ServiceRole)
+
+_CA_KEY, _ISSUED = "ca-key.pem", "issued"
+_CA_DAYS = 3650
+_BACKDATED = datetime.timedelta(minutes=5)
+"""Clocks of hosts differ."""
+_CRL_DAYS = _CA_DAYS
+
+
+class Authority:
+    """A certificate authority in a folder that only the operator can read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: ConfigError if the folder holds none."""
+        self.folder = folder
+        try:
+            self._certificate = x509.load_pem_x509_certificate((folder / CA).read_bytes())
+            key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder} holds no certificate authority: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ConfigError(f"{folder / _CA_KEY} is not a key that `kvrelay keys init` made")
+        self._key = key
+
+    @classmethod
+    def create(cls, folder: Path) -> Authority:
+        """A new one. Raises: ConfigError if there is one already, or the folder cannot be written."""
+        if (folder / CA).exists():
+            raise ConfigError(f"{folder} holds a certificate authority already")
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = _name("kvrelay certificate authority")
+        builder = (
+            _builder(name, name, key.public_key(), _CA_DAYS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        )
+        certificate = builder.sign(key, hashes.SHA256())
+        try:
+            (folder / _ISSUED).mkdir(parents=True)
+            _write(folder / _CA_KEY, _pem(key))
+            _write(folder / CA, certificate.public_bytes(serialization.Encoding.PEM))
+        except OSError as error:
+            raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
+        authority = cls(folder)
+        authority._publish_revoked(x509.CertificateRevocationListBuilder())
+        return authority
+
+    def issue(self, name: str, role: ServiceRole, folder: Path, days: int) -> None:
+        """Write a new key and certificate of a service into `folder`; of an earlier one they take the place.
+
+        Raises: ConfigError if the folder cannot be written.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        public = key.public_key()
+        builder = (
+            _builder(_name(name), self._certificate.subject, public, days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
+            )
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(host_of(role))]), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
+            )
+        )
+        certificate = builder.sign(self._key, hashes.SHA256())
+        encoded = certificate.public_bytes(serialization.Encoding.PEM)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.pem", encoded)
+            for file in (CA, REVOKED):
+                _write(folder / file, (self.folder / file).read_bytes())
+            _write(folder / KEY, _pem(key))
+            _write(folder / CERTIFICATE, encoded)
+        except OSError as error:
+            raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
+
+    def revoke(self, name: str) -> int:
+        """Revoke all certificates of a service; the new `crl.pem` has to reach every service's folder.
+
+        Returns how many. Raises: ConfigError if there are none that are not revoked yet.
+        """
+        path = self.folder / REVOKED
+        known = x509.load_pem_x509_crl(path.read_bytes())
+        builder = x509.CertificateRevocationListBuilder()
+        for entry in known:
+            builder = builder.add_revoked_certificate(entry)
+        count = 0
+        for file in sorted((self.folder / _ISSUED).glob("*.pem")):
+            certificate = x509.load_pem_x509_certificate(file.read_bytes())
+            serial = certificate.serial_number
+            if certificate.subject != _name(name) or known.get_revoked_certificate_by_serial_number(serial):
+                continue
+            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(_now()).build()
+            builder = builder.add_revoked_certificate(entry)
+            count += 1
+        if not count:
+            raise ConfigError(f"{self.folder} has issued no certificate for {name!r} that is not revoked")
+        self._publish_revoked(builder)
+        return count
+
+    def _publish_revoked(self, builder: x509.CertificateRevocationListBuilder) -> None:
+        now = _now()
+        built = (
+            builder.issuer_name(self._certificate.subject)
+            .last_update(now - _BACKDATED)
+            .next_update(now + datetime.timedelta(days=_CRL_DAYS))
+            .sign(self._key, hashes.SHA256())
+        )
+        _write(self.folder / REVOKED, built.public_bytes(serialization.Encoding.PEM))
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = _now()
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    try:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    except ValueError as error:
+        raise ConfigError(f"{common_name!r} cannot be the name in a certificate: {error}") from error
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace the file at once, readable by its owner only: services may read it at any time."""
+    new = path.with_name(f".{path.name}.new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+    new.replace(path)
