@@ -39,7 +39,7 @@ from common.config.sources import (
 )
 
 ENTRY_POINT_GROUP = "kvrelay.commands"
-_ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin", "load", "simulate", "cache"]
+_ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin", "load", "simulate", "keys", "cache"]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)

@@ -33,7 +33,10 @@ def make_sender(config: NodeConfig, storage: KVStorage, layout: KVLayout, rank: 
     Raises: ConfigError if this host has none of them, or one does not support these sizes.
     """
     device = _device(storage)
-    connectors = [_connector(name, config, storage, device) for name in _allowed(config.kv_transport, storage)]
+    connectors = [
+        _connector(name, config, storage, device)
+        for name in _allowed(config.kv_transport, storage, collectives=config.may_use_collectives)
+    ]
     return Sender(storage, layout, rank, on_event, connectors, device=device, wanted=config.kv_transport)
 
 
@@ -55,7 +58,7 @@ def make_receiver(
     device = _device(storage)
     listeners: list[Listener] = []
     try:
-        for name in _allowed(config.kv_transport, storage):
+        for name in _allowed(config.kv_transport, storage, collectives=config.may_use_collectives):
             listeners.append(_listener(name, config, storage, device, port))
             port = 0 if name not in (SHM, CUDA_IPC) else port
     except BaseException:
@@ -69,16 +72,20 @@ def _device(storage: KVStorage) -> RelayDevice | None:
     return None if storage.host_bytes is not None else CudaDevice(storage)
 
 
-def _allowed(wanted: str, storage: KVStorage) -> list[str]:
+def _allowed(wanted: str, storage: KVStorage, *, collectives: bool = True) -> list[str]:
     """The names of the transports that this rank may use. Raises: ConfigError if there are none."""
     on_device, one_host = storage.host_bytes is None, host_id() is not None
     collective = NCCL if on_device else GLOO
     if wanted == "collective":
+        if not collectives:
+            raise ConfigError(
+                "kv_transport is collective, which --tls-dir refuses: --allow-plain-collectives allows it"
+            )
         return [collective]
     if wanted == "auto":
         # gloo has no advantage over ZMQ, so it is offered only when asked for.
         local = [SHM, *([CUDA_IPC] if on_device else [])]
-        return [ZMQ, *(local if one_host else []), *([NCCL] if on_device else [])]
+        return [ZMQ, *(local if one_host else []), *([NCCL] if on_device and collectives else [])]
     if wanted == SHM and not one_host:
         raise ConfigError("kv_transport is shm, which needs Linux: memory cannot be shared here")
     if wanted == CUDA_IPC and not (on_device and one_host):
@@ -101,7 +108,7 @@ def _connector(name: str, config: NodeConfig, storage: KVStorage, device: RelayD
 def _listener(name: str, config: NodeConfig, storage: KVStorage, device: RelayDevice | None, port: int) -> Listener:
     match name:
         case "zmq":
-            return ZmqListener(config.host, port)
+            return ZmqListener(config.host, port, encrypts=config.tls_dir is not None)
         case "shm":
             return ShmListener()
         case "cuda_ipc" if device is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common.base.clock import Clock
 from common.base.errors import PeerLost
 from common.control.messages import Grant
+from common.security.curve import without_keys
 from kvtransfer.rank_transfers import SendingTransfers
 from kvtransfer.transports.base import Connector, Peer
 from kvtransfer.transports.choose import ChosenTransport, TransportFailures, choose, parse_offers
@@ -89,7 +90,7 @@ class PeerTable:
         lent = [peer.take_back(sequence) for sequence in list(peer.lent)]
         peer.close()
         for key in peer.transfers:
-            self._transfers.fail(key, PeerLost(f"{key}: lost {address} ({peer.incarnation}): {reason}"))
+            self._transfers.fail(key, PeerLost(f"{key}: lost {without_keys(address)} ({peer.incarnation}): {reason}"))
         for batch in lent:
             self._transfers.given_up(batch)
 
@@ -138,7 +139,7 @@ class PeerTable:
 
     def _record_failure(self, address: str, transport: str, reason: str) -> None:
         """For a while, connections to `address` use another transport, if there is one."""
-        log.warning("%s to %s failed: %s", transport, address, reason)
+        log.warning("%s to %s failed: %s", transport, without_keys(address), reason)
         self._failures.record(address, transport, reason, self._clock())
 
     def _record_pair(self, pair: RankPair) -> None:

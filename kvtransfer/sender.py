@@ -19,6 +19,7 @@ from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import OnSenderEvent, OutgoingTransfer, SenderEvent
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
+from common.security.curve import without_keys
 from kvtransfer.copy.device import CLOSING_S, DeferredCommands, Mark, RelayDevice
 from kvtransfer.copy.host import make_copier
 from kvtransfer.iothread import IOThread
@@ -192,7 +193,7 @@ class Sender:
             for ack, batch in peer.acks(ready, now):
                 if ack.code:
                     error = from_code(ack.code, ack.message)
-                    log.info("%s refused a message of %s: %s", address, batch.key, error)
+                    log.info("%s refused a message of %s: %s", without_keys(address), batch.key, error)
                     self._transfers.refused(batch, error)
                 if peer.returned(ack.sequence) is not None:
                     self._count(peer, batch)

@@ -71,6 +71,18 @@ class MembershipOptions:
         secret=True,
     )
     lease_s: float = option(3.0, "Lease in seconds: longer silence counts as failure.", "Network", low=0.3)
+    tls_dir: str | None = option(
+        None,
+        "Folder with this service's certificate, as `kvrelay keys` makes it: connections between services are then "
+        "encrypted, and only services with certificates of the same authority are heard.",
+        "Network",
+        own=True,
+    )
+    allow_plain_collectives: bool = option(
+        False,
+        "With --tls-dir: let NCCL and gloo connect ranks on several hosts, although they cannot encrypt.",
+        "Network",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,6 +393,9 @@ class ClusterOptions:
         "decode", PipelineOptions, "pp_layers", "Cluster", "Layers of each of these stages, as in 10,14."
     )
     favor: Favor = option("balanced", "Processor priority: itl favors running streams, ttft new prompts.", "Cluster")
+    tls: bool = option(
+        False, "Encrypt the connections between the services, with certificates made for this run.", "Cluster"
+    )
     pid_file: str | None = option(
         None, "JSON file that lists the running processes (name, role, pid, address) at any time.", "Cluster", own=True
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from common.base.errors import ConfigError
 from common.config.fields import check_bounds, field_infos, listed, option, variant
 from common.config.option_groups import (
     CPU_KV_GB,
@@ -113,6 +114,19 @@ class NodeConfig(
     def num_ranks(self) -> int:
         """Ranks on all hosts together."""
         return self.tensor_parallel_size
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nnodes > 1 and not self.may_use_collectives:
+            raise ConfigError(
+                "--tls-dir refuses a node on several hosts, whose ranks exchange activations without encryption: "
+                "--allow-plain-collectives allows it"
+            )
+
+    @property
+    def may_use_collectives(self) -> bool:
+        """Whether NCCL and gloo may connect hosts: they cannot encrypt."""
+        return self.tls_dir is None or self.allow_plain_collectives
 
     @property
     def cpu_kv_gb(self) -> float:

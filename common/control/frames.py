@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from common.base.errors import Unavailable
 from common.control.codec import MAX_MESSAGE_BYTES
+from common.security.tls import shows_role
 
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 16
@@ -85,6 +86,12 @@ class FrameConnection(asyncio.Protocol):
         """Whether the socket is connected to itself, which TCP may do if nobody listens on an ephemeral port."""
         assert self._transport is not None
         return self._transport.get_extra_info("sockname") == self._transport.get_extra_info("peername")
+
+    def may_be(self, roles: Sequence[str]) -> bool:
+        """Whether the other end's certificate names one of these roles; without TLS, everyone may be everything."""
+        assert self._transport is not None
+        secured = self._transport.get_extra_info("ssl_object")
+        return secured is None or shows_role(secured, roles)
 
     def close(self) -> None:
         """Close. What was sent before still goes out, if the other end reads it in time."""

@@ -17,13 +17,17 @@ import contextlib
 import itertools
 import logging
 import socket
+import ssl
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 from common.base.errors import ConfigError, ProtocolError, Unavailable
 from common.control.codec import check, decode, encode, join, split
 from common.control.frames import QUEUE_BYTES, FrameConnection
 from common.control.messages import Message
+from common.security.names import host_of
+from common.security.tls import Identity as TlsIdentity
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +44,26 @@ _GREETING_S = 30.0
 """Time limit for the server's first frame."""
 
 _BACKLOG = 1024
+_CLIENTS = ("router", "node")
+"""Roles that connect to a `Server`."""
 
 
 class Server:
     """The control socket of a node's leader.
 
     `on_message(identity, message)` runs on the loop for every well-formed message; malformed ones are logged and
-    dropped.
+    dropped. With `identity`, only routers and nodes that show a certificate of the same authority are heard.
 
     Raises: ConfigError if `host`:`port` cannot be bound. Port 0 picks a free one.
     """
 
-    def __init__(self, host: str, port: int, on_message: Callable[[Identity, Message], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        on_message: Callable[[Identity, Message], None],
+        identity: TlsIdentity | None = None,
+    ) -> None:
         self._on_message = on_message
         self._connections: dict[Identity, FrameConnection] = {}
         self._names = itertools.count(1)
@@ -62,7 +74,8 @@ class Server:
         address, port = listener.getsockname()[:2]
         self.address: str = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
         loop = asyncio.get_running_loop()
-        self._listening = loop.create_task(loop.create_server(self._accept, sock=listener))
+        secured = None if identity is None else identity.for_server()
+        self._listening = loop.create_task(loop.create_server(self._accept, sock=listener, ssl=secured))
 
     def send(self, identity: Identity, message: Message) -> None:
         """Send without waiting.
@@ -84,6 +97,10 @@ class Server:
         identity = b"%d" % next(self._names)
 
         def opened(connection: FrameConnection) -> None:
+            if not connection.may_be(_CLIENTS):
+                log.warning("closed a control connection: its certificate is of neither a router nor a node")
+                connection.close()
+                return
             self._connections[identity] = connection
             connection.send(join([]))
 
@@ -118,6 +135,8 @@ class Server:
 class Link:
     """A connection to one incarnation's `Server`.
 
+    With `identity`, the other end must be a node with a certificate of the same authority.
+
     `on_message(message)` runs on the loop for every well-formed message, `on_lost(reason)` at most once, and neither
     after `close`. The link is also lost if it is not connected after `connect_timeout_s`; None: it tries without limit.
 
@@ -131,8 +150,12 @@ class Link:
         on_lost: Callable[[str], None],
         *,
         connect_timeout_s: float | None = None,
+        identity: TlsIdentity | None = None,
     ) -> None:
         self.address = address
+        self._identity = identity
+        self._problem = ""
+        """Why the last attempt to connect failed, where TLS knows."""
         self._on_message = on_message
         self._on_lost = on_lost
         place = _place(address)
@@ -185,12 +208,20 @@ class Link:
 
     async def _connect(self, host: str, port: int) -> None:
         while self._connection is None:
-            with contextlib.suppress(
-                OSError, UnicodeError
-            ):  # TimeoutError is an OSError; UnicodeError: not a valid host name
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    await self._loop.create_connection(self._new_connection, host, port, family=_family(host))
-                    return
+            secured: dict[str, Any] = {}
+            if self._identity is not None:
+                secured = {"ssl": self._identity.for_client(), "server_hostname": host_of("node")}
+            # TimeoutError is an OSError; UnicodeError: not a valid host name
+            with contextlib.suppress(OSError, UnicodeError):
+                try:
+                    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                        await self._loop.create_connection(
+                            self._new_connection, host, port, family=_family(host), **secured
+                        )
+                        return
+                except ssl.SSLError as error:
+                    self._problem = f": {error.reason or error}"
+                    raise
             await asyncio.sleep(_RETRY_S)
 
     def _new_connection(self) -> FrameConnection:
@@ -210,7 +241,7 @@ class Link:
             self._wait(_GREETING_S, f"{self.address} accepted the connection and sent nothing for {_GREETING_S:g} s")
 
     def _wait(self, timeout_s: float, reason: str) -> None:
-        self._deadline = self._loop.call_later(timeout_s, self._lose, reason)
+        self._deadline = self._loop.call_later(timeout_s, lambda: self._lose(reason + self._problem))
 
     def _receive(self, frame: bytes | bytearray) -> None:
         try:

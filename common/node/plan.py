@@ -31,6 +31,7 @@ from common.model.hub import model_folder, model_name, resolve_model
 from common.model.kv_spec import kv_spec
 from common.model.sharding import check_parallel, lm_head_in_layers, split_layers
 from common.parallel.mesh import RankPlace
+from common.security.curve import without_keys
 
 log = logging.getLogger(__name__)
 
@@ -158,10 +159,10 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
 def make_record(
     role: Role, me: PeerRef, config: NodeConfig, plan: NodePlan, num_blocks: int, kernels: str
 ) -> NodeRecord:
-    """The node's registration in the membership."""
+    """The node's registration in the membership, for all who read Redis: without the keys of its data sockets."""
     return NodeRecord(
         role,
-        me,
+        replace(me, data_addresses=[without_keys(address) for address in me.data_addresses]),
         plan.model,
         plan.layout,
         num_blocks,

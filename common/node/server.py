@@ -31,6 +31,7 @@ from common.kv.journal import BlockJournal
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
+from common.security.tls import open_identity
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class NodeServer:
 
     def __init__(self, config: NodeConfig, node_id: str) -> None:
         self.config = config
+        self._tls = open_identity(config.tls_dir)
         self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
         self.send_buffer = SendBuffer(self._deliver_from_engine)
         self._loop = asyncio.get_running_loop()
@@ -72,7 +74,7 @@ class NodeServer:
         Raises: ConfigError.
         """
         await check_redis(self.config.redis_url)
-        self._server = Server(self.config.host, self.config.port, self._on_message)
+        self._server = Server(self.config.host, self.config.port, self._on_message, self._tls)
         self.me = replace(self.me, control_address=advertised(self._server.address, self.config))
         self._admin, self._admin_address = open_admin(self.config)
 
@@ -238,6 +240,7 @@ class NodeServer:
                     on_message=lambda answer: self._on_peer_message(peer.incarnation, answer),
                     on_lost=lambda reason: self._link_lost(peer, reason),
                     connect_timeout_s=SILENCE_S,
+                    identity=self._tls,
                 )
             except Unavailable as error:
                 self.post(PeerGone(peer.incarnation, str(error)))

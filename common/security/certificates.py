@@ -15,7 +15,6 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import Literal, get_args
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -23,10 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.base.errors import ConfigError
-from common.security.names import CA, CERTIFICATE, KEY, REVOKED, host_of
-
-ServiceRole = Literal["router", "node", "admin"]
-ROLES: tuple[str, ...] = get_args(ServiceRole)
+from common.security.names import CA, CERTIFICATE, KEY, REVOKED, ServiceRole, host_of
 
 _CA_KEY, _ISSUED = "ca-key.pem", "issued"
 _CA_DAYS = 3650
@@ -90,17 +86,15 @@ class Authority:
                 critical=False,
             )
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(host_of(role))]), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
-            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         certificate = builder.sign(self._key, hashes.SHA256())
         encoded = certificate.public_bytes(serialization.Encoding.PEM)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.pem", encoded)
-            for file in (CA, REVOKED):
-                _write(folder / file, (self.folder / file).read_bytes())
+            _write(folder / CA, (self.folder / CA).read_bytes())
+            self.copy_revoked(folder)
             _write(folder / KEY, _pem(key))
             _write(folder / CERTIFICATE, encoded)
         except OSError as error:
@@ -129,6 +123,10 @@ class Authority:
             raise ConfigError(f"{self.folder} has issued no certificate for {name!r} that is not revoked")
         self._publish_revoked(builder)
         return count
+
+    def copy_revoked(self, folder: Path) -> None:
+        """Copy the list of revoked certificates into a service's folder. Raises: OSError."""
+        _write(folder / REVOKED, (self.folder / REVOKED).read_bytes())
 
     def _publish_revoked(self, builder: x509.CertificateRevocationListBuilder) -> None:
         now = _now()

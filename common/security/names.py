@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 CA, CERTIFICATE, KEY, REVOKED = "ca.pem", "cert.pem", "key.pem", "crl.pem"
 """Files in a service's folder."""
+
+
+ServiceRole = Literal["router", "node", "admin"]
+ROLES: tuple[str, ...] = get_args(ServiceRole)
 
 
 def host_of(role: str) -> str:

@@ -26,12 +26,12 @@ class Identity:
         """Raises: ConfigError if a file is missing or unreadable, or key and certificate do not belong together."""
         self._folder = Path(folder)
         self._read()
+        self._listener = self._context(ssl.PROTOCOL_TLS_SERVER)
+        self._listener.sni_callback = self._on_hello
 
     def for_server(self) -> ssl.SSLContext:
         """For a listener: who connects must show a certificate. Each connection gets what the files hold then."""
-        context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.sni_callback = self._on_hello
-        return context
+        return self._listener
 
     def for_client(self) -> ssl.SSLContext:
         """For one connection, to the server named `host_of(role)`."""
@@ -83,6 +83,11 @@ class Identity:
         except OSError as error:
             raise _unusable(self._folder, error) from error
         return [(status.st_mtime_ns, status.st_ino) for status in found]
+
+
+def open_identity(folder: str | None) -> Identity | None:
+    """The identity in `folder`, as of `--tls-dir`; None without one. Raises: as `Identity`."""
+    return None if folder is None else Identity(folder)
 
 
 def shows_role(connection: ssl.SSLObject | ssl.SSLSocket, roles: Sequence[str]) -> bool:

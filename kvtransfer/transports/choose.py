@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.base.errors import HandshakeRefused
+from common.security.curve import split_key, with_key, without_keys
 
 ZMQ, SHM, GLOO, NCCL, CUDA_IPC = "zmq", "shm", "gloo", "nccl", "cuda_ipc"
 COLLECTIVE = (NCCL, GLOO)
@@ -35,9 +36,11 @@ class TransportOffer:
     """Shared memory and CUDA IPC need equal ids at both ranks."""
     gpu_id: str = ""
     """For NCCL and CUDA IPC: the GPU that holds this rank's KV."""
+    key: bytes | None = None
+    """The public key of an encrypted endpoint (`common.security.curve`)."""
 
     def __str__(self) -> str:
-        return f"{self.transport}+{self.endpoint}" + (f"#{self.gpu_id}" if self.gpu_id else "")
+        return with_key(f"{self.transport}+{self.endpoint}", self.key) + (f"#{self.gpu_id}" if self.gpu_id else "")
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,16 @@ def parse_offers(address: str) -> list[TransportOffer]:
         transport, plus, endpoint = text.partition("+")
         scheme, separator, rest = endpoint.partition("://")
         if not (transport and plus and scheme and separator and rest):
-            raise HandshakeRefused(f"{text[:80]!r} in a data address is not <transport>+<scheme>://<endpoint>")
+            raise HandshakeRefused(
+                f"{without_keys(text)[:80]!r} in a data address is not <transport>+<scheme>://<endpoint>"
+            )
         host_id = rest.partition("/")[0] if transport in _ONE_HOST else ""
         endpoint, _, gpu_id = endpoint.partition("#")
-        offers.append(TransportOffer(transport, endpoint, host_id, gpu_id))
+        try:
+            endpoint, key = split_key(endpoint)
+        except ValueError as error:
+            raise HandshakeRefused(f"a data address has no valid key: {error}") from error
+        offers.append(TransportOffer(transport, endpoint, host_id, gpu_id, key))
     return offers
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import zmq
 
 from common.base.errors import ConfigError, PeerLost
+from common.security.curve import CurveKeys, encrypt_client, encrypt_server, new_keys
 from kvtransfer import wire
 from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
 from kvtransfer.transports.choose import ZMQ, TransportOffer
@@ -39,7 +40,7 @@ class DealerLink:
     Raises: PeerLost if the endpoint is invalid or no socket can be opened.
     """
 
-    def __init__(self, context: Context, poller: zmq.Poller, endpoint: str) -> None:
+    def __init__(self, context: Context, poller: zmq.Poller, endpoint: str, server_key: bytes | None = None) -> None:
         self._poller = poller
         self._monitor: zmq.Socket[bytes] | None = None
         try:
@@ -53,6 +54,7 @@ class DealerLink:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S))
+        encrypt_client(self._socket, server_key)
         try:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._socket.connect(endpoint)
@@ -145,7 +147,7 @@ class ZmqConnector:
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:
         """As `Connector.connect`. Raises: PeerLost."""
-        link = DealerLink(self._context, self._poller, offer.endpoint)
+        link = DealerLink(self._context, self._poller, offer.endpoint, offer.key)
         return ZmqPeer(link, self._pool, incarnation, window=self._window, now=now)
 
     def close(self) -> None:
@@ -159,7 +161,7 @@ class RouterSocket:
     Raises: ConfigError when it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, max_bytes: int) -> None:
+    def __init__(self, host: str, port: int, max_bytes: int, keys: CurveKeys | None = None) -> None:
         self._context: Context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -167,6 +169,7 @@ class RouterSocket:
         # Without it, connections of hosts that have vanished would stay for ever.
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * GONE_S))
+        encrypt_server(self.socket, keys)
         try:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -205,9 +208,10 @@ class ZmqListener:
     Raises: ConfigError when it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._router = RouterSocket(host, port, wire.MAX_PAYLOAD_BYTES)
-        self.offer = TransportOffer(ZMQ, self._router.endpoint)
+    def __init__(self, host: str, port: int, *, encrypts: bool = False) -> None:
+        keys = new_keys() if encrypts else None
+        self._router = RouterSocket(host, port, wire.MAX_PAYLOAD_BYTES, keys)
+        self.offer = TransportOffer(ZMQ, self._router.endpoint, key=None if keys is None else keys.public)
         self.malformed_messages = 0
 
     def attach(self, context: TransportContext) -> None:

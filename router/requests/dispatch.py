@@ -9,11 +9,14 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
+from common.control.links import Link
 from common.control.messages import AttemptFailed, Message, NodeRecord, TokenBatch
+from common.security.tls import open_identity
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
 from router.nodes.breaker import Breakers
@@ -71,6 +74,7 @@ class Dispatcher:
             on_usable=self._on_usable,
             on_load=self._on_load,
             clock=clock,
+            open_link=partial(Link, identity=open_identity(config.tls_dir)),
         )
         self.admission_queue = AdmissionQueue(
             self.nodes.fleets,

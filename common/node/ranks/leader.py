@@ -25,7 +25,7 @@ from common.engine.step import StepOutput
 from common.node.plan import WARM_UP, NodePlan, peak_memory_bytes, resident_bytes, steps_ahead
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.launch import join_mesh, ranks_of_host
-from common.node.ranks.links import MultiRankExecutor, RankLinks
+from common.node.ranks.links import MultiRankExecutor, RankLinks, rank_keys
 from common.node.ranks.messages import (
     RankBusy,
     RankHello,
@@ -63,7 +63,7 @@ class Leader:
         if plan.world_size > 1:
             ranks = ranks_of_host(config, plan.world_size)
             host = config.master_addr if config.nnodes > 1 else rank_host(config)
-            self.links = RankLinks(plan.world_size, host, config.master_port)
+            self.links = RankLinks(plan.world_size, host, config.master_port, rank_keys(config))
             self.links.spawn(type(role).__module__, ranks[1:], config, self.links.address, forked)
         self.worker: Worker
         self.num_blocks = 0

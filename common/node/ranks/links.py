@@ -39,6 +39,8 @@ from common.node.ranks.messages import (
     RankReport,
     RankStarted,
 )
+from common.security.curve import CurveKeys, derived_keys, encrypt_client, encrypt_server
+from common.security.tls import open_identity
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +61,15 @@ _END_S = 1.0
 class RankLinks:
     """Sockets to ranks 1 ... `world_size` - 1. Use: `spawn`, then `collect` and `broadcast` in turn, then `run`."""
 
-    def __init__(self, world_size: int, host: str, port: int) -> None:
+    def __init__(self, world_size: int, host: str, port: int, keys: CurveKeys | None = None) -> None:
+        """keys: of `rank_keys`."""
         self.world_size = world_size
+        self._keys = keys
         self._codec = RankCodec()
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PULL)
         self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        encrypt_server(self._reports, keys)
         try:
             self._reports.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -150,6 +155,7 @@ class RankLinks:
         for sockets in (self._orders, self._heartbeats):
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.SNDHWM, 0)
+            encrypt_client(socket, self._keys and self._keys.public)
             socket.connect(hello.address)
             sockets[hello.rank] = socket
 
@@ -268,6 +274,12 @@ class RankLinks:
                 child.wait()
         with self._reading:  # a start that was stopped may have left its reading thread behind
             self._context.destroy(linger=0)
+
+
+def rank_keys(config: NodeConfig) -> CurveKeys | None:
+    """The keys of all sockets between the ranks of a node; None without `--tls-dir`. Raises: ConfigError."""
+    identity = open_identity(config.tls_dir)
+    return None if identity is None else derived_keys(identity.secret(b"links between ranks"))
 
 
 def _raise_if_failed(report: RankReport) -> None:

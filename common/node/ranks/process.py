@@ -24,6 +24,7 @@ from common.engine.kv_transfer import RankTransferEnd, TransferOrder
 from common.engine.step import StepInput
 from common.node.plan import NodePlan, peak_memory_bytes
 from common.node.ranks.launch import join_mesh
+from common.node.ranks.links import rank_keys
 from common.node.ranks.messages import (
     MAX_ORDER_BYTES,
     RankBeat,
@@ -40,6 +41,7 @@ from common.node.ranks.messages import (
 )
 from common.node.role import NodeRole
 from common.node.worker import load_worker
+from common.security.curve import encrypt_client, encrypt_server
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class RankProcess:
         self._context = zmq.Context()
         self._orders = self._context.socket(zmq.PULL)
         self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
+        self._keys = rank_keys(config)
+        encrypt_server(self._orders, self._keys)
         self._orders.bind(f"tcp://{rank_host(config)}:*")
         self._reports = self._connect()
         self._lock = threading.Lock()
@@ -75,6 +79,7 @@ class RankProcess:
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
+        encrypt_client(socket, self._keys and self._keys.public)
         socket.connect(self._leader)
         return socket
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError, DeadlineExceeded, KvRelayError
@@ -27,6 +28,7 @@ from common.config.service_configs import UpConfig
 from common.config.sources import CONFIG_FILE_VARIABLE, Source
 from common.control.messages import NodeRecord
 from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
+from common.tools.up.certificates import with_certificates
 from common.tools.up.child import Child
 from common.tools.up.console import Console, banner, failure_line
 from common.tools.up.gpus import find_gpus
@@ -79,6 +81,8 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
         )
         check_memory(specs, os.environ, free_memory_bytes(), gpus=bool(gpus))
         specs = _copy_config_file(specs, directory)
+        if config.tls:
+            specs = with_certificates(specs, Path(directory))
         with announced(running, runtime_folder(os.environ)):
             await Supervisor(config, specs, redis_url, pid_file).run()
     finally:

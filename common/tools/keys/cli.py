@@ -1,0 +1,99 @@
+"""`kvrelay keys`: the certificates with which the services of a cluster know each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from common.base.errors import ConfigError
+from common.cli import flowing, run_checked
+from common.security.names import REVOKED, ROLES, ServiceRole
+
+if TYPE_CHECKING:
+    from common.security.certificates import Authority
+
+_HELP = """Make, renew and revoke the certificates with which the services of a cluster know each other (--tls-dir).
+
+FOLDER holds the certificate authority in `ca`, which stays with the operator, and a folder for each service, which goes
+to the host that runs it. Running services read changed files at their next connection.
+"""
+_DAYS = 365
+_SERVICES: dict[str, ServiceRole] = {"router": "router", "prefill": "node", "decode": "node", "admin": "admin"}
+"""What `init` issues certificates for."""
+
+_Folder = Annotated[Path, typer.Argument(help="Folder of the authority and the certificates.")]
+_Name = Annotated[str, typer.Argument(help="Name of the service, and of its folder.")]
+_Days = Annotated[int, typer.Option(min=1, help="Days until the certificates expire.")]
+
+app = typer.Typer(
+    name="keys",
+    help=flowing(_HELP),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.command("init")
+def init(folder: _Folder, days: _Days = _DAYS) -> None:
+    """Make an authority, and certificates of the services router, prefill, decode and admin."""
+    run_checked(lambda: _init(folder, days))
+
+
+@app.command("issue")
+def issue(
+    folder: _Folder,
+    name: _Name,
+    role: Annotated[str, typer.Option(help=f"What the service may be: {', '.join(ROLES)}.")],
+    days: _Days = _DAYS,
+) -> None:
+    """Make a service's certificate, or renew it."""
+    run_checked(lambda: _issue(folder, name, role, days))
+
+
+@app.command("revoke")
+def revoke(folder: _Folder, name: _Name) -> None:
+    """Revoke all certificates of a service, and update the list of revoked ones in every service's folder."""
+    run_checked(lambda: _revoke(folder, name))
+
+
+def _init(folder: Path, days: int) -> None:
+    """Raises: ConfigError."""
+    authority = _open(folder, create=True)
+    for name, role in _SERVICES.items():
+        authority.issue(name, role, folder / name, days)
+        print(folder / name)
+    print(f"keep {authority.folder} to yourself: whoever has it can join the cluster")
+
+
+def _issue(folder: Path, name: str, role: str, days: int) -> None:
+    """Raises: ConfigError."""
+    if role not in ROLES:
+        raise ConfigError(f"--role must be one of {', '.join(ROLES)}, not {role!r}")
+    if Path(name).name != name or name in ("", ".", "..", "ca"):
+        raise ConfigError(f"{name!r} cannot be the name of a service's folder")
+    _open(folder).issue(name, cast(ServiceRole, role), folder / name, days)
+    print(folder / name)
+
+
+def _revoke(folder: Path, name: str) -> None:
+    """Raises: ConfigError."""
+    authority = _open(folder)
+    print(f"revoked {authority.revoke(name)} certificates of {name}")
+    for service in sorted(folder.glob(f"*/{REVOKED}")):
+        if service.parent != authority.folder:
+            authority.copy_revoked(service.parent)
+            print(f"updated {service}; copy it to the service's host")
+
+
+def _open(folder: Path, *, create: bool = False) -> Authority:
+    """Raises: ConfigError if the package that makes certificates is missing, or as `Authority`."""
+    try:
+        from common.security.certificates import Authority
+    except ImportError as error:
+        raise ConfigError("certificates need the package `cryptography`: pip install 'kvrelay[tls]'") from error
+    return Authority.create(folder / "ca") if create else Authority(folder / "ca")

@@ -1,0 +1,33 @@
+"""Certificates for one run of `kvrelay up --tls`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from common.base.errors import ConfigError
+from common.security.names import ServiceRole
+from common.tools.up.plan import ChildSpec
+
+_DAYS = 3650
+_ROLES: dict[str, ServiceRole] = {"router": "router", "prefill": "node", "decode": "node"}
+
+
+def with_certificates(specs: list[ChildSpec], directory: Path) -> list[ChildSpec]:
+    """The services with a folder each, made in `directory`, that holds their certificate.
+
+    Raises: ConfigError if the package that makes certificates is missing.
+    """
+    try:
+        from common.security.certificates import Authority
+    except ImportError as error:
+        raise ConfigError("--tls needs the package `cryptography`: pip install 'kvrelay[tls]'") from error
+    authority = Authority.create(directory / "ca")
+    changed: list[ChildSpec] = []
+    for spec in specs:
+        role = _ROLES.get(spec.role)
+        if role is not None:
+            authority.issue(spec.name, role, directory / spec.name, _DAYS)
+            spec = replace(spec, environ={**spec.environ, "KVRELAY_TLS_DIR": str(directory / spec.name)})
+        changed.append(spec)
+    return changed

@@ -1,0 +1,23 @@
+"""Certificates for tests, made once for the whole run."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+from common.security.certificates import Authority
+from common.security.names import ServiceRole
+
+
+@functools.cache
+def made() -> Path:
+    """A folder with those of `router`, `node` and `admin`, an `expired` node, and a `stranger` of another authority."""
+    folder = Path(tempfile.mkdtemp(prefix="kvrelay-certificates-"))
+    authority = Authority.create(folder / "ca")
+    roles: list[ServiceRole] = ["router", "node", "admin"]
+    for role in roles:
+        authority.issue(role, role, folder / role, 1)
+    authority.issue("expired", "node", folder / "expired", 0)
+    Authority.create(folder / "other").issue("stranger", "node", folder / "stranger", 1)
+    return folder

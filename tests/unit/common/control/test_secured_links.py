@@ -1,0 +1,59 @@
+"""Control links over mutual TLS."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.certificates import made
+
+from common.control.links import Link, Server
+from common.control.messages import Abort, AttemptKey, Message
+from common.security.tls import Identity
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+async def send_over(server_as: str, client_as: str | None, count: int = 3) -> tuple[list[Message], list[str]]:
+    """What a server got of `count` messages, and why the link was lost, if it was."""
+    received: list[Message] = []
+    lost: list[str] = []
+    server = Server("127.0.0.1", 0, lambda _, message: received.append(message), Identity(str(made() / server_as)))
+    identity = None if client_as is None else Identity(str(made() / client_as))
+    link = Link(server.address, lambda _: None, lost.append, connect_timeout_s=0.5, identity=identity)
+    for number in range(count):
+        link.send(Abort(AttemptKey(str(number), 1)))
+    async with asyncio.timeout(20):
+        await until(lambda: len(received) == count or lost)
+    link.close()
+    await server.close()
+    return received, lost
+
+
+@pytest.mark.parametrize("client", ["router", "node"])
+def test_messages_arrive_in_order(client: str) -> None:
+    received, lost = asyncio.run(send_over("node", client))
+    assert received == [Abort(AttemptKey(str(number), 1)) for number in range(3)]
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    ("server", "client"),
+    [
+        ("node", None),
+        ("node", "admin"),
+        ("node", "stranger"),
+        ("node", "expired"),
+        ("router", "router"),
+        ("stranger", "router"),
+    ],
+)
+def test_nothing_is_heard_from_others(server: str, client: str | None) -> None:
+    received, lost = asyncio.run(send_over(server, client))
+    assert received == []
+    assert len(lost) == 1
+    if server == "stranger":
+        assert "CERTIFICATE_VERIFY_FAILED" in lost[0]
