@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.base.hashing import BLOCK_SIZE
-from common.config.fields import for_role, option, port_option
+from common.config.fields import option, port_option
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -357,58 +357,3 @@ class AdminHostOptions(AdminOptions):
     """The admin API of a service that may be on any host."""
 
     admin_host: str = option("127.0.0.1", "Interface that the admin API listens on.", "Admin", own=True)
-
-
-def _gpu_memory_of(role: str) -> str:
-    whole = GpuMemoryOptions.gpu_memory_utilization
-    return (
-        f"Fraction of a GPU's memory for each {role} node on it, as its --gpu-memory-utilization; by default the nodes "
-        f"on one GPU get equal parts of {whole:g}."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """Which processes `kvrelay up` starts, and what differs between the roles."""
-
-    routers: int = option(
-        1, "Routers to run, on consecutive ports, for a load balancer in front.", "Cluster", low=1, high=64
-    )
-    prefill: int = option(1, "Prefill nodes to run.", "Cluster", low=0, high=64)
-    decode: int = option(1, "Decode nodes to run.", "Cluster", low=1, high=64)
-    prefill_tp: int = for_role(
-        "prefill", RankOptions, "tensor_parallel_size", "Cluster", "Tensor-parallel ranks of each prefill node."
-    )
-    decode_tp: int = for_role(
-        "decode",
-        RankOptions,
-        "tensor_parallel_size",
-        "Cluster",
-        "Tensor-parallel ranks of each stage of each decode node.",
-    )
-    decode_pp: int = for_role(
-        "decode", PipelineOptions, "pipeline_parallel_size", "Cluster", "Pipeline stages of each decode node."
-    )
-    decode_pp_layers: str = for_role(
-        "decode", PipelineOptions, "pp_layers", "Cluster", "Layers of each of these stages, as in 10,14."
-    )
-    favor: Favor = option("balanced", "Processor priority: itl favors running streams, ttft new prompts.", "Cluster")
-    tls: bool = option(
-        False, "Encrypt the connections between the services, with certificates made for this run.", "Cluster"
-    )
-    pid_file: str | None = option(
-        None, "JSON file that lists the running processes (name, role, pid, address) at any time.", "Cluster", own=True
-    )
-    start_timeout_s: float = option(
-        120.0,
-        "Seconds until everything must be ready, and later each restarted process.",
-        "Cluster",
-        low=1,
-        own=True,
-    )
-    prefill_gpu_memory_utilization: float | None = for_role(
-        "prefill", GpuMemoryOptions, "gpu_memory_utilization", "Device", _gpu_memory_of("prefill"), default=None
-    )
-    decode_gpu_memory_utilization: float | None = for_role(
-        "decode", GpuMemoryOptions, "gpu_memory_utilization", "Device", _gpu_memory_of("decode"), default=None
-    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from common.base.errors import ConfigError
+from common.config.cluster_options import ClusterOptions
 from common.config.fields import check_bounds, field_infos, listed, option, variant
 from common.config.option_groups import (
     CPU_KV_GB,
@@ -17,7 +18,6 @@ from common.config.option_groups import (
     AdminOptions,
     CapacityOptions,
     ClientOptions,
-    ClusterOptions,
     DeviceOptions,
     GpuMemoryOptions,
     HttpOptions,
