@@ -88,7 +88,8 @@ class _NodeCollector(Collector):
             for name, (text, read) in table.items():
                 family = family_type(name, text, labels=labels)
                 for node, values in zip(nodes, names, strict=True):
-                    if table is _NODE_GAUGES or node.load.kv_blocks_total:
+                    load = node.load
+                    if table is _NODE_GAUGES or load.kv_blocks_total or (node.pools and load.prompt_tokens):
                         family.add_metric(values, read(node.load))
                 families.append(family)
         return families
@@ -116,6 +117,9 @@ class Metrics:
         self._e2e_all = histogram("vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end.")
         self._queue_all = histogram("vllm:request_queue_time_seconds", "Time in a node's queue.")
         self._prefill_all = histogram("vllm:request_prefill_time_seconds", "Prefill time.")
+        self._pooled = Counter(
+            "kvrelay_pooled_inputs", "Inputs of pooling models that were answered.", named, registry=registry
+        )
         self._failed = Counter("kvrelay_request_failed", "Requests that failed.", ["code"], registry=registry)
         self._cancelled = Counter(
             "kvrelay_request_cancelled", "Requests whose client disconnected.", registry=registry
@@ -134,7 +138,7 @@ class Metrics:
             "kvrelay_requests_waiting", "Generations that have no token yet.", registry=registry
         )
         self._held = Gauge("kvrelay_requests_held", "Generations in the admission queue.", registry=registry)
-        self._attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local")}
+        self._attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local", "pooled")}
         self._model_name = ""
         self._use_model("unknown")
 
@@ -200,6 +204,13 @@ class Metrics:
         self._success[reason].value += 1
         self._prompt_tokens.value += prompt_tokens
         self._e2e.observe(duration_s)
+
+    def pooled(self, model: str, inputs: int, tokens: int, duration_s: float) -> None:
+        """A pooling call was answered."""
+        self._pooled.labels(model).value += inputs
+        self._success_all.labels(model, "stop").value += 1
+        self._prompt_all.labels(model).value += tokens
+        self._e2e_all.labels(model).observe(duration_s)
 
     def ignored_fields(self, count: int) -> None:
         self._ignored_fields.value += count

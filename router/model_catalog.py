@@ -16,7 +16,7 @@ from llguidance import LLTokenizer
 from common.base.errors import ConfigError, NotFound, Unavailable
 from common.config.fields import listed
 from common.config.option_groups import GenerationConfig
-from common.control.messages import ModelInfo, NodeRecord
+from common.control.messages import ModelInfo, NodeRecord, Task
 from common.engine.grammar.compile import load_tokenizer
 from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest
@@ -46,6 +46,11 @@ class ServedModel:
     marker_ids: frozenset[int] = frozenset()
     """The special tokens that the parsers of `output_formats` must see."""
     grammars: GrammarChecker = field(default_factory=lambda: GrammarChecker(ConfigError("its tokenizer is not loaded")))
+    task: Task = "generate"
+    base: str = ""
+    """Name under which its nodes registered it."""
+    hidden_size: int = 0
+    """Width of a vector, for models that embed."""
 
 
 class LoadOptions(NamedTuple):
@@ -240,7 +245,17 @@ class ModelCatalog:
 
     def _adopt(self, model: ServedModel, info: ModelInfo, max_len: int) -> None:
         name = self._served_names[0] if self._served_names else info.name
-        self._serve(replace(model, name=name, max_model_len=max_len, vocab_size=info.vocab_size))
+        self._serve(
+            replace(
+                model,
+                name=name,
+                max_model_len=max_len,
+                vocab_size=info.vocab_size,
+                task=info.task,
+                base=info.name,
+                hidden_size=info.hidden_size,
+            )
+        )
 
     def _serve(self, model: ServedModel) -> None:
         self._model = model

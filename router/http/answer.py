@@ -12,6 +12,7 @@ from starlette.types import Receive
 
 from common.base.errors import KvRelayError
 from router.fast.yield_turn import yield_turn
+from router.http.disconnect import cancel_on_disconnect
 from router.http.format import Format
 from router.http.json_body import Json, to_json
 from router.http.openai.base_format import usage
@@ -43,12 +44,7 @@ class Answer:
 
     def watch(self, receive: Receive) -> None:
         """Cancel all generations as soon as the client disconnects. `receive`: of the request, whose body has been read."""
-        self._watching = asyncio.create_task(self._cancel_on_disconnect(receive))
-
-    async def _cancel_on_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._cancel()
+        self._watching = asyncio.create_task(cancel_on_disconnect(receive, self._cancel))
 
     def _cancel(self) -> None:
         for generation in self.generations:

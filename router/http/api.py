@@ -18,6 +18,7 @@ from common.base.errors import ClientError, KvRelayError, RequestTimeout
 from router.http.answer_types import ChatCompletion, Completion
 from router.http.anthropic.routes import add_anthropic_routes
 from router.http.api_keys import OPEN_PATHS, KeyGuard
+from router.http.model_choice import model_for
 from router.http.ollama.routes import add_ollama_routes
 from router.http.openai.build_request import caller_of, completion_generation
 from router.http.openai.chat_format import ChatFormat
@@ -26,6 +27,7 @@ from router.http.openai.completion_format import CompletionFormat
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openapi import OF_GENERATION, described, document
 from router.http.operator_routes import add_operator_routes, version
+from router.http.pooling.routes import add_pooling_routes
 from router.http.response_headers import headers
 from router.http.responses import error_response
 from router.http.responses_api.routes import add_responses_routes
@@ -44,6 +46,7 @@ def build(services: Services) -> FastAPI:
     add_anthropic_routes(app, services)
     add_responses_routes(app, services)
     add_ollama_routes(app, services)
+    add_pooling_routes(app, services)
     _add_completion_routes(app, services)
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"}:
@@ -72,7 +75,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         """Continue each prompt, like OpenAI's endpoint of the same name."""
         assign_ids(request, "cmpl")
         body, size = await parse(request, services, CompletionRequest)
-        model = services.catalog.get(body.model)
+        model = model_for(services.catalog, body.model, "generate")
         caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
         services.dispatcher.check_room(len(body.prompt) * body.num_samples, caller.tenant)
         generations = await maybe_on_thread(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -15,9 +15,10 @@ from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.body import read_body
 from router.http.format import Format, FormatOptions
+from router.http.model_choice import model_for
 from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
-from router.http.openai.parse_body import RequestT, completion_request, read_object
+from router.http.openai.parse_body import ModelT, RequestT, completion_request, read_object
 from router.http.openai.samples import samples
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unknown_fields import names_in_header, refuse_unknown, unknown_fields
@@ -45,20 +46,40 @@ def assign_ids(request: Request, prefix: str) -> RequestIds:
     return ids
 
 
+def with_client_id(request: Request, client_id: str | None) -> RequestIds:
+    """The request's ids; the client's own may also come in its body."""
+    ids: RequestIds = request.scope[_IDS]
+    if client_id and not ids.client:
+        request.scope[_IDS] = ids = RequestIds(ids.own, printable(client_id))
+    return ids
+
+
+def warnings_of(request: Request) -> RawHeaders:
+    """Headers that warn about the request."""
+    return request.scope.get(_WARNINGS, [])
+
+
 def ids_of(request: Request) -> RequestIds | None:
     """The request's ids; None for a call without them."""
     return request.scope.get(_IDS)
 
 
 async def parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
-    """The body and its size in bytes; the size bounds all work on it. Notes the fields that no known API has."""
+    """The body of a completion call, as `parse_as`."""
+    return await parse_as(request, services, kind, completion_request)
 
-    def work(data: bytes) -> tuple[RequestT, list[str]]:
+
+async def parse_as(
+    request: Request, services: Services, kind: type[ModelT], check: Callable[[dict[str, Any], type[ModelT]], ModelT]
+) -> tuple[ModelT, int]:
+    """The body, made by `check`, and its size in bytes; the size bounds all work on it. Notes the fields that no known API has."""
+
+    def work(data: bytes) -> tuple[ModelT, list[str]]:
         fields = read_object(data)
         unknown = unknown_fields(fields, kind)
         if services.strict_parameters:
             refuse_unknown(unknown, kind)
-        return completion_request(fields, kind), unknown
+        return check(fields, kind), unknown
 
     (body, unknown), size = await read_and(request, services, work)
     if unknown:
@@ -97,7 +118,7 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
 
     Raises: NotFound for the model, BadRequest, Overloaded, Unavailable.
     """
-    model = services.catalog.get(body.model)
+    model = model_for(services.catalog, body.model, "generate")
     caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
     services.dispatcher.check_room(body.num_samples, caller.tenant)
     return PreparedChat(model, await maybe_on_thread(size, lambda: chat_generation(body, model, caller)))
@@ -105,11 +126,8 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
 
 def format_options(request: Request, body: CompletionRequestBase, model: ServedModel) -> FormatOptions:
     """The response options of a parsed body."""
-    ids: RequestIds = request.scope[_IDS]
-    if body.request_id and not ids.client:
-        request.scope[_IDS] = ids = RequestIds(ids.own, printable(body.request_id))
     return FormatOptions(
-        request_id=ids.own,
+        request_id=with_client_id(request, body.request_id).own,
         model=model.name,
         with_logprobs=body.num_logprobs is not None,
         with_token_ids=bool(body.return_token_ids) or body.detokenize is False,
@@ -147,7 +165,7 @@ async def serve(
     await yield_turn()
     answer = Answer()
     ids: RequestIds = request.scope[_IDS]
-    warnings: RawHeaders = request.scope.get(_WARNINGS, [])
+    warnings = warnings_of(request)
     handed_over = False
     services.metrics.set_model(services.catalog.get(None).name)
     try:

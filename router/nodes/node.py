@@ -74,6 +74,11 @@ class Node:
         return self.record.layout.kv_kind
 
     @property
+    def pools(self) -> bool:
+        """It has a pooling model, and never gets requests to generate."""
+        return self.record.model.task != "generate"
+
+    @property
     def incarnation(self) -> str:
         return self.record.peer.incarnation
 

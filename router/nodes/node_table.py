@@ -23,11 +23,11 @@ from common.control.messages import (
     Ping,
     Pong,
     PrefillRequest,
-    Role,
 )
+from common.control.pooling import PoolRequest
 from common.kv.rank_layout import check_compatible
+from router.nodes.fleets import Fleets
 from router.nodes.node import Node, NodeLink, OpenLeg
-from router.policy import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,9 @@ class NodeTable:
         self._stalled_s: float | None = None
         """When a stall of this event loop for longer than the lease was last detected."""
         self._nodes: dict[str, Node] = {}
-        self.fleets: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
-        """The usable nodes as the policies see them."""
-        self.finishing = Fleet("decode")
-        """Decode nodes that drain and still work: a stream whose node is lost continues here if no other is left."""
+        self._fleets = Fleets()
+        self.fleets, self.finishing, self.pooling = self._fleets.by_role, self._fleets.finishing, self._fleets.pooling
+        """As in `Fleets`."""
 
     # -- membership
 
@@ -88,7 +87,7 @@ class NodeTable:
         for node in list(self._nodes.values()):
             was_usable = node.usable
             node.listed = node.incarnation in listed
-            self._sync(node)
+            self._fleets.sync(node)
             relisted |= node.usable and not was_usable
             if names.get(node.node_id, node.incarnation) != node.incarnation:
                 replaced.append(node)
@@ -177,14 +176,14 @@ class NodeTable:
             if node.link is not None:
                 node.link.close()
                 node.link = None
-            self._sync(node)
+            self._fleets.sync(node)
         self._nodes.clear()
 
     # -- use
 
     def usable(self, role: str) -> list[Node]:
-        """Nodes of this role that may get new requests. Only `tick` checks for silence."""
-        return [node for node in self._nodes.values() if node.record.role == role and node.usable]
+        """Nodes of this role that may get new requests to generate. Only `tick` checks for silence."""
+        return [node for node in self._nodes.values() if node.record.role == role and node.usable and not node.pools]
 
     def known(self) -> Iterable[Node]:
         """Every node, usable or not."""
@@ -204,7 +203,7 @@ class NodeTable:
     def send(
         self,
         incarnation: str,
-        message: PrefillRequest | DecodeRequest | Abort,
+        message: PrefillRequest | DecodeRequest | PoolRequest | Abort,
         *,
         tokens: float | None = None,
         blocks: int = 0,
@@ -221,9 +220,9 @@ class NodeTable:
         if node is None or node.link is None:
             raise Unavailable("it is not connected")
         node.link.send(message)
-        self.open_leg(
-            node, message.key, tokens=len(message.token_ids) if tokens is None else tokens, blocks=blocks, work_s=work_s
-        )
+        if tokens is None:
+            tokens = 0 if isinstance(message, PoolRequest) else len(message.token_ids)
+        self.open_leg(node, message.key, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def open_leg(self, node: Node, key: AttemptKey, *, tokens: float, blocks: int, work_s: float) -> None:
         """Count a request as in flight at this node until `release`: prompt `tokens` to compute, estimated to take
@@ -231,7 +230,7 @@ class NodeTable:
         """
         node.sent += 1
         node.legs[key] = OpenLeg(node.sent, tokens, blocks)
-        self._fleet(node).sent(node.incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
+        self._fleets.of(node).sent(node.incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """This leg is over."""
@@ -239,7 +238,7 @@ class NodeTable:
         leg = None if node is None else node.legs.pop(key, None)
         if node is not None and leg is not None:
             reported = leg.order <= node.reported
-            self._fleet(node).over(incarnation, tokens=leg.tokens, blocks=leg.blocks, reported=reported)
+            self._fleets.of(node).over(incarnation, tokens=leg.tokens, blocks=leg.blocks, reported=reported)
 
     def ping(self, node: Node) -> None:
         """Ask a connected node for its load; renews this router's lease there."""
@@ -250,40 +249,6 @@ class NodeTable:
         except Unavailable as error:
             node.pings.pop()
             log.warning("cannot ping %s: %s", node.node_id, error)  # if this persists, the node counts as silent
-
-    # -- fleets
-
-    def _fleet(self, node: Node) -> Fleet:
-        return self.finishing if node.incarnation in self.finishing else self.fleets[node.record.role]
-
-    def _sync(self, node: Node) -> None:
-        """Update the node's row in the fleets. It has one exactly while it is usable, or a draining decode node that works."""
-        finishes = node.works and node.load.draining and node.record.role == "decode"
-        fleet, other = self.fleets[node.record.role], self.finishing
-        if finishes:
-            fleet, other = other, fleet
-        other.drop(node.incarnation)
-        if not node.usable and not finishes:
-            fleet.drop(node.incarnation)
-            return
-        if node.incarnation not in fleet:
-            record = node.record
-            fleet.add(
-                node.node_id,
-                node.incarnation,
-                kv_kind=node.kv_kind,
-                context=record.model.max_model_len,
-                capacity=record.max_num_seqs,
-                token_bytes=record.layout.spec.bytes_per_token,
-            )
-        legs = node.unreported
-        fleet.reported(
-            node.incarnation,
-            node.load,
-            in_flight=len(legs),
-            in_flight_tokens=sum([leg.tokens for leg in legs]),
-            in_flight_blocks=sum([leg.blocks for leg in legs]),
-        )
 
     # -- links
 
@@ -341,7 +306,7 @@ class NodeTable:
         if node.pings:
             node.reported = node.pings.popleft()
         was_stuck, node.stuck = node.stuck, not pong.load.step_age_s <= self._stuck_s
-        self._sync(node)
+        self._fleets.sync(node)
         self._on_load(node)
         if node.stuck and not was_stuck:
             # The link stays open: it carries the aborts, and the pong that says that the engine loop runs again.
@@ -382,7 +347,7 @@ class NodeTable:
                 if isinstance(message, Abort):
                     self._send_abort(node, message)
         node.last_pong_s = None
-        self._sync(node)
+        self._fleets.sync(node)
 
     def _report_loss(self, node: Node, reason: str) -> None:
         log.warning("lost %s node %s: %s", node.record.role, node.node_id, reason)

@@ -71,7 +71,7 @@ class AdmissionQueue:
     def enter(
         self,
         request_id: str,
-        decision: Decision,
+        decision: Decision | None,
         *,
         prompt_tokens: int,
         max_tokens: int,
@@ -81,12 +81,14 @@ class AdmissionQueue:
         tenant: str = "",
     ) -> QueueEntry | None:
         """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
+        Without a decision, no objective applies.
 
         Raises: Overloaded if it would miss an objective.
         """
         prefill, decode = self._prefill, self._decode
         ahead_s = wait_s(self._queue.tokens_ahead(priority), prefill, decode)
-        self._objectives.check(decision, prefill, decode, ahead_s)
+        if decision is not None:
+            self._objectives.check(decision, prefill, decode, ahead_s)
         ahead = len(self._queue)
         reason = crowded(prefill, decode) or ("others wait before it" if ahead else "")
         if not reason:

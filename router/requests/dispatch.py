@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 from common.base.clock import Clock, monotonic
 from common.base.errors import BadRequest, DeadlineExceeded, KvRelayError, Overloaded, Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.links import Link
 from common.control.messages import AttemptFailed, Message, NodeRecord, TokenBatch
+from common.control.pooling import PoolResult
 from common.security.tls import open_identity
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
@@ -28,6 +30,7 @@ from router.requests.admission_queue import AdmissionQueue
 from router.requests.deadlines import Deadlines
 from router.requests.generation import Generation
 from router.requests.placement import Placer
+from router.requests.pools import Pools
 from router.requests.request import GenerationRequest
 from router.requests.request_table import RequestTable
 from router.requests.retry_wait import RetryWait
@@ -39,6 +42,26 @@ log = logging.getLogger(__name__)
 
 _STARTS_PER_TURN = 32
 """Requests placed in a row before other tasks of the event loop run."""
+
+
+class RunningRequest(Protocol):
+    """A generation, or a part of a pooling call. None of these methods raises."""
+
+    def enter(self) -> None:
+        """Enter the router's registries."""
+        ...
+
+    def start(self) -> None:
+        """Place the first attempt."""
+        ...
+
+    def feed(self, event: Any, /) -> None:
+        """Handle one event."""
+        ...
+
+    def cancel(self) -> None:
+        """The client disconnected."""
+        ...
 
 
 class Dispatcher:
@@ -57,10 +80,10 @@ class Dispatcher:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._table = RequestTable[Generation]()
+        self._table = RequestTable[RunningRequest]()
         self._retry_wait = RetryWait()
         self._deadlines = Deadlines(config.request_timeout_s, self._on_deadline)
-        self._fresh: list[Generation] = []
+        self._fresh: list[RunningRequest] = []
         """Submitted but not started."""
         self._stopping: Unavailable | None = None
         """Set by `fail_all`: the error of every later request."""
@@ -82,13 +105,14 @@ class Dispatcher:
             max_wait_s=config.max_queue_wait_s,
             clock=clock,
         )
+        self.pools = Pools(self.nodes.pooling, max_wait_s=config.max_queue_wait_s, clock=clock)
         self.placer = Placer(
             self.nodes,
             PrefixIndex(clock=clock) if index is None else index,  # an empty one is false, too
             policy=config.policy,
             local_prefill_tokens=config.local_prefill_tokens,
         )
-        self._state = RouterState(
+        self.state = RouterState(
             self.nodes,
             self.breakers,
             self.placer,
@@ -112,6 +136,20 @@ class Dispatcher:
     def waiting(self) -> int:
         """Number of generations without a token."""
         return self._table.waiting
+
+    @property
+    def max_waiting(self) -> int:
+        """Most requests that may wait at once."""
+        return self._config.max_waiting
+
+    @property
+    def max_attempts(self) -> int:
+        """Consecutive failures that end a request."""
+        return self._config.max_attempts
+
+    def new_deadline_s(self) -> float:
+        """When a request that arrives now must be over."""
+        return self._clock() + self._config.request_timeout_s
 
     def submit(
         self,
@@ -139,10 +177,23 @@ class Dispatcher:
             for generation in generations:
                 generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
             raise
+        self._start_soon(generations)
+        return generations
+
+    def run_parts(self, parts: Sequence[RunningRequest], tenant: str) -> None:
+        """Start the parts of a pooling call: all of them or none.
+
+        Raises: as `check_room`.
+        """
+        self.check_room(len(parts), tenant)
+        for part in parts:
+            part.enter()
+        self._start_soon(parts)
+
+    def _start_soon(self, requests: Sequence[RunningRequest]) -> None:
         if not self._fresh:
             asyncio.get_running_loop().call_soon(self._start_fresh)
-        self._fresh += generations
-        return generations
+        self._fresh += requests
 
     def _enter(
         self, request_id: str, request: GenerationRequest, pieces: TokenPieces, on_news: Callable[[], None], client: str
@@ -153,9 +204,9 @@ class Dispatcher:
             request_id,
             request,
             pieces,
-            self._state,
-            max_attempts=self._config.max_attempts,
-            deadline_s=self._clock() + self._config.request_timeout_s,
+            self.state,
+            max_attempts=self.max_attempts,
+            deadline_s=self.new_deadline_s(),
             on_news=on_news,
             story=story,
         )
@@ -204,6 +255,7 @@ class Dispatcher:
             try:
                 self.nodes.tick()
                 self.admission_queue.expire()
+                self.pools.expire()
             except Exception:
                 log.exception("a tick failed")
 
@@ -211,7 +263,9 @@ class Dispatcher:
         """Use the nodes that membership lists now."""
         self.nodes.update(records)
         self.breakers.keep(node.incarnation for node in self.nodes.known())
-        self.placer.keep({node.incarnation for node in self.nodes.known()})
+        known = {node.incarnation for node in self.nodes.known()}
+        self.placer.keep(known)
+        self.pools.keep(known)
 
     def fail_all(self, error: Unavailable) -> None:
         """End every generation, and every later one, with this error."""
@@ -234,6 +288,8 @@ class Dispatcher:
             case TokenBatch(chunks):
                 for chunk in chunks:
                     self._feed(chunk.key.request_id, f.Chunk(incarnation, chunk))
+            case PoolResult(key):
+                self._feed(key.request_id, f.Pooled(incarnation, message))
             case AttemptFailed(key, code, text):
                 log.warning("%s failed at %s: %s: %s", key, incarnation, code, text)
                 self._feed(key.request_id, f.LegFailed(incarnation, message))
@@ -247,18 +303,22 @@ class Dispatcher:
             generation.feed(f.NodeLost(incarnation, reason))
 
     def _on_load(self, node: Node) -> None:
+        if node.pools:
+            self.pools.load_changed(node)
+            return
         self.placer.load_changed(node)
         self.admission_queue.release_soon()
 
     def _on_usable(self) -> None:
         self._retry_wait.wake_soon()
         self.admission_queue.release_soon()
+        self.pools.release_soon()
 
     def _on_deadline(self, request_id: str) -> None:
         timeout_s = self._config.request_timeout_s
         self._feed(request_id, f.GiveUp(DeadlineExceeded(f"the request took longer than its limit of {timeout_s:g} s")))
 
-    def _feed(self, request_id: str, event: f.Event) -> None:
+    def _feed(self, request_id: str, event: f.Event | f.Pooled) -> None:
         generation = self._table.get(request_id)
         if generation is not None:
             generation.feed(event)

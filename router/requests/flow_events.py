@@ -22,6 +22,7 @@ from common.control.messages import (
     TokenChunk,
     TokenLogprobs,
 )
+from common.control.pooling import PoolResult
 
 # ---------------------------------------------------------------- events
 
@@ -45,6 +46,13 @@ class Chunk(NamedTuple):
 
     incarnation: str
     chunk: TokenChunk
+
+
+class Pooled(NamedTuple):
+    """Vectors from the node with this incarnation, for a part of a pooling call. No event of `Flow`."""
+
+    incarnation: str
+    result: PoolResult
 
 
 class LegFailed(NamedTuple):

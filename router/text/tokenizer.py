@@ -49,6 +49,24 @@ class FimIds(NamedTuple):
     middle: int
 
 
+class PairIds(NamedTuple):
+    """A tokenized pair of texts; `second_at`: as in `PoolInput`."""
+
+    token_ids: list[int]
+    second_at: int
+
+
+def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
+    """Lengths of two texts after the longer one was cut so that both fit."""
+    if first + second <= room:
+        return first, second
+    half = room // 2
+    if second <= half:
+        return room - second, second
+    first = min(first, room - half)
+    return first, room - first
+
+
 class Tokenizer:
     """The tokenizer and chat template of one model folder. Immutable after construction, safe on any thread.
 
@@ -93,6 +111,44 @@ class Tokenizer:
         """Token ids of a plain text, including special tokens such as bos where the model expects them."""
         # The "fast" variant does not compute each token's offset in the text.
         return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode`, for each of several texts."""
+        return [each.ids for each in self._raw.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def cut(self, text: str, limit: int, *, keep_last: bool = False) -> list[int]:
+        """Token ids of a text that keep the first (or last) tokens of it, at most `limit` together with the special tokens
+        that the model expects.
+        """
+        (body,) = self._raw.encode_batch_fast([text], add_special_tokens=False)
+        room = max(0, limit - self._raw.num_special_tokens_to_add(is_pair=False))
+        body.truncate(room, direction="left" if keep_last else "right")
+        return self._raw.post_process(body).ids[:limit]
+
+    def encode_pairs(
+        self, first: str, seconds: Sequence[str], *, limit: int | None = None, second_limit: int | None = None
+    ) -> list[PairIds]:
+        """The pair of `first` with each of `seconds`, with the special tokens that the model expects.
+
+        `limit`: most tokens of a pair; the longer text is cut at its end. `second_limit`: most tokens of a second text.
+        """
+        (head,) = self._raw.encode_batch_fast([first], add_special_tokens=False)
+        special = self._raw.num_special_tokens_to_add(is_pair=True)
+        pairs: list[PairIds] = []
+        for tail in self._raw.encode_batch_fast(list(seconds), add_special_tokens=False):
+            lengths = len(head), min(len(tail), len(tail) if second_limit is None else second_limit)
+            if limit is not None:
+                lengths = _fitted(*lengths, max(0, limit - special))
+            whole = head
+            if lengths[0] < len(head):
+                (whole,) = self._raw.encode_batch_fast([first], add_special_tokens=False)
+                whole.truncate(lengths[0])
+            if lengths[1] < len(tail):
+                tail.truncate(lengths[1])
+            joined = self._raw.post_process(whole, tail)
+            types = joined.type_ids
+            pairs.append(PairIds(joined.ids, types.index(1) if 1 in types else 0))
+        return pairs
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the text's length in tokens, without encoding it: rejects cheaply what cannot fit."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
+from support.stub_pooling import pooled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.base.errors import Unavailable
@@ -38,10 +39,12 @@ from common.control.messages import (
     PrefillRequest,
     PromptLogprobs,
     Role,
+    Task,
     TokenBatch,
     TokenChunk,
     TokenLogprobs,
 )
+from common.control.pooling import PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from router.http.response_store import ResponseStore
@@ -138,9 +141,13 @@ class StubNode:
     max_num_seqs: int = 64
     prefill_s: float | None = None
     """The statistics reported with every computed prompt; None: nothing that a router could learn from."""
+    task: Task = "generate"
+    hidden_size: int = 0
+    model_name: str = "stub-model"
     fail_with: tuple[str, str] | None = None
     """(code, message) with which every request is refused."""
     running: dict[AttemptKey, Sequence] = field(default_factory=dict)
+    pooling: dict[AttemptKey, tuple[Identity, PoolRequest]] = field(default_factory=dict)
     received: list[Message] = field(default_factory=list)
     remembers: bool = True
     """Whether `received` is kept and `until` works; disable it for thousands of requests per second."""
@@ -162,7 +169,14 @@ class StubNode:
     @property
     def record(self) -> NodeRecord:
         layout = KVLayout(self.fingerprint, KVSpec.uniform(2, 2, 16, "float32"))
-        model = ModelInfo("stub-model", self.model_path, self.vocab_size, self.max_len)
+        model = ModelInfo(
+            self.model_name,
+            self.model_path,
+            self.vocab_size,
+            self.max_len,
+            task=self.task,
+            hidden_size=self.hidden_size,
+        )
         return NodeRecord(self.role, self.peer, model, layout, 1000, time.time(), self.max_num_seqs)
 
     def requests(self) -> list[PrefillRequest | DecodeRequest]:
@@ -179,7 +193,11 @@ class StubNode:
             await self._changed.wait_for(condition)
 
     def step(self) -> int:
-        """Generate one token for every running sequence. Returns the number of sequences."""
+        """Generate one token for every running sequence, or pool what came first. Returns the number of sequences."""
+        for key, (identity, request) in list(self.pooling.items())[:1]:
+            del self.pooling[key]
+            self._server.send(identity, PoolResult(key, pooled(request, self.task, self.hidden_size)))
+            return 1
         batches: dict[Identity, list[TokenChunk]] = {}
         for sequence in list(self.running.values()):
             of_router = batches.setdefault(sequence.identity, [])
@@ -239,7 +257,7 @@ class StubNode:
             case Ping():
                 if self.pings_answered:
                     load = NodeLoad(
-                        running=len(self.running),
+                        running=len(self.running) + len(self.pooling),
                         kv_blocks_total=1000,
                         step_age_s=self.step_age_s,
                         draining=self.draining,
@@ -257,8 +275,15 @@ class StubNode:
                     to_score = message.request.sampling.prompt_logprobs if computes else None
                     self.running[message.key] = Sequence(identity, message, known, to_score)
                 self._news.set()
+            case PoolRequest(key):
+                if self.fail_with is not None:
+                    self._server.send(identity, AttemptFailed(key, *self.fail_with))
+                else:
+                    self.pooling[key] = identity, message
+                self._news.set()
             case Abort(key):
                 self.running.pop(key, None)
+                self.pooling.pop(key, None)
             case _:
                 pass
         if not self.remembers:
@@ -300,6 +325,13 @@ class Stack:
         self.nodes = list(nodes)
         self.router.set_nodes([node.record for node in nodes])
 
+    async def pools(self, count: int) -> None:
+        """Wait until exactly this many nodes of pooling models are usable and the model is known."""
+        table = self.router.dispatcher.nodes
+        async with asyncio.timeout(10):
+            while sum(map(len, table.pooling.values())) != count or self.router.catalog.model is None:
+                await asyncio.sleep(0.002)
+
     async def usable(self, prefill: int, decode: int) -> None:
         """Wait until exactly this many nodes are usable and the model is known."""
         table = self.router.dispatcher.nodes
@@ -314,7 +346,7 @@ class Stack:
     async def settled(self) -> None:
         """Wait until no request is left anywhere, then check that every counter is back at zero."""
         async with asyncio.timeout(20):
-            while self.router.dispatcher.running or any(node.running for node in self.nodes):
+            while self.router.dispatcher.running or any(node.running or node.pooling for node in self.nodes):
                 await asyncio.sleep(0.002)
         assert self.router.dispatcher.waiting == 0
         for node in self.router.dispatcher.nodes.known():
@@ -339,9 +371,11 @@ async def running_stack(
         stack.list_nodes(*nodes)
         while not server.started:
             await asyncio.sleep(0.002)
-        roles = [node.role for node in nodes if node.pings_answered]
+        roles = [node.role for node in nodes if node.pings_answered and node.task == "generate"]
         if roles:
             await stack.usable(roles.count("prefill"), roles.count("decode"))
+        if pools := sum(node.task != "generate" for node in nodes):
+            await stack.pools(pools)
         yield stack
     finally:
         router.dispatcher.fail_all(Unavailable("the test is over"))

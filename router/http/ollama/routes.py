@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router.http.error_shapes import OllamaError
+from router.http.model_choice import model_for
 from router.http.ollama.answer_types import OllamaAnswer, OllamaModels
 from router.http.ollama.ollama_format import OllamaFormat
 from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
@@ -43,7 +44,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         if not body.raw:
             return await _serve_chat(request, services, body, size, chat=False)
         raw = completion_request(body.completion_request(), CompletionRequest)
-        model = services.catalog.get(raw.model)
+        model = model_for(services.catalog, raw.model, "generate")
         caller = caller_of(request.scope, raw, with_keys=bool(services.api_keys))
         services.dispatcher.check_room(1, caller.tenant)
         wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))

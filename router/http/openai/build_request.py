@@ -42,12 +42,15 @@ def key_tenant(scope: Scope) -> str:
     return hashlib.sha256(api_key(scope).encode()).hexdigest()[:12]
 
 
-def caller_of(scope: Scope, body: CompletionRequestBase, *, with_keys: bool) -> Caller:
+def tenant_of(scope: Scope, user: str | None, *, with_keys: bool) -> str:
     """The tenant is a hash of the API key if keys are configured (`with_keys`), else the `user` field."""
-    tenant = user = (body.user or "")[:_MAX_KEY_CHARS]
-    if with_keys:
-        tenant = key_tenant(scope)
-    return Caller(tenant, (header(scope, b"x-session-id") or user)[:_MAX_KEY_CHARS])
+    return key_tenant(scope) if with_keys else (user or "")[:_MAX_KEY_CHARS]
+
+
+def caller_of(scope: Scope, body: CompletionRequestBase, *, with_keys: bool) -> Caller:
+    """Tenant and session of a completion call; the session is the header `x-session-id`, else the `user` field."""
+    session = header(scope, b"x-session-id") or body.user or ""
+    return Caller(tenant_of(scope, body.user, with_keys=with_keys), session[:_MAX_KEY_CHARS])
 
 
 class ChatGeneration(NamedTuple):

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from common.base.errors import BadRequest
 from router.http.openai.checks import shorten
+from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.openai.unsupported import UNSUPPORTED
 from router.http.response_headers import printable
 
@@ -36,7 +37,8 @@ _MAX_NAMES, _MAX_NAME_CHARS = 16, 64
 @cache
 def known_fields(kind: type[BaseModel]) -> frozenset[str]:
     """All names that a call knows, whether supported or not."""
-    return frozenset(kind.model_fields) | UNSUPPORTED.keys() | WITHOUT_EFFECT
+    unsupported = UNSUPPORTED.keys() if issubclass(kind, CompletionRequestBase) else frozenset[str]()
+    return frozenset(kind.model_fields) | unsupported | WITHOUT_EFFECT
 
 
 def unknown_fields(body: dict[str, Any], kind: type[BaseModel]) -> list[str]:

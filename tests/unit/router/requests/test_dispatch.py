@@ -39,7 +39,7 @@ def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 2
         try:
             await scene(dispatcher)
             assert dispatcher.running == dispatcher.waiting == 0
-            parts = [part for part in vars(dispatcher._state).values() if hasattr(part, "__contains__")]
+            parts = [part for part in vars(dispatcher.state).values() if hasattr(part, "__contains__")]
             assert len(parts) == 4
             assert not [(part, each) for part in parts for each in seen if each in part]
         finally:
@@ -204,7 +204,7 @@ def test_a_request_that_fails_and_cannot_be_ended_in_order_does_not_block_those_
 
     async def scene(dispatcher: Dispatcher) -> None:
         monkeypatch.setattr(dispatcher.placer, "decide", broken)
-        metrics, broken_ends = dispatcher._state.metrics, [True]
+        metrics, broken_ends = dispatcher.state.metrics, [True]
         failed = metrics.failed
         monkeypatch.setattr(metrics, "failed", lambda code: broken() if broken_ends.pop() else failed(code))
         broken_ends[:0] = [False] * 40

@@ -1,0 +1,77 @@
+"""From vectors to the bodies of answers. Pure; large ones are made on a thread."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.http.json_body import Json
+from router.http.pooling.inputs import Pairs
+from router.http.pooling.requests import RerankRequest
+from router.pooling.work import PoolWork
+
+_FLOAT32 = np.dtype("<f4")
+
+
+def head(request_id: str, model: str, work: PoolWork) -> Json:
+    """What the answers in OpenAI's shape begin with."""
+    return {"id": request_id, "object": "list", "created": int(time.time()), "model": model, "usage": usage(work)}
+
+
+def usage(work: PoolWork) -> Json:
+    return {"prompt_tokens": work.num_tokens, "total_tokens": work.num_tokens}
+
+
+def floats(vector: bytes) -> list[float]:
+    """The values of one vector."""
+    return np.frombuffer(vector, _FLOAT32).tolist()
+
+
+def _token_vectors(vectors: bytes, width: int) -> list[list[float]]:
+    return np.frombuffer(vectors, _FLOAT32).reshape(-1, width).tolist()
+
+
+def shown_vectors(
+    vectors: Sequence[bytes], kind: str, field: str, *, as_base64: bool, per_token_width: int = 0
+) -> list[Json]:
+    """The `data` of an answer: objects of this `kind` with the vector in `field`. `per_token_width`: values of one token."""
+
+    def shown(vector: bytes) -> object:
+        if as_base64:
+            return base64.b64encode(vector).decode()
+        return _token_vectors(vector, per_token_width) if per_token_width else floats(vector)
+
+    return [{"object": kind, "index": index, field: shown(vector)} for index, vector in enumerate(vectors)]
+
+
+def pair_scores(vectors: Sequence[bytes]) -> list[float]:
+    """The scores that a cross-encoder computed."""
+    return np.frombuffer(b"".join(vectors), _FLOAT32).tolist()
+
+
+def cosines(vectors: Sequence[bytes], pairs: Pairs) -> list[float]:
+    """The cosine of each pair. `vectors`: as of `compared_work`, of length 1."""
+    values = np.frombuffer(b"".join(vectors), _FLOAT32).reshape(len(vectors), -1)
+    counts = [len(seconds) for _, seconds in pairs]
+    first, second = np.repeat(values[: len(counts)], counts, axis=0), values[len(counts) :]
+    return np.einsum("ij,ij->i", first, second).tolist()
+
+
+def shown_scores(scores: Sequence[float]) -> list[Json]:
+    """The `data` of an answer of `/v1/score`."""
+    return [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+
+
+def ranking(body: RerankRequest, scores: Sequence[float]) -> list[Json]:
+    """The best `top_n` documents, best first; equal ones in their order."""
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    results: list[Json] = []
+    for index in best:
+        result: Json = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": body.documents[index]}
+        results.append(result)
+    return results

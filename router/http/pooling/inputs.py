@@ -1,0 +1,175 @@
+"""From the bodies of pooling calls to what nodes compute: tokenizes, and checks against the model's limits.
+
+Pure; runs on the router's event loop, or on a thread for large bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.base.errors import BadRequest
+from common.control.pooling import PoolInput
+from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
+from router.model_catalog import ServedModel
+from router.pooling.work import MAX_PART_RESULT_BYTES, PoolWork
+
+_MAX_RESULT_BYTES = 256 * 2**20
+"""Bytes of all vectors of one call."""
+
+
+def embedding_work(
+    body: EmbeddingRequest | PoolingRequest, model: ServedModel, tenant: str, *, per_token: bool = False
+) -> PoolWork:
+    """The vectors of a body's texts, token ids or conversation.
+
+    Raises: BadRequest.
+    """
+    dimensions = body.dimensions or 0
+    if dimensions > model.hidden_size:
+        raise BadRequest(
+            f"dimensions={dimensions} is more than the {model.hidden_size} of {model.name!r}", param="dimensions"
+        )
+    work = PoolWork(
+        model.base,
+        _inputs(body, model),
+        dimensions or model.hidden_size,
+        body.normalize is not False,
+        dimensions,
+        per_token,
+        tenant,
+        body.priority or 0,
+    )
+    sizes = [work.result_bytes(each) for each in work.inputs]
+    if max(sizes) > MAX_PART_RESULT_BYTES:
+        index = sizes.index(max(sizes))
+        raise BadRequest(
+            f"the vectors of input {index} would take {sizes[index]} bytes, more than {MAX_PART_RESULT_BYTES}: "
+            "send a shorter input, or fewer dimensions",
+            param="input",
+        )
+    if sum(sizes) > _MAX_RESULT_BYTES:
+        raise BadRequest(
+            f"the vectors would take {sum(sizes)} bytes, more than {_MAX_RESULT_BYTES}: send fewer inputs in one request",
+            param="input",
+        )
+    return work
+
+
+def _inputs(body: EmbeddingRequest | PoolingRequest, model: ServedModel) -> list[PoolInput]:
+    limit = _limit(body, model)
+    if body.messages is not None:
+        text = model.tokenizer.render_chat(
+            [message.for_template() for message in body.messages],
+            add_generation_prompt=bool(body.add_generation_prompt),
+            kwargs=body.chat_template_kwargs,
+        )
+        found = [model.tokenizer.encode_chat(text, add_special_tokens=bool(body.add_special_tokens))]
+        return _checked(found, body, model, "messages", cut=limit)
+    texts = [each for each in body.input or [] if isinstance(each, str)]
+    if not texts:
+        return _checked(
+            [list(each) for each in body.input or [] if not isinstance(each, str)], body, model, "input", cut=limit
+        )
+    if limit is None:
+        for index, text in enumerate(texts):  # refuse what cannot fit before it is encoded
+            if (at_least := model.tokenizer.min_tokens(text)) > model.max_model_len:
+                raise _too_long(model, index, f"at least {at_least}", "input")
+    special = body.add_special_tokens is not False
+    found = model.tokenizer.encode_batch(texts, add_special_tokens=special)
+    if limit is not None and special:
+        left = body.truncation_side == "left"
+        found = [
+            ids if len(ids) <= limit else model.tokenizer.cut(text, limit, keep_last=left)
+            for ids, text in zip(found, texts, strict=True)
+        ]
+    return _checked(found, body, model, "input", cut=limit)
+
+
+def _limit(body: PoolingFields, model: ServedModel) -> int | None:
+    """Length to which longer inputs are cut; None: they are refused."""
+    asked = body.truncate_prompt_tokens
+    return None if asked is None else model.max_model_len if asked == -1 else min(asked, model.max_model_len)
+
+
+def _checked(
+    found: list[list[int]],
+    body: EmbeddingRequest | PoolingRequest,
+    model: ServedModel,
+    param: str,
+    *,
+    cut: int | None,
+) -> list[PoolInput]:
+    """The inputs, if each has from one to `max_model_len` tokens of the vocabulary; `cut`: length to cut them to before."""
+    if cut is not None:
+        found = [ids[-cut:] if body.truncation_side == "left" else ids[:cut] for ids in found]
+    for index, ids in enumerate(found):
+        if not ids:
+            raise BadRequest(f"input {index} is empty", param=param)
+        if len(ids) > model.max_model_len:
+            raise _too_long(model, index, str(len(ids)), param)
+        if not 0 <= min(ids) <= max(ids) < model.vocab_size:
+            raise BadRequest(
+                f"input {index} has token ids that are not at least 0 and below {model.vocab_size}: they must come from "
+                "this model's own tokenizer; or send texts",
+                param=param,
+            )
+    return [PoolInput(ids) for ids in found]
+
+
+def _too_long(model: ServedModel, index: int, tokens: str, param: str) -> BadRequest:
+    return BadRequest(
+        f"This model's maximum context length is {model.max_model_len} tokens. However, input {index} has {tokens} tokens. "
+        "Please shorten it, or let it be cut with truncate_prompt_tokens=-1.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+Pairs = Sequence[tuple[str, Sequence[str]]]
+"""Texts, each with those it is compared with."""
+
+
+def pairs_of(body: ScoreRequest | RerankRequest) -> Pairs:
+    """What a body wants compared."""
+    if isinstance(body, RerankRequest):
+        return [(body.query, body.documents)]
+    if len(body.text_1) == 1:
+        return [(body.text_1[0], body.text_2)]
+    return [(first, [second]) for first, second in zip(body.text_1, body.text_2, strict=True)]
+
+
+def pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+    """What a cross-encoder computes: one score for each pair.
+
+    Raises: BadRequest.
+    """
+    limit = _limit(body, model)
+    second_limit = body.max_tokens_per_doc if isinstance(body, RerankRequest) else None
+    param = "documents" if isinstance(body, RerankRequest) else "text_2"
+    inputs: list[PoolInput] = []
+    for first, seconds in pairs_of(body):
+        for ids, second_at in model.tokenizer.encode_pairs(first, seconds, limit=limit, second_limit=second_limit):
+            if len(ids) > model.max_model_len:
+                raise _too_long(model, len(inputs), str(len(ids)), param)
+            if not ids:
+                raise BadRequest(f"pair {len(inputs)} is empty", param=param)
+            inputs.append(PoolInput(ids, second_at))
+    return PoolWork(model.base, inputs, 1, tenant=tenant, priority=body.priority or 0)
+
+
+def compared_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+    """What an embedding model computes for the same: the vectors of `text_1`, or the query, then those of the others.
+
+    Raises: BadRequest.
+    """
+    pairs = pairs_of(body)
+    cut = body.truncate_prompt_tokens
+    texts = [first for first, _ in pairs], [second for _, seconds in pairs for second in seconds]
+    inputs: list[PoolInput] = []
+    for side, limit in zip(
+        texts, (None, body.max_tokens_per_doc if isinstance(body, RerankRequest) else None), strict=True
+    ):
+        limits = [each for each in (cut, limit) if each is not None and each > 0]
+        fields = {"input": side, "truncate_prompt_tokens": min(limits, default=cut)}
+        inputs += _inputs(EmbeddingRequest.model_validate(fields), model)
+    return PoolWork(model.base, inputs, model.hidden_size, tenant=tenant, priority=body.priority or 0)

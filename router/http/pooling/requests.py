@@ -1,0 +1,140 @@
+"""Bodies of the calls of pooling models. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from router.http.openai.chat_messages import Message
+from router.http.openai.checks import MAX_INT, bounded, items
+from router.http.openai.shared_fields import MAX_PRIORITY, MAX_REQUEST_ID
+
+MAX_INPUTS = 2048
+"""Texts, documents or pairs of one call; OpenAI's limit for embeddings."""
+MAX_CHAT_MESSAGES = 512
+
+
+class PoolingFields(BaseModel):
+    """Fields that all these calls share."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    user: str | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = 0
+    request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """Cut longer inputs to this many tokens, with special tokens; -1: to what the model takes."""
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _check_truncation(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be -1 or at least 1")
+        return value
+
+
+class _Inputs(PoolingFields):
+    """Texts, token ids, or a conversation."""
+
+    input: list[str] | list[list[int]] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES, fail_fast=True)] | None = None
+    """A conversation, which the chat template turns into one input."""
+    add_special_tokens: bool | None = None
+    """Default: true for texts, false for a conversation."""
+    add_generation_prompt: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end of a text is cut; default: right."""
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    """Keep this many leading dimensions, and normalize again."""
+    normalize: bool | None = None
+    """Scale vectors to length 1; default: as the model is configured."""
+
+    @field_validator("input", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        inputs = [value] if isinstance(value, str) else items(value)
+        if inputs and _are_token_ids(inputs):
+            inputs = [inputs]
+        if value is None:
+            return None
+        bounded(inputs, MAX_INPUTS, "inputs in one request")
+        if inputs is None or not (
+            all(isinstance(each, str) for each in inputs) or all(_are_token_ids(each) for each in inputs)
+        ):
+            raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+        if not inputs or [] in inputs:
+            raise ValueError("must not be empty")
+        return inputs
+
+    @model_validator(mode="after")
+    def _check_source(self) -> _Inputs:
+        if (self.input is None) == (self.messages is None):
+            raise ValueError("give either input or messages")
+        return self
+
+
+def _are_token_ids(value: Any) -> bool:
+    tokens = items(value)
+    return tokens is not None and set(map(type, tokens)) <= {int}
+
+
+class EmbeddingRequest(_Inputs):
+    """Body of `POST /v1/embeddings`."""
+
+
+class PoolingRequest(_Inputs):
+    """Body of `POST /pooling`: one vector per token, unless `task` asks for something else."""
+
+    task: Literal["embed", "token_embed", "classify", "score"] | None = None
+
+
+class Document(BaseModel):
+    """A document of a rerank call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    text: str
+
+
+class RerankRequest(PoolingFields):
+    """Body of `POST /v1/rerank`, in the shape that Cohere and Jina use. `documents` are texts once validated."""
+
+    query: str
+    documents: Annotated[list[str], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """Return only so many, the best ones; 0: all."""
+    return_documents: bool | None = True
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+
+    @field_validator("documents", mode="before", json_schema_input_type=list[str | Document])
+    @classmethod
+    def _as_texts(cls, value: Any) -> Any:
+        documents = items(bounded(value, MAX_INPUTS, "documents in one request"))
+        if documents is None:
+            return value
+        return [each if isinstance(each, str) else Document.model_validate(each).text for each in documents]
+
+
+class ScoreRequest(PoolingFields):
+    """Body of `POST /v1/score`: one text against each of several, or two lists of the same length pair by pair. Both are lists
+    once validated.
+    """
+
+    text_1: Annotated[list[str], Field(min_length=1)]
+    text_2: Annotated[list[str], Field(min_length=1)]
+
+    @field_validator("text_1", "text_2", mode="before", json_schema_input_type=str | list[str])
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else bounded(value, MAX_INPUTS, "texts in one request")
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> ScoreRequest:
+        if len(self.text_1) not in (1, len(self.text_2)):
+            raise ValueError(
+                f"text_1 has {len(self.text_1)} texts and text_2 {len(self.text_2)}: "
+                "text_1 must be one text, or both must have equally many"
+            )
+        return self

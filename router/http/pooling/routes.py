@@ -1,0 +1,142 @@
+"""`/v1/embeddings`, `/v1/rerank`, `/v1/score` and `/pooling`, as OpenAI, Cohere, Jina and vLLM have them.
+
+Runs on the router's event loop; large bodies are tokenized on a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from common.base.errors import BadRequest
+from router.http.json_body import Json
+from router.http.model_choice import model_for
+from router.http.openai.build_request import tenant_of
+from router.http.openai.parse_body import validated
+from router.http.openapi import OF_GENERATION, described
+from router.http.pooling.answer_types import Embeddings, PoolingAnswer, Ranking, Scores
+from router.http.pooling.format import (
+    cosines,
+    head,
+    pair_scores,
+    ranking,
+    shown_scores,
+    shown_vectors,
+    usage,
+)
+from router.http.pooling.inputs import compared_work, embedding_work, pair_work, pairs_of
+from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
+from router.http.pooling.serve import serve_pooled
+from router.http.response_headers import RequestIds
+from router.http.serve import assign_ids, maybe_on_thread, parse_as, with_client_id
+from router.http.services import Services
+from router.model_catalog import ServedModel
+from router.pooling.work import PoolWork
+
+_Endpoint = Callable[[Request], Any]
+
+
+def add_pooling_routes(app: FastAPI, services: Services) -> None:
+    """Add all of them to the application."""
+    _add_vector_routes(app, services)
+    _add_score_routes(app, services)
+
+
+def _add_vector_routes(app: FastAPI, services: Services) -> None:
+    @app.post("/v1/embeddings", openapi_extra=_pools(Embeddings, EmbeddingRequest))
+    async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The vector of each input, like OpenAI's endpoint of the same name."""
+        assign_ids(request, "embd")
+        body, size = await parse_as(request, services, EmbeddingRequest, validated)
+        model = model_for(services.catalog, body.model, "embed")
+        ids, tenant = _caller(request, services, body)
+        work = await maybe_on_thread(size, lambda: embedding_work(body, model, tenant))
+        coded = body.encoding_format == "base64"
+
+        def answer(vectors: list[bytes]) -> Json:
+            shown = shown_vectors(vectors, "embedding", "embedding", as_base64=coded)
+            return {**head(ids.own, model.name, work), "data": shown}
+
+        return await serve_pooled(request, services, ids, model.name, work, answer)
+
+    async def pooling(request: Request) -> Response:
+        """What the model computes for each input, like vLLM's endpoint of the same name: one vector per token, or with `task`
+        a vector per input.
+        """
+        assign_ids(request, "pool")
+        body, size = await parse_as(request, services, PoolingRequest, validated)
+        model = model_for(services.catalog, body.model, "embed")
+        if body.task not in (None, "embed", "token_embed"):
+            raise BadRequest(f"the task {body.task!r} is not one of an embedding model; use /v1/score", param="task")
+        ids, tenant = _caller(request, services, body)
+        per_token = body.task != "embed"
+        work = await maybe_on_thread(size, lambda: embedding_work(body, model, tenant, per_token=per_token))
+        coded, width = body.encoding_format == "base64", work.width if per_token else 0
+
+        def answer(vectors: list[bytes]) -> Json:
+            shown = shown_vectors(vectors, "pooling", "data", as_base64=coded, per_token_width=width)
+            return {**head(ids.own, model.name, work), "data": shown}
+
+        return await serve_pooled(request, services, ids, model.name, work, answer)
+
+    _add(app, pooling, ("/pooling", "/v1/pooling"), _pools(PoolingAnswer, PoolingRequest))
+
+
+def _add_score_routes(app: FastAPI, services: Services) -> None:
+    async def rerank(request: Request) -> Response:
+        """The documents that fit the query best, like the endpoints of Cohere and Jina."""
+        assign_ids(request, "rerank")
+        body, size = await parse_as(request, services, RerankRequest, validated)
+        model = model_for(services.catalog, body.model, "score", "embed")
+        ids, tenant = _caller(request, services, body)
+        work = await maybe_on_thread(size, lambda: _compared(body, model, tenant))
+
+        def answer(vectors: list[bytes]) -> Json:
+            results = ranking(body, _scores(body, model, vectors))
+            return {"id": ids.own, "model": model.name, "results": results, "usage": usage(work)}
+
+        return await serve_pooled(request, services, ids, model.name, work, answer)
+
+    async def score(request: Request) -> Response:
+        """How well pairs of texts fit: by a cross-encoder, or the cosine of their embeddings; like vLLM's endpoint."""
+        assign_ids(request, "score")
+        body, size = await parse_as(request, services, ScoreRequest, validated)
+        model = model_for(services.catalog, body.model, "score", "embed")
+        ids, tenant = _caller(request, services, body)
+        work = await maybe_on_thread(size, lambda: _compared(body, model, tenant))
+
+        def answer(vectors: list[bytes]) -> Json:
+            return {**head(ids.own, model.name, work), "data": shown_scores(_scores(body, model, vectors))}
+
+        return await serve_pooled(request, services, ids, model.name, work, answer)
+
+    _add(app, rerank, ("/v1/rerank", "/rerank", "/v2/rerank"), _pools(Ranking, RerankRequest))
+    _add(app, score, ("/v1/score", "/score"), _pools(Scores, ScoreRequest))
+
+
+def _pools(answer: Any, body: Any) -> dict[str, Any]:
+    return described(answer, body=body, errors=OF_GENERATION)
+
+
+def _add(app: FastAPI, endpoint: _Endpoint, paths: Sequence[str], about: dict[str, Any]) -> None:
+    """The same call at several addresses; the first one is in `/openapi.json`."""
+    for path in paths:
+        app.post(path, openapi_extra=about, include_in_schema=path == paths[0])(endpoint)
+
+
+def _caller(request: Request, services: Services, body: PoolingFields) -> tuple[RequestIds, str]:
+    """The request's ids and its tenant. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
+    tenant = tenant_of(request.scope, body.user, with_keys=bool(services.api_keys))
+    services.dispatcher.check_room(1, tenant)
+    return with_client_id(request, body.request_id), tenant
+
+
+def _compared(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+    return (pair_work if model.task == "score" else compared_work)(body, model, tenant)
+
+
+def _scores(body: ScoreRequest | RerankRequest, model: ServedModel, vectors: list[bytes]) -> list[float]:
+    return pair_scores(vectors) if model.task == "score" else cosines(vectors, pairs_of(body))

@@ -1,0 +1,60 @@
+"""Which fleet a node belongs to: the fleets of nodes that generate, by role, and those of pooling models, by name.
+
+Runs on the router's event loop.
+"""
+
+from __future__ import annotations
+
+from common.control.messages import Role
+from router.nodes.node import Node
+from router.policy import Fleet
+
+
+class Fleets:
+    """The usable nodes as the policies see them. Invariant: a node is in at most one fleet."""
+
+    def __init__(self) -> None:
+        self.by_role: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
+        """Nodes that generate."""
+        self.finishing = Fleet("decode")
+        """Decode nodes that drain and still work: a stream whose node is lost continues here if no other is left."""
+        self.pooling: dict[str, Fleet] = {}
+        """Nodes of pooling models, by the model's name; a fleet stays when its last node is gone."""
+
+    def of(self, node: Node) -> Fleet:
+        """The fleet of this node."""
+        record = node.record
+        if node.pools:
+            return self.pooling.setdefault(record.model.name, Fleet(record.role))
+        return self.finishing if node.incarnation in self.finishing else self.by_role[record.role]
+
+    def sync(self, node: Node) -> None:
+        """Update the node's row. It has one exactly while it is usable, or a draining decode node that works."""
+        fleet, finishes = self.of(node), False
+        if not node.pools:
+            fleet, other = self.by_role[node.record.role], self.finishing
+            finishes = node.works and node.load.draining and node.record.role == "decode"
+            if finishes:
+                fleet, other = other, fleet
+            other.drop(node.incarnation)
+        if not node.usable and not finishes:
+            fleet.drop(node.incarnation)
+            return
+        if node.incarnation not in fleet:
+            record = node.record
+            fleet.add(
+                node.node_id,
+                node.incarnation,
+                kv_kind=node.kv_kind,
+                context=record.model.max_model_len,
+                capacity=record.max_num_seqs,
+                token_bytes=record.layout.spec.bytes_per_token,
+            )
+        legs = node.unreported
+        fleet.reported(
+            node.incarnation,
+            node.load,
+            in_flight=len(legs),
+            in_flight_tokens=sum([leg.tokens for leg in legs]),
+            in_flight_blocks=sum([leg.blocks for leg in legs]),
+        )

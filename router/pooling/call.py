@@ -1,0 +1,82 @@
+"""One client's pooling call: starts its parts and joins their vectors in order. Router process, event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from common.base.errors import BadRequest
+from router.pooling.part import PoolPart
+from router.pooling.work import PoolWork, split
+from router.requests.dispatch import Dispatcher
+from router.requests.story import Story
+
+
+class PoolCall:
+    """All parts of one call. Invariant: after `cancel`, none of them runs."""
+
+    def __init__(self, dispatcher: Dispatcher, request_id: str, client_id: str, work: PoolWork) -> None:
+        """Nothing runs before `run`. Raises: BadRequest if there are more parts than a router's queue takes."""
+        ranges = split(work, len(dispatcher.pools.get(work.model).fleet))
+        if len(ranges) > dispatcher.max_waiting:
+            raise BadRequest(
+                f"the inputs have {work.num_tokens} tokens, which is too much for one request: send fewer in one",
+                param="input",
+            )
+        deadline_s = dispatcher.new_deadline_s()
+        self.parts: list[PoolPart] = []
+        for index, each in enumerate(ranges):
+            part_id = request_id if len(ranges) == 1 else f"{request_id}-{index}"
+            part_work = replace(work, inputs=work.inputs[each.start : each.stop])
+            story = Story(part_id, client_id)
+            story.add("arrived", data={"inputs": len(each), "prompt_tokens": part_work.num_tokens})
+            part = PoolPart(
+                part_id,
+                part_work,
+                lambda: dispatcher.pools.get(work.model),
+                dispatcher.state,
+                max_attempts=dispatcher.max_attempts,
+                deadline_s=deadline_s,
+                on_end=self._on_end,
+                story=story,
+            )
+            self.parts.append(part)
+        self._dispatcher = dispatcher
+        self._tenant = work.tenant
+        self._running = len(self.parts)
+        self._ended = asyncio.Event()
+        """Every part has ended, or one with an error."""
+
+    @property
+    def attempts(self) -> int:
+        """Attempts of the part that needed most."""
+        return max((part.attempt for part in self.parts), default=0)
+
+    async def run(self) -> list[bytes] | None:
+        """The vectors of all inputs, in their order; None if the call was cancelled.
+
+        Raises: the error of the first part that failed; Overloaded, Unavailable if none was started.
+        """
+        self._dispatcher.run_parts(self.parts, self._tenant)
+        if self.parts:
+            await self._ended.wait()
+        vectors: list[bytes] = []
+        cancelled = False
+        for part in self.parts:
+            outcome = part.outcome
+            if outcome is not None and outcome.error is not None:
+                raise outcome.error
+            cancelled |= outcome is None or outcome.vectors is None
+            if outcome is not None and outcome.vectors is not None:
+                vectors += outcome.vectors
+        return None if cancelled else vectors
+
+    def cancel(self) -> None:
+        """End all parts that still run: the client disconnected, or the call has failed."""
+        for part in self.parts:
+            part.cancel()
+
+    def _on_end(self, part: PoolPart) -> None:
+        self._running -= 1
+        if self._running == 0 or (part.outcome is not None and part.outcome.error is not None):
+            self._ended.set()

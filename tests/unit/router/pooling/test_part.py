@@ -1,0 +1,232 @@
+"""Parts on stub nodes: which node gets them, what failures cost, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from support.stub_node import Stack, StubNode, running_stack
+from support.stub_pooling import pooled
+
+from common.base.errors import DeadlineExceeded, EngineError, KvRelayError, Overloaded, Unavailable
+from common.config.service_configs import RouterConfig
+from common.control.pooling import PoolInput, PoolRequest
+from router.policy import Fleet
+from router.pooling.call import PoolCall
+from router.pooling.part import pick
+from router.pooling.work import PoolWork
+
+WIDTH = 8
+
+
+def play(
+    model_folder: Path,
+    scene: Callable[[Stack, list[StubNode]], Awaitable[None]],
+    *,
+    count: int = 2,
+    max_num_seqs: int = 64,
+    **config: object,
+) -> None:
+    """Run `scene` with a router and nodes of one embedding model; then check that all counters are at zero."""
+
+    async def main() -> None:
+        nodes = [
+            StubNode("prefill", f"e{i}", str(model_folder), task="embed", hidden_size=WIDTH, max_num_seqs=max_num_seqs)
+            for i in range(count)
+        ]
+        settings = RouterConfig(**{"lease_s": 1.0, **config})  # type: ignore[arg-type]
+        async with running_stack(settings, *nodes) as stack:
+            await scene(stack, nodes)
+            await stack.settled()
+            router = stack.router.dispatcher
+            assert not router.pools.queued
+            assert not [each for each in router.stories.recent(100) if each["outcome"] == "running"]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def work(count: int = 3, length: int = 5) -> PoolWork:
+    inputs = [PoolInput([(7 * index + place) % 300 for place in range(length)]) for index in range(count)]
+    return PoolWork("stub-model", inputs, WIDTH)
+
+
+def expected(wanted: PoolWork) -> list[bytes]:
+    return pooled(PoolRequest(None, list(wanted.inputs)), "embed", WIDTH)  # type: ignore[arg-type]
+
+
+async def run(stack: Stack, wanted: PoolWork, name: str = "call") -> list[bytes] | None:
+    return await PoolCall(stack.router.dispatcher, name, "", wanted).run()
+
+
+async def failure(stack: Stack, wanted: PoolWork) -> KvRelayError:
+    with pytest.raises(KvRelayError) as caught:
+        await run(stack, wanted, "failing")
+    return caught.value
+
+
+def test_a_killed_node_in_the_middle_of_1000_inputs_costs_no_answer(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        first, second = nodes
+        first.gate.clear()  # it takes parts and answers none
+        wanted = work(1000, 9)
+        call = asyncio.create_task(run(stack, wanted))
+        await first.until(lambda: any(isinstance(each, PoolRequest) for each in first.received))
+        await first.close()
+        assert await call == expected(wanted)
+        stack.list_nodes(second)
+        assert {"node_lost", "retry"} <= {event["event"] for each in stories(stack) for event in each["events"]}
+
+    play(model_folder, scene)
+
+
+def stories(stack: Stack) -> list[dict]:  # type: ignore[type-arg]
+    return stack.router.dispatcher.stories.get("call")["choices"]  # type: ignore[index]
+
+
+def test_parts_go_to_all_nodes_and_come_back_in_order(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        wanted = work(600, 20)
+        assert await run(stack, wanted) == expected(wanted)
+        for node in nodes:
+            assert any(isinstance(each, PoolRequest) for each in node.received)
+
+    play(model_folder, scene, count=3)
+
+
+def test_a_part_that_failed_goes_to_another_node_at_once(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        nodes[0].fail_with = ("engine_error", "scripted")
+        for number in range(4):
+            assert await run(stack, work(), f"call{number}") == expected(work())
+
+    play(model_folder, scene)
+
+
+def test_a_part_fails_after_as_many_attempts_as_configured(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        for node in nodes:
+            node.fail_with = ("engine_error", "scripted")
+        error = await failure(stack, work())
+        assert isinstance(error, EngineError)
+        assert error.message == "scripted (after 2 attempts)"
+
+    play(model_folder, scene, max_attempts=2)
+
+
+def test_an_error_that_any_node_would_give_is_not_retried(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        for node in nodes:
+            node.fail_with = ("invalid_request", "scripted")
+        assert (await failure(stack, work())).http_status == 400
+        assert sum(isinstance(each, PoolRequest) for node in nodes for each in node.received) == 1
+
+    play(model_folder, scene)
+
+
+def test_a_node_that_answers_with_too_few_vectors_counts_as_failed(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        nodes[0].hidden_size = WIDTH - 1
+        for number in range(3):
+            assert await run(stack, work(), f"call{number}") == expected(work())
+
+    play(model_folder, scene)
+
+
+def test_without_a_node_a_new_call_is_refused_and_one_that_was_admitted_waits(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        (node,) = nodes
+        node.gate.clear()
+        call = asyncio.create_task(run(stack, work()))
+        await node.until(lambda: bool(node.pooling))
+        await node.close()
+        fresh = StubNode("prefill", "e9", node.model_path, task="embed", hidden_size=WIDTH)
+        stack.list_nodes()
+        error = await failure(stack, work())
+        assert isinstance(error, Unavailable)
+        assert error.message == "no node of stub-model is available now; try again"
+        stack.list_nodes(fresh)
+        assert await call == expected(work())
+
+    play(model_folder, scene, count=1)
+
+
+def test_a_client_that_leaves_aborts_all_parts_at_their_nodes(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        for node in nodes:
+            node.gate.clear()
+        call = PoolCall(stack.router.dispatcher, "call", "", work(600, 20))
+        task = asyncio.create_task(call.run())
+        await nodes[0].until(lambda: bool(nodes[0].pooling))
+        call.cancel()
+        assert await task is None
+        sent = [each.key for node in nodes for each in node.received if isinstance(each, PoolRequest)]
+        await nodes[0].until(lambda: {*nodes[0].aborts(), *nodes[1].aborts()} == set(sent))
+
+    play(model_folder, scene)
+
+
+def test_parts_wait_in_the_admission_queue_and_tenants_take_turns(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        (node,) = nodes
+        node.gate.clear()
+        long = PoolWork("stub-model", work(1000, 9).inputs, WIDTH, tenant="long")
+        short = PoolWork("stub-model", work(3).inputs, WIDTH, tenant="short")
+        ended: list[str] = []
+
+        async def noted(name: str, wanted: PoolWork) -> None:
+            assert await run(stack, wanted, name) == expected(wanted)
+            ended.append(name)
+
+        first = asyncio.create_task(noted("long", long))
+        await node.until(lambda: bool(node.pooling))
+        assert stack.router.dispatcher.pools.queued
+        second = asyncio.create_task(noted("short", short))
+        await asyncio.sleep(0)
+        node.gate.set()
+        await asyncio.gather(first, second)
+        assert ended == ["short", "long"]
+
+    play(model_folder, scene, count=1, max_num_seqs=1)
+
+
+def test_a_call_ends_at_its_deadline_and_with_the_router(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        for node in nodes:
+            node.gate.clear()
+        assert isinstance(await failure(stack, work()), DeadlineExceeded)
+        call = asyncio.create_task(failure(stack, work()))
+        await asyncio.sleep(0)
+        stack.router.dispatcher.fail_all(Unavailable("the router is shutting down"))
+        assert isinstance(await call, Unavailable)
+
+    play(model_folder, scene, request_timeout_s=0.05)
+
+
+def test_a_call_of_more_parts_than_may_wait_is_refused(model_folder: Path) -> None:
+    async def scene(stack: Stack, nodes: list[StubNode]) -> None:
+        assert "too much for one request" in (await failure(stack, work(400))).message
+        nodes[0].gate.clear()
+        running = [asyncio.create_task(run(stack, work(), f"call{number}")) for number in range(4)]
+        await nodes[0].until(lambda: bool(nodes[0].pooling))
+        assert isinstance(await failure(stack, work(200)), Overloaded)
+        nodes[0].gate.set()
+        assert await asyncio.gather(*running) == [expected(work())] * 4
+
+    play(model_folder, scene, count=1, max_waiting=3, max_num_seqs=1)
+
+
+def test_the_node_with_the_least_work_is_picked_of_those_that_take_the_input() -> None:
+    fleet = Fleet("prefill")
+    fleet.add("a", "ia", context=100)
+    fleet.add("b", "ib", context=500)
+    fleet.add("c", "ic", context=500)
+    fleet.update("ib", queued_tokens=900)
+    assert pick(fleet, 200, frozenset()) == "ic"
+    assert pick(fleet, 200, {"ic"}) == "ib"
+    assert pick(fleet, 200, {"ib", "ic"}) == "ic"
+    fleet.update("ia", queued_tokens=100)
+    fleet.update("ic", queued_tokens=300)
+    assert pick(fleet, 50, frozenset()) == "ia"
+    assert pick(fleet, 501, frozenset()) is None
