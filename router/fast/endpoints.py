@@ -1,4 +1,4 @@
-"""Calls the two completion endpoints directly, without FastAPI's routing and middleware; all other paths use FastAPI.
+"""Calls the endpoints of completions and embeddings directly, without FastAPI's routing and middleware; all other paths use FastAPI.
 
 Router process, event loop.
 """
@@ -19,7 +19,7 @@ from common.base.errors import KvRelayError
 
 log = logging.getLogger(__name__)
 
-HOT_PATHS = ("/v1/chat/completions", "/v1/completions")
+HOT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 Endpoint = Callable[[Request], Awaitable[Response]]
 OnError = Callable[[Request, Exception], Awaitable[Response]]
 

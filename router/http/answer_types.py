@@ -139,11 +139,12 @@ class Prompt(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether requests can be served. `prefill` and `decode`: usable nodes. `redis`: ok, or what is wrong with it."""
+    """Whether requests can be served. `prefill`, `decode` and `pooling`: usable nodes. `redis`: ok, or what is wrong with it."""
 
     status: Literal["ok", "degraded", "unavailable"]
     prefill: int
     decode: int
+    pooling: int
     prefill_mode: str
     degraded: bool
     redis: str

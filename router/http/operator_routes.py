@@ -63,7 +63,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
     nodes = services.dispatcher.nodes
 
     def is_ready() -> bool:
-        return bool(nodes.usable("decode")) and services.catalog.model is not None
+        return (bool(nodes.usable("decode")) or nodes.num_pooling > 0) and services.catalog.model is not None
 
     @app.get("/health", openapi_extra=described(Health, also=(503,)))
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -75,6 +75,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
             "status": ("degraded" if degraded else "ok") if ready else "unavailable",
             "prefill": prefill,
             "decode": decode,
+            "pooling": nodes.num_pooling,
             "prefill_mode": "relayed" if prefill else "local: no prefill node, decode nodes compute prompts themselves",
             "degraded": bool(degraded),
             "redis": degraded or "ok",
@@ -101,7 +102,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
     async def server_info() -> Response:  # pyright: ignore[reportUnusedFunction]
         """What this router serves and how it is set up."""
         cards = [_model_card(model) for model in services.catalog.models]
-        counts = {"prefill": len(nodes.usable("prefill")), "decode": len(nodes.usable("decode"))}
+        counts = {role: len(nodes.usable(role)) for role in ("prefill", "decode")} | {"pooling": nodes.num_pooling}
         return JsonResponse({"version": version(), "models": cards, "nodes": counts, "settings": services.settings})
 
 

@@ -185,6 +185,11 @@ class NodeTable:
         """Nodes of this role that may get new requests to generate. Only `tick` checks for silence."""
         return [node for node in self._nodes.values() if node.record.role == role and node.usable and not node.pools]
 
+    @property
+    def num_pooling(self) -> int:
+        """Number of usable nodes of pooling models."""
+        return sum(len(fleet) for fleet in self.pooling.values())
+
     def known(self) -> Iterable[Node]:
         """Every node, usable or not."""
         return self._nodes.values()

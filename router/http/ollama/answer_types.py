@@ -29,3 +29,19 @@ class OllamaModels(TypedDict):
     """The served model, under each of its names."""
 
     models: list[dict[str, Any]]
+
+
+class OllamaEmbeddings(TypedDict):
+    """Answer of `POST /api/embed`; durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(TypedDict):
+    """Answer of `POST /api/embeddings`."""
+
+    embedding: list[float]

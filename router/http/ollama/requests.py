@@ -41,17 +41,20 @@ class Options(_Body):
         return {_NAMES.get(name, name): value for name, value in given.items()}
 
 
-class _Call(_Body):
+class _Named(_Body):
     model: Annotated[str, Field(max_length=1024)] | None = None
-    stream: bool | None = True
-    options: Options | None = None
-    format: Literal["json", ""] | dict[str, Any] | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
 
     @field_validator("model")
     @classmethod
     def _without_tag(cls, value: str | None) -> str | None:
         return None if value is None else value.removesuffix(":latest")
+
+
+class _Call(_Named):
+    stream: bool | None = True
+    options: Options | None = None
+    format: Literal["json", ""] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
 
     def shared(self) -> Json:
         """The fields that every call has."""
@@ -130,3 +133,26 @@ class GenerateRequest(_Call):
     def completion_request(self) -> Json:
         """The body of the completion call that means the same."""
         return {"max_tokens": None, **self.shared(), "prompt": self.prompt}
+
+
+class EmbedRequest(_Named):
+    """Body of `POST /api/embed`. `truncate`: cut what is longer than the model takes."""
+
+    input: str | list[str]
+    truncate: bool | None = True
+    dimensions: int | None = None
+
+    def embedding_request(self) -> Json:
+        """The body of `/v1/embeddings` that means the same."""
+        cut = {} if self.truncate is False else {"truncate_prompt_tokens": -1}
+        return {"model": self.model, "input": self.input, "dimensions": self.dimensions, **cut}
+
+
+class OllamaEmbeddingsRequest(_Named):
+    """Body of `POST /api/embeddings`, the older call."""
+
+    prompt: str
+
+    def embedding_request(self) -> Json:
+        """The body of `/v1/embeddings` that means the same; vectors are not normalized."""
+        return {"model": self.model, "input": self.prompt, "normalize": False, "truncate_prompt_tokens": -1}

@@ -1,4 +1,4 @@
-"""ollama's `/api/chat`, `/api/generate` and `/api/tags`. Runs on the router's event loop."""
+"""ollama's `/api/chat`, `/api/generate` and `/api/tags`, and its embeddings. Runs on the router's event loop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.responses import Response
 from router.http.error_shapes import OllamaError
 from router.http.model_choice import model_for
 from router.http.ollama.answer_types import OllamaAnswer, OllamaModels
+from router.http.ollama.embeddings import add_ollama_embedding_routes
 from router.http.ollama.ollama_format import OllamaFormat
 from router.http.ollama.requests import GenerateRequest, OllamaChatRequest
 from router.http.openai.build_request import caller_of, completion_generation
@@ -28,6 +29,7 @@ _LINES = "application/x-ndjson"
 
 def add_ollama_routes(app: FastAPI, services: Services) -> None:
     """Add all of them to the application."""
+    add_ollama_embedding_routes(app, services)
 
     @app.post("/api/chat", openapi_extra=_generates(OllamaChatRequest))
     async def ollama_chat(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]

@@ -92,19 +92,3 @@ class Ranking(TypedDict):
     model: str
     results: list[Ranked]
     usage: PoolingUsage
-
-
-class OllamaEmbeddings(TypedDict):
-    """Answer of `POST /api/embed`; durations in nanoseconds."""
-
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-
-
-class OllamaEmbedding(TypedDict):
-    """Answer of `POST /api/embeddings`."""
-
-    embedding: list[float]

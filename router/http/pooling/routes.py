@@ -14,7 +14,6 @@ from starlette.responses import Response
 from common.base.errors import BadRequest
 from router.http.json_body import Json
 from router.http.model_choice import model_for
-from router.http.openai.build_request import tenant_of
 from router.http.openai.parse_body import validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.pooling.answer_types import Embeddings, PoolingAnswer, Ranking, Scores
@@ -27,11 +26,10 @@ from router.http.pooling.format import (
     shown_vectors,
     usage,
 )
-from router.http.pooling.inputs import compared_work, embedding_work, pair_work, pairs_of
-from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
-from router.http.pooling.serve import serve_pooled
-from router.http.response_headers import RequestIds
-from router.http.serve import assign_ids, maybe_on_thread, parse_as, with_client_id
+from router.http.pooling.inputs import compared_work, pair_work, pairs_of
+from router.http.pooling.requests import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from router.http.pooling.serve import EmbeddedInputs, admitted_caller, serve_embeddings, serve_pooled
+from router.http.serve import assign_ids, maybe_on_thread, parse_as
 from router.http.services import Services
 from router.model_catalog import ServedModel
 from router.pooling.work import PoolWork
@@ -51,16 +49,13 @@ def _add_vector_routes(app: FastAPI, services: Services) -> None:
         """The vector of each input, like OpenAI's endpoint of the same name."""
         assign_ids(request, "embd")
         body, size = await parse_as(request, services, EmbeddingRequest, validated)
-        model = model_for(services.catalog, body.model, "embed")
-        ids, tenant = _caller(request, services, body)
-        work = await maybe_on_thread(size, lambda: embedding_work(body, model, tenant))
         coded = body.encoding_format == "base64"
 
-        def answer(vectors: list[bytes]) -> Json:
-            shown = shown_vectors(vectors, "embedding", "embedding", as_base64=coded)
-            return {**head(ids.own, model.name, work), "data": shown}
+        def answer(found: EmbeddedInputs) -> Json:
+            shown = shown_vectors(found.vectors, "embedding", "embedding", as_base64=coded)
+            return {**head(found.ids.own, found.model.name, found.work), "data": shown}
 
-        return await serve_pooled(request, services, ids, model.name, work, answer)
+        return await serve_embeddings(request, services, body, size, answer)
 
     async def pooling(request: Request) -> Response:
         """What the model computes for each input, like vLLM's endpoint of the same name: one vector per token, or with `task`
@@ -68,19 +63,16 @@ def _add_vector_routes(app: FastAPI, services: Services) -> None:
         """
         assign_ids(request, "pool")
         body, size = await parse_as(request, services, PoolingRequest, validated)
-        model = model_for(services.catalog, body.model, "embed")
-        if body.task not in (None, "embed", "token_embed"):
-            raise BadRequest(f"the task {body.task!r} is not one of an embedding model; use /v1/score", param="task")
-        ids, tenant = _caller(request, services, body)
-        per_token = body.task != "embed"
-        work = await maybe_on_thread(size, lambda: embedding_work(body, model, tenant, per_token=per_token))
-        coded, width = body.encoding_format == "base64", work.width if per_token else 0
+        if body.task in ("classify", "score"):
+            raise BadRequest(f"the task {body.task!r} is not one of this call; use /v1/score", param="task")
+        coded, per_token = body.encoding_format == "base64", body.task != "embed"
 
-        def answer(vectors: list[bytes]) -> Json:
-            shown = shown_vectors(vectors, "pooling", "data", as_base64=coded, per_token_width=width)
-            return {**head(ids.own, model.name, work), "data": shown}
+        def answer(found: EmbeddedInputs) -> Json:
+            width = found.work.width if per_token else 0
+            shown = shown_vectors(found.vectors, "pooling", "data", as_base64=coded, per_token_width=width)
+            return {**head(found.ids.own, found.model.name, found.work), "data": shown}
 
-        return await serve_pooled(request, services, ids, model.name, work, answer)
+        return await serve_embeddings(request, services, body, size, answer, per_token=per_token)
 
     _add(app, pooling, ("/pooling", "/v1/pooling"), _pools(PoolingAnswer, PoolingRequest))
 
@@ -91,27 +83,27 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, "rerank")
         body, size = await parse_as(request, services, RerankRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
-        ids, tenant = _caller(request, services, body)
+        ids, tenant = admitted_caller(request, services, body)
         work = await maybe_on_thread(size, lambda: _compared(body, model, tenant))
 
         def answer(vectors: list[bytes]) -> Json:
             results = ranking(body, _scores(body, model, vectors))
             return {"id": ids.own, "model": model.name, "results": results, "usage": usage(work)}
 
-        return await serve_pooled(request, services, ids, model.name, work, answer)
+        return await serve_pooled(request, services, model.name, work, answer)
 
     async def score(request: Request) -> Response:
         """How well pairs of texts fit: by a cross-encoder, or the cosine of their embeddings; like vLLM's endpoint."""
         assign_ids(request, "score")
         body, size = await parse_as(request, services, ScoreRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
-        ids, tenant = _caller(request, services, body)
+        ids, tenant = admitted_caller(request, services, body)
         work = await maybe_on_thread(size, lambda: _compared(body, model, tenant))
 
         def answer(vectors: list[bytes]) -> Json:
             return {**head(ids.own, model.name, work), "data": shown_scores(_scores(body, model, vectors))}
 
-        return await serve_pooled(request, services, ids, model.name, work, answer)
+        return await serve_pooled(request, services, model.name, work, answer)
 
     _add(app, rerank, ("/v1/rerank", "/rerank", "/v2/rerank"), _pools(Ranking, RerankRequest))
     _add(app, score, ("/v1/score", "/score"), _pools(Scores, ScoreRequest))
@@ -125,13 +117,6 @@ def _add(app: FastAPI, endpoint: _Endpoint, paths: Sequence[str], about: dict[st
     """The same call at several addresses; the first one is in `/openapi.json`."""
     for path in paths:
         app.post(path, openapi_extra=about, include_in_schema=path == paths[0])(endpoint)
-
-
-def _caller(request: Request, services: Services, body: PoolingFields) -> tuple[RequestIds, str]:
-    """The request's ids and its tenant. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
-    tenant = tenant_of(request.scope, body.user, with_keys=bool(services.api_keys))
-    services.dispatcher.check_room(1, tenant)
-    return with_client_id(request, body.request_id), tenant
 
 
 def _compared(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:

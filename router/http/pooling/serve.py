@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 from fastapi import Request
 from starlette.responses import Response
 
 from common.base.errors import KvRelayError
 from router.http.disconnect import cancel_on_disconnect
-from router.http.json_body import to_json
+from router.http.json_body import Json, to_json
+from router.http.model_choice import model_for
+from router.http.openai.build_request import tenant_of
+from router.http.pooling.inputs import embedding_work
+from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest
 from router.http.response_headers import RawHeaders, RequestIds
 from router.http.responses import JsonResponse, error_response
-from router.http.serve import warnings_of
+from router.http.serve import maybe_on_thread, warnings_of, with_client_id
 from router.http.services import Services
+from router.model_catalog import ServedModel
 from router.pooling.call import PoolCall
 from router.pooling.work import PoolWork
 
@@ -24,16 +29,49 @@ _FEW_VALUES = 65_536
 """Answers with more values are made on a thread."""
 
 
+class EmbeddedInputs(NamedTuple):
+    """What an answer of embeddings is made from."""
+
+    ids: RequestIds
+    model: ServedModel
+    work: PoolWork
+    vectors: list[bytes]
+
+
+async def serve_embeddings(
+    request: Request,
+    services: Services,
+    body: EmbeddingRequest | PoolingRequest,
+    size: int,
+    answer: Callable[[EmbeddedInputs], Json],
+    *,
+    per_token: bool = False,
+) -> Response:
+    """Embed the inputs of a body of `size` bytes, and answer with `answer(...)`."""
+    model = model_for(services.catalog, body.model, "embed")
+    ids, tenant = admitted_caller(request, services, body)
+    work = await maybe_on_thread(size, lambda: embedding_work(body, model, tenant, per_token=per_token))
+    return await serve_pooled(
+        request, services, model.name, work, lambda vectors: answer(EmbeddedInputs(ids, model, work, vectors))
+    )
+
+
+def admitted_caller(request: Request, services: Services, body: PoolingFields) -> tuple[RequestIds, str]:
+    """The request's ids and its tenant. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
+    tenant = tenant_of(request.scope, body.user, with_keys=bool(services.api_keys))
+    services.dispatcher.check_room(1, tenant)
+    return with_client_id(request, body.request_id), tenant
+
+
 async def serve_pooled(
     request: Request,
     services: Services,
-    ids: RequestIds,
     model: str,
     work: PoolWork,
-    answer: Callable[[list[bytes]], Any],
+    answer: Callable[[list[bytes]], Json],
 ) -> Response:
     """Compute the vectors of `work`, and answer with `answer(vectors)`. `model`: name in metrics."""
-    began_s = time.perf_counter()
+    began_s, ids = time.perf_counter(), with_client_id(request, None)
     call = PoolCall(services.dispatcher, ids.own, ids.client, work)
     watching = asyncio.create_task(cancel_on_disconnect(request.receive, call.cancel))
     try:

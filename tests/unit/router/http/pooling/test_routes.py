@@ -268,6 +268,16 @@ def test_headers_tell_the_attempt_the_parts_and_what_was_ignored(folder: Path) -
     play(folder, scene)
 
 
+def test_a_router_whose_only_nodes_pool_is_ready(folder: Path) -> None:
+    async def scene(client: Client) -> None:
+        health = (await client.http.get("/health")).json()
+        assert (health["status"], health["prefill"], health["decode"], health["pooling"]) == ("ok", 0, 0, 1)
+        assert (await client.http.get("/ready")).json() == {"ready": True}
+        assert [model["id"] for model in (await client.http.get("/v1/models")).json()["data"]] == [MODEL]
+
+    play(folder, scene)
+
+
 def test_a_failure_at_the_nodes_keeps_its_status(folder: Path) -> None:
     async def scene(client: Client) -> None:
         client.node.fail_with = ("engine_error", "scripted")
@@ -286,5 +296,22 @@ def test_a_client_that_disconnects_frees_the_nodes(folder: Path) -> None:
         asked.cancel()
         await client.node.until(lambda: bool(client.node.aborts()))
         client.node.gate.set()
+
+    play(folder, scene)
+
+
+def test_ollamas_calls_embed_and_cut_what_is_too_long(folder: Path) -> None:
+    async def scene(client: Client) -> None:
+        ids = encoded(folder, "the fox")
+        answer = await client.post("/api/embed", model=f"{MODEL}:latest", input="the fox", keep_alive="5m", options={})
+        np.testing.assert_allclose(answer["embeddings"], vectors(ids))
+        assert answer["prompt_eval_count"] == len(ids)
+        answer = await client.post("/api/embed", input=["a", "fox " * 600], dimensions=2)
+        assert [len(each) for each in answer["embeddings"]] == [2, 2]
+        older = await client.post("/api/embeddings", model=MODEL, prompt="the fox")
+        np.testing.assert_allclose(older["embedding"], vectors(ids, normalize=False)[0])
+        refused = await client.http.post("/api/embed", json={"input": "fox " * 600, "truncate": False})
+        assert refused.status_code == 400
+        assert "maximum context length" in refused.json()["error"]
 
     play(folder, scene)
