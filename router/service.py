@@ -15,7 +15,7 @@ from common.control.admin_server import AdminServer
 from router.admin import RouterAdmin
 from router.fast import gc_policy
 from router.http.response_store import ResponseStore
-from router.http.server import bind, http_server
+from router.http.server import bind, check_certificate, http_server
 from router.router import Router
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ async def serve(config: RouterConfig) -> None:
 
     Raises: ConfigError with one sentence when the configuration cannot work.
     """
+    check_certificate(config)
     sock = bind(config.host, config.port)
     try:
         router = Router(config)
@@ -47,7 +48,7 @@ async def serve(config: RouterConfig) -> None:
     responses = ResponseStore(config.redis_url, config.cluster, most) if most else None
     server = http_server(router, config, directory, responses)
     host, port = sock.getsockname()[:2]
-    log.info("listening on http://%s:%d", host, port)
+    log.info("listening on %s://%s:%d", "https" if config.ssl_certfile else "http", host, port)
     if admin is not None:
         admin.start(RouterAdmin(router, config, directory).routes())
         log.info("admin at %s", admin.url)

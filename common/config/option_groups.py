@@ -37,6 +37,12 @@ class HttpOptions(ListenOptions):
     """Where the HTTP API listens."""
 
     port: int = port_option(8000, "Port of the HTTP API.", "Network")
+    ssl_certfile: str | None = option(
+        None, "File with the certificate that clients see, in PEM: the HTTP API is then HTTPS.", "Network"
+    )
+    ssl_keyfile: str | None = option(
+        None, "File with the private key of --ssl-certfile; by default the same file.", "Network"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

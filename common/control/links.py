@@ -27,7 +27,7 @@ from common.control.codec import check, decode, encode, join, split
 from common.control.frames import QUEUE_BYTES, FrameConnection
 from common.control.messages import Message
 from common.security.names import host_of
-from common.security.tls import Identity as TlsIdentity
+from common.security.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Server:
     """The control socket of a node's leader.
 
     `on_message(identity, message)` runs on the loop for every well-formed message; malformed ones are logged and
-    dropped. With `identity`, only routers and nodes that show a certificate of the same authority are heard.
+    dropped. With `credentials`, only routers and nodes that show a certificate of the same authority are heard.
 
     Raises: ConfigError if `host`:`port` cannot be bound. Port 0 picks a free one.
     """
@@ -62,7 +62,7 @@ class Server:
         host: str,
         port: int,
         on_message: Callable[[Identity, Message], None],
-        identity: TlsIdentity | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._on_message = on_message
         self._connections: dict[Identity, FrameConnection] = {}
@@ -74,7 +74,7 @@ class Server:
         address, port = listener.getsockname()[:2]
         self.address: str = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
         loop = asyncio.get_running_loop()
-        secured = None if identity is None else identity.for_server()
+        secured = None if credentials is None else credentials.for_server()
         self._listening = loop.create_task(loop.create_server(self._accept, sock=listener, ssl=secured))
 
     def send(self, identity: Identity, message: Message) -> None:
@@ -135,7 +135,7 @@ class Server:
 class Link:
     """A connection to one incarnation's `Server`.
 
-    With `identity`, the other end must be a node with a certificate of the same authority.
+    With `credentials`, the other end must be a node with a certificate of the same authority.
 
     `on_message(message)` runs on the loop for every well-formed message, `on_lost(reason)` at most once, and neither
     after `close`. The link is also lost if it is not connected after `connect_timeout_s`; None: it tries without limit.
@@ -150,10 +150,10 @@ class Link:
         on_lost: Callable[[str], None],
         *,
         connect_timeout_s: float | None = None,
-        identity: TlsIdentity | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.address = address
-        self._identity = identity
+        self._credentials = credentials
         self._problem = ""
         """Why the last attempt to connect failed, where TLS knows."""
         self._on_message = on_message
@@ -209,8 +209,8 @@ class Link:
     async def _connect(self, host: str, port: int) -> None:
         while self._connection is None:
             secured: dict[str, Any] = {}
-            if self._identity is not None:
-                secured = {"ssl": self._identity.for_client(), "server_hostname": host_of("node")}
+            if self._credentials is not None:
+                secured = {"ssl": self._credentials.for_client(), "server_hostname": host_of("node")}
             # TimeoutError is an OSError; UnicodeError: not a valid host name
             with contextlib.suppress(OSError, UnicodeError):
                 try:

@@ -18,7 +18,7 @@ import urllib.request
 from common.base.errors import KvRelayError
 from common.control.links import Link
 from common.control.messages import Message, Ping, Pong
-from common.security.tls import open_identity
+from common.security.tls import open_credentials
 
 TIMEOUT_S = 4.0
 MAX_STEP_AGE_S = 60.0
@@ -39,7 +39,7 @@ async def node_complaint(
         if isinstance(message, Pong):
             settle(message)
 
-    link = Link(address, on_message, settle, identity=open_identity(os.environ.get("KVRELAY_TLS_DIR")))
+    link = Link(address, on_message, settle, credentials=open_credentials(os.environ.get("KVRELAY_TLS_DIR")))
     try:
         link.send(Ping("probe", lease_s=0.0))
         async with asyncio.timeout(timeout_s):

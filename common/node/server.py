@@ -31,7 +31,7 @@ from common.kv.journal import BlockJournal
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
-from common.security.tls import open_identity
+from common.security.tls import open_credentials
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class NodeServer:
 
     def __init__(self, config: NodeConfig, node_id: str) -> None:
         self.config = config
-        self._tls = open_identity(config.tls_dir)
+        self._tls = open_credentials(config.tls_dir)
         self.me = PeerRef(node_id, incarnation=secrets.token_hex(8), control_address="", data_addresses=[])
         self.send_buffer = SendBuffer(self._deliver_from_engine)
         self._loop = asyncio.get_running_loop()
@@ -240,7 +240,7 @@ class NodeServer:
                     on_message=lambda answer: self._on_peer_message(peer.incarnation, answer),
                     on_lost=lambda reason: self._link_lost(peer, reason),
                     connect_timeout_s=SILENCE_S,
-                    identity=self._tls,
+                    credentials=self._tls,
                 )
             except Unavailable as error:
                 self.post(PeerGone(peer.incarnation, str(error)))

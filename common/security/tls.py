@@ -19,7 +19,7 @@ from common.security.names import CA, CERTIFICATE, KEY, REVOKED, host_of
 log = logging.getLogger(__name__)
 
 
-class Identity:
+class Credentials:
     """This service's certificate, and what it needs to check those of others."""
 
     def __init__(self, folder: str) -> None:
@@ -85,9 +85,9 @@ class Identity:
         return [(status.st_mtime_ns, status.st_ino) for status in found]
 
 
-def open_identity(folder: str | None) -> Identity | None:
-    """The identity in `folder`, as of `--tls-dir`; None without one. Raises: as `Identity`."""
-    return None if folder is None else Identity(folder)
+def open_credentials(folder: str | None) -> Credentials | None:
+    """Those in `folder`, as of `--tls-dir`; None without one. Raises: as `Credentials`."""
+    return None if folder is None else Credentials(folder)
 
 
 def shows_role(connection: ssl.SSLObject | ssl.SSLSocket, roles: Sequence[str]) -> bool:

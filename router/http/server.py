@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -64,6 +65,18 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def check_certificate(config: RouterConfig) -> None:
+    """Raises: ConfigError if the files for HTTPS cannot be used."""
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"--ssl-certfile {config.ssl_certfile} cannot be used: {error}") from error
+
+
 def _most_connections() -> int:
     files = allow_files(_MAX_CONNECTIONS + _OTHER_FILES)
     return min(_MAX_CONNECTIONS, max(files - _OTHER_FILES, files // 2))
@@ -115,6 +128,8 @@ def http_server(
         access_log=False,
         server_header=False,
         backlog=1024,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
         limit_concurrency=_most_connections(),
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=int(_GRACE_S),

@@ -18,7 +18,7 @@ from common.config.service_configs import RouterConfig
 from common.control.links import Link
 from common.control.messages import AttemptFailed, Message, NodeRecord, TokenBatch
 from common.control.pooling import PoolResult
-from common.security.tls import open_identity
+from common.security.tls import open_credentials
 from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
 from router.nodes.breaker import Breakers
@@ -97,7 +97,7 @@ class Dispatcher:
             on_usable=self._on_usable,
             on_load=self._on_load,
             clock=clock,
-            open_link=partial(Link, identity=open_identity(config.tls_dir)),
+            open_link=partial(Link, credentials=open_credentials(config.tls_dir)),
         )
         self.admission_queue = AdmissionQueue(
             self.nodes.fleets,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
+from support.certificates import made
 from support.stub_node import StubNode, make_model_folder
 from tokenizers import Tokenizer
 
 from common.cluster.membership import Registrar
 from common.cluster.redis_server import RedisServer
 from common.config.service_configs import RouterConfig
+from common.security.tls import Credentials
 from router.service import serve
 
 
@@ -27,18 +31,28 @@ async def _healthy(http: httpx.AsyncClient, decode: int) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "TLS"])
 def test_nodes_are_found_in_redis_and_open_streams_are_told_of_the_end(
-    tmp_path: Path, redis_server: RedisServer, cluster: str, free_port: int
+    tmp_path: Path, redis_server: RedisServer, cluster: str, free_port: int, secured: bool
 ) -> None:
     folder = make_model_folder(tmp_path / "stub-model")
 
     async def main() -> None:
-        config = RouterConfig(port=free_port, redis_url=redis_server.url, cluster=cluster, lease_s=1.0)
-        decode = StubNode("decode", "d0", str(folder))
+        keys = made()
+        files: dict[str, Any] = {
+            "tls_dir": str(keys / "router"),
+            "ssl_certfile": str(keys / "router" / "cert.pem"),
+            "ssl_keyfile": str(keys / "router" / "key.pem"),
+        }
+        config = RouterConfig(
+            port=free_port, redis_url=redis_server.url, cluster=cluster, lease_s=1.0, **(files if secured else {})
+        )
+        decode = StubNode("decode", "d0", str(folder), credentials=Credentials(str(keys / "node")) if secured else None)
         registrar = Registrar(redis_server.url, cluster, decode.record, lease_s=1.0)
         renewal = asyncio.create_task(registrar.run())
         service = asyncio.create_task(serve(config))
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}", timeout=20) as http:
+        url = f"{'https' if secured else 'http'}://127.0.0.1:{free_port}"
+        async with httpx.AsyncClient(base_url=url, timeout=20, verify=False) as http:
             await _healthy(http, 1)
             whole = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 4})
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

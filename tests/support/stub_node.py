@@ -47,6 +47,7 @@ from common.control.messages import (
 from common.control.pooling import PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
+from common.security.tls import Credentials
 from router.http.response_store import ResponseStore
 from router.http.server import bind, http_server
 from router.router import Router
@@ -151,6 +152,8 @@ class StubNode:
     received: list[Message] = field(default_factory=list)
     remembers: bool = True
     """Whether `received` is kept and `until` works; disable it for thousands of requests per second."""
+    credentials: Credentials | None = None
+    """For mutual TLS."""
 
     def __post_init__(self) -> None:
         self.incarnation = secrets.token_hex(4)
@@ -158,7 +161,7 @@ class StubNode:
         self.gate.set()
         self._news = asyncio.Event()
         self._changed = asyncio.Condition()
-        self._server = Server("127.0.0.1", 0, self._on_message)
+        self._server = Server("127.0.0.1", 0, self._on_message, self.credentials)
         self._loop = asyncio.get_running_loop().create_task(self._run())
         self._notes: set[asyncio.Task[None]] = set()
 

@@ -40,7 +40,7 @@ from common.node.ranks.messages import (
     RankStarted,
 )
 from common.security.curve import CurveKeys, derived_keys, encrypt_client, encrypt_server
-from common.security.tls import open_identity
+from common.security.tls import open_credentials
 
 log = logging.getLogger(__name__)
 
@@ -278,8 +278,8 @@ class RankLinks:
 
 def rank_keys(config: NodeConfig) -> CurveKeys | None:
     """The keys of all sockets between the ranks of a node; None without `--tls-dir`. Raises: ConfigError."""
-    identity = open_identity(config.tls_dir)
-    return None if identity is None else derived_keys(identity.secret(b"links between ranks"))
+    credentials = open_credentials(config.tls_dir)
+    return None if credentials is None else derived_keys(credentials.secret(b"links between ranks"))
 
 
 def _raise_if_failed(report: RankReport) -> None:

@@ -37,9 +37,9 @@ def router_places(config: UpConfig) -> list[RouterPlace]:
     with contextlib.ExitStack() as bound:
         ports = _find_ports(bound, names, config.host, config.port, "--port")
         admin_ports = _find_ports(bound, names, ADMIN_HOST, config.admin_port, "--admin-port")
-    host = connect_host(config.host)
+    host, scheme = connect_host(config.host), "https" if config.ssl_certfile else "http"
     return [
-        RouterPlace(name, port, admin_port, f"http://{host}:{port}", f"http://{ADMIN_HOST}:{admin_port}")
+        RouterPlace(name, port, admin_port, f"{scheme}://{host}:{port}", f"http://{ADMIN_HOST}:{admin_port}")
         for name, port, admin_port in zip(names, ports, admin_ports, strict=True)
     ]
 

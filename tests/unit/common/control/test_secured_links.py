@@ -9,7 +9,7 @@ from support.certificates import made
 
 from common.control.links import Link, Server
 from common.control.messages import Abort, AttemptKey, Message
-from common.security.tls import Identity
+from common.security.tls import Credentials
 
 
 async def until(condition) -> None:
@@ -21,9 +21,9 @@ async def send_over(server_as: str, client_as: str | None, count: int = 3) -> tu
     """What a server got of `count` messages, and why the link was lost, if it was."""
     received: list[Message] = []
     lost: list[str] = []
-    server = Server("127.0.0.1", 0, lambda _, message: received.append(message), Identity(str(made() / server_as)))
-    identity = None if client_as is None else Identity(str(made() / client_as))
-    link = Link(server.address, lambda _: None, lost.append, connect_timeout_s=0.5, identity=identity)
+    server = Server("127.0.0.1", 0, lambda _, message: received.append(message), Credentials(str(made() / server_as)))
+    credentials = None if client_as is None else Credentials(str(made() / client_as))
+    link = Link(server.address, lambda _: None, lost.append, connect_timeout_s=0.5, credentials=credentials)
     for number in range(count):
         link.send(Abort(AttemptKey(str(number), 1)))
     async with asyncio.timeout(20):

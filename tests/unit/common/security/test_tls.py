@@ -13,10 +13,10 @@ from support.certificates import made
 from common.base.errors import ConfigError
 from common.security.certificates import Authority
 from common.security.names import host_of
-from common.security.tls import Identity, shows_role
+from common.security.tls import Credentials, shows_role
 
 
-async def greet(server: Identity, client: ssl.SSLContext | None, role: str = "node") -> bool:
+async def greet(server: Credentials, client: ssl.SSLContext | None, role: str = "node") -> bool:
     """Whether a client with these certificates gets an answer, and its bytes reach the server."""
     heard: list[bool] = []
 
@@ -49,29 +49,29 @@ def anonymous() -> ssl.SSLContext:
 
 
 def test_a_router_and_a_node_of_one_authority_trust_each_other() -> None:
-    assert asyncio.run(greet(Identity(str(made() / "node")), Identity(str(made() / "router")).for_client()))
+    assert asyncio.run(greet(Credentials(str(made() / "node")), Credentials(str(made() / "router")).for_client()))
 
 
 @pytest.mark.parametrize("name", ["stranger", "expired"])
 def test_a_client_with_another_certificate_is_refused(name: str) -> None:
-    assert not asyncio.run(greet(Identity(str(made() / "node")), Identity(str(made() / name)).for_client()))
+    assert not asyncio.run(greet(Credentials(str(made() / "node")), Credentials(str(made() / name)).for_client()))
 
 
 def test_a_client_without_certificate_or_without_tls_is_refused() -> None:
     for client in (anonymous(), None):
-        assert not asyncio.run(greet(Identity(str(made() / "node")), client))
+        assert not asyncio.run(greet(Credentials(str(made() / "node")), client))
 
 
 @pytest.mark.parametrize("name", ["stranger", "expired", "router"])
 def test_a_server_with_another_certificate_is_refused(name: str) -> None:
-    assert not asyncio.run(greet(Identity(str(made() / name)), Identity(str(made() / "router")).for_client()))
+    assert not asyncio.run(greet(Credentials(str(made() / name)), Credentials(str(made() / "router")).for_client()))
 
 
 def test_certificates_are_revoked_and_renewed_without_a_restart(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca")
     for role in ("router", "node"):
         authority.issue(role, role, tmp_path / role, 1)  # type: ignore[arg-type]
-    router, node = Identity(str(tmp_path / "router")), Identity(str(tmp_path / "node"))
+    router, node = Credentials(str(tmp_path / "router")), Credentials(str(tmp_path / "node"))
     assert asyncio.run(greet(node, router.for_client()))
     assert authority.revoke("router") == 1
     authority.copy_revoked(tmp_path / "node")
@@ -85,9 +85,9 @@ def test_certificates_are_revoked_and_renewed_without_a_restart(tmp_path: Path) 
 
 def test_half_written_files_leave_the_old_certificate_in_use(tmp_path: Path) -> None:
     folder = shutil.copytree(made() / "node", tmp_path / "node")
-    node = Identity(str(folder))
+    node = Credentials(str(folder))
     (folder / "cert.pem").write_text("half")
-    assert asyncio.run(greet(node, Identity(str(made() / "router")).for_client()))
+    assert asyncio.run(greet(node, Credentials(str(made() / "router")).for_client()))
 
 
 @pytest.mark.parametrize("file", ["ca.pem", "cert.pem", "key.pem", "crl.pem"])
@@ -95,14 +95,14 @@ def test_a_missing_or_broken_file_is_refused_in_one_sentence(tmp_path: Path, fil
     folder = shutil.copytree(made() / "node", tmp_path / "node")
     (folder / file).write_text("not PEM")
     with pytest.raises(ConfigError, match="cannot be used"):
-        Identity(str(folder))
+        Credentials(str(folder))
     (folder / file).unlink()
     with pytest.raises(ConfigError, match=rf"{file}\)") as caught:
-        Identity(str(folder))
+        Credentials(str(folder))
     assert "\n" not in caught.value.message
 
 
 def test_only_holders_of_the_key_derive_its_secret() -> None:
-    node, router = (Identity(str(made() / name)) for name in ("node", "router"))
-    assert node.secret(b"a") == Identity(str(made() / "node")).secret(b"a")
+    node, router = (Credentials(str(made() / name)) for name in ("node", "router"))
+    assert node.secret(b"a") == Credentials(str(made() / "node")).secret(b"a")
     assert len({node.secret(b"a"), node.secret(b"b"), router.secret(b"a")}) == 3

@@ -7,8 +7,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
+from common.base.errors import ConfigError
 from common.config.service_configs import RouterConfig
-from router.http.server import bind, http_server
+from router.http.server import bind, check_certificate, http_server
 from router.router import Router
 
 
@@ -50,3 +53,16 @@ def test_the_kernel_drops_a_client_that_never_reads() -> None:
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"ssl_certfile": "/no/such.pem"}, "No such file"),
+        ({"ssl_keyfile": "/no/such.pem"}, "needs --ssl-certfile"),
+        ({"ssl_certfile": __file__}, "cannot be used"),
+    ],
+)
+def test_a_certificate_that_cannot_be_used_is_refused_at_start(files: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_certificate(RouterConfig(**files))

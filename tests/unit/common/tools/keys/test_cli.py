@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from common.security.tls import Identity
+from common.security.tls import Credentials
 from common.tools.keys.cli import app
 
 
@@ -24,7 +24,7 @@ def test_init_issue_and_revoke(tmp_path: Path) -> None:
         assert file.stat().st_mode & 0o077 == 0, file
     keys("issue", str(folder), "decode-2", "--role", "node")
     for name in ("router", "prefill", "decode", "decode-2", "admin"):
-        Identity(str(folder / name))
+        Credentials(str(folder / name))
     assert "revoked 1 certificates of decode-2" in keys("revoke", str(folder), "decode-2")
     assert (folder / "router" / "crl.pem").read_bytes() == (folder / "ca" / "crl.pem").read_bytes()
 
