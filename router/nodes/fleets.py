@@ -25,7 +25,9 @@ class Fleets:
         """The fleet of this node."""
         record = node.record
         if node.pools:
-            return self.pooling.setdefault(record.model.name, Fleet(record.role))
+            if record.model.name not in self.pooling:
+                self.pooling[record.model.name] = Fleet(record.role)
+            return self.pooling[record.model.name]
         return self.finishing if node.incarnation in self.finishing else self.by_role[record.role]
 
     def sync(self, node: Node) -> None:
