@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 import traceback
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,14 @@ def check(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         return function
 
     return register
+
+
+def post(path: str, body: dict[str, Any]) -> Any:
+    """The JSON answer to a POST. Raises: HTTPError for other statuses than 200."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
 
 
 def run() -> None:
