@@ -64,3 +64,8 @@ class AttentionShape:
     """Tokens of the longest sequence, which bounds the memory of `for_graph`; 0 means as many as the cache holds."""
     scale: float | None = None
     """Factor for the products of queries and keys; None means 1/sqrt(head_dim)."""
+    window: int | None = None
+    """Sliding window in tokens: a row at position p attends to positions (p - window, p]; None means all up to p. Blocks
+    wholly before the windows of all rows of an entry are not read, so its table may have any block in their place."""
+    soft_cap: float | None = None
+    """c in c * tanh(score / c), of scores after the scale; None means no cap."""

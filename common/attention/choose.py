@@ -8,22 +8,27 @@ import logging
 from common.attention.base import AttentionBackend, AttentionShape
 from common.attention.cpu import CpuAttention
 from common.attention.flashinfer import FlashInferAttention, unsupported_reason
+from common.attention.grouped import GroupedAttention, attention_of_groups
 from common.attention.native import NativeAttention
 from common.attention.sdpa import SdpaAttention
 from common.kernels.library import find_flashinfer
 from common.kernels.native.library import find_native
-from common.kv.storage import GroupStorage
+from common.kv.storage import GroupStorage, KVStorage
 
 log = logging.getLogger(__name__)
 
 _SHORT_CONTEXT = 4096
 
 
-def choose_attention(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
-    """The attention backend for the device of `kv`.
+def choose_attention(storage: KVStorage, shape: AttentionShape) -> AttentionBackend:
+    """The attention backend for the device of `storage`, with a backend for each of its layer groups.
 
-    On a CPU this is the native one, else PyTorch's operations. On a GPU it is flashinfer if it has kernels for this model, else PyTorch's SDPA, with a warning in the log.
+    `shape`: without sliding windows, which the groups have. On a CPU a group's backend is the native one, else PyTorch's operations. On a GPU it is flashinfer if it has kernels for this model, else PyTorch's SDPA, with a warning in the log.
     """
+    return attention_of_groups(storage, shape, _choose)
+
+
+def _choose(kv: GroupStorage, shape: AttentionShape) -> AttentionBackend:
     device = kv.device
     if device.type == "cpu":
         native = find_native()
@@ -49,4 +54,6 @@ def worth_capturing(attention: AttentionBackend, max_context: int) -> bool:
 
     In a graph `SdpaAttention` reads the longest possible context for every row, whatever the sequences' lengths.
     """
+    if isinstance(attention, GroupedAttention):
+        return all(worth_capturing(backend, max_context) for backend in attention.backends)
     return not isinstance(attention, SdpaAttention) or max_context <= _SHORT_CONTEXT

@@ -134,6 +134,14 @@ class KVLayout:
         """All ranks' shards, in rank order."""
         return [self.rank_shard(rank) for rank in range(self.world_size)]
 
+    def group_layers(self, shard: RankShard) -> list[list[int]]:
+        """For each group, those of its layers that are in `shard`, counted from the shard's first layer."""
+        groups = zip(self.spec.groups, shard.parts, strict=True)
+        return [
+            [number - shard.layer_lo for number in group.layers[part.layer_lo : part.layer_hi]]
+            for group, part in groups
+        ]
+
     def shard_bytes_per_block(self, shard: RankShard) -> int:
         """Bytes of one block on the rank that holds `shard`."""
         units = zip(self.spec.unit_bytes, shard.parts, strict=True)
@@ -183,4 +191,5 @@ def _facts(layout: KVLayout) -> list[tuple[str, object]]:
         planes = [(plane.name, plane.width) for plane in group.planes]
         facts += [(f"number of KV heads{of}", group.num_heads), (f"planes{of}", planes)]
         facts += [(f"dtype{of}", group.dtype), (f"layers{of}", list(group.layers))]
+        facts += [(f"sliding window{of}", group.window)]
     return facts

@@ -25,7 +25,7 @@ class KVPlane:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that keep the same planes, cut over the ranks in the same way.
+    """Layers that keep the same planes and have the same sliding window, cut over the ranks in the same way.
 
     A layer that keeps some planes per head and others without heads is in two groups.
     """
@@ -36,8 +36,12 @@ class LayerGroup:
     num_heads: int
     """KV heads, split over the tensor-parallel ranks; 1 for planes without heads, which each of these ranks holds whole."""
     dtype: str
+    window: int | None = None
+    """Tokens that a row attends to, its own included: those at positions (p - window, p] for a row at p. None: all up to p."""
 
     def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"a sliding window must be at least 1 token, got {self.window}")
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
         if not self.layers or not self.planes or min(self.num_heads, *(plane.width for plane in self.planes)) < 1:

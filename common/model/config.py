@@ -35,7 +35,7 @@ class ModelConfig:
     architecture: str
     hidden_size: int
     layers: tuple[LayerDescription, ...]
-    """First to last. All have the same `attention`: one KV layout and one attention backend serve all layers."""
+    """First to last. Their attention differs at most in its sliding window."""
     final_norm: NormDescription
     vocab_size: int
     tie_word_embeddings: bool
@@ -58,8 +58,8 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionDescription:
-        """The attention of every layer."""
-        return self.layers[0].attention
+        """The attention of every layer, apart from its sliding window."""
+        return replace(self.layers[0].attention, window=None)
 
     @property
     def num_q_heads(self) -> int:
@@ -136,8 +136,10 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
     if quantization is not None and names.is_transposed:
         raise config.error(f"quantized weights of {architecture} are not supported")
     layers = family.describe(config)
-    if any(layer.attention != layers[0].attention for layer in layers):
-        raise config.error(f"the layers of {architecture} differ in their attention, which is not supported")
+    if len({replace(layer.attention, window=None) for layer in layers}) > 1:
+        raise config.error(
+            f"the layers of {architecture} differ in their attention, beyond sliding windows, which is not supported"
+        )
     return ModelConfig(
         architecture=architecture,
         hidden_size=config.integer("hidden_size"),

@@ -64,7 +64,8 @@ class DecoderModel:
         on_progress(parts, parts)
 
     def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
-        """The facts about this rank's part of the model that an attention backend needs."""
+        """The facts about this rank's part of the model that an attention backend needs, apart from sliding windows, which
+        the layer groups of its KV have."""
         attention = self.config.attention
         return AttentionShape(
             self._heads.num_q,
@@ -74,6 +75,7 @@ class DecoderModel:
             block_size,
             max_context,
             attention.scale,
+            soft_cap=attention.soft_cap,
         )
 
     @torch.inference_mode()

@@ -7,18 +7,18 @@ from common.model.config import ModelConfig
 
 
 def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
-    """K and V over the KV heads; layers that cache the same planes are one group.
+    """K and V over the KV heads; layers that cache the same planes and have the same sliding window are one group.
 
     `dtype`: of the KV cache, a key of `common.kv.spec.DTYPE_BYTES`. Raises: ConfigError.
     """
-    members: dict[tuple[int, int, int], list[int]] = {}
+    members: dict[tuple[int, int, int, int | None], list[int]] = {}
     for number, layer in enumerate(config.layers):
         attention = layer.attention
-        kept = attention.head_dim, attention.v_head_dim, attention.num_kv_heads
+        kept = attention.head_dim, attention.v_head_dim, attention.num_kv_heads, attention.window
         members.setdefault(kept, []).append(number)
     return KVSpec(
         tuple(
-            LayerGroup(tuple(layers), (KVPlane("k", k_width), KVPlane("v", v_width)), num_heads, dtype)
-            for (k_width, v_width, num_heads), layers in members.items()
+            LayerGroup(tuple(layers), (KVPlane("k", k_width), KVPlane("v", v_width)), num_heads, dtype, window)
+            for (k_width, v_width, num_heads, window), layers in members.items()
         )
     )

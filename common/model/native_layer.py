@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionBackend
+from common.attention.grouped import GroupedAttention
 from common.attention.native import NativeAttention
 from common.kernels.base import Rotation
 from common.kernels.native.kernels import NativeRotation
@@ -65,13 +66,14 @@ class NativeLayer:
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
         """As `DecoderLayer.forward`; overwrites `delta` and returns it."""
-        if not isinstance(backend, NativeAttention) or not isinstance(rope, NativeRotation):
+        own, index = backend, self._index
+        if isinstance(own, GroupedAttention):
+            own, index = own.of_layer(index)
+        if not isinstance(own, NativeAttention) or not isinstance(rope, NativeRotation):
             return self._layer.forward(x, delta, rope, backend, on_layer)
         native, rows, residual = self._native, x.size(0), x.data_ptr()
         given = None if delta is None else delta.data_ptr()
-        native.layer_attend(
-            native.team, self._address, backend.cache(self._index), backend.batch, rope.address, residual, given
-        )
+        native.layer_attend(native.team, self._address, own.cache(index), own.batch, rope.address, residual, given)
         if on_layer is not None:
             on_layer(self._index)
         delta = torch.empty_like(x) if delta is None else delta

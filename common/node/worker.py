@@ -133,15 +133,15 @@ class Worker:
 
     def _storage(self, num_blocks: int) -> KVStorage:
         try:
-            scales = [self._model.kv_scales]
-            return KVStorage(self.plan.layout, self.shard, num_blocks, str(self.device), scales)
+            layout, scales = self.plan.layout, self._model.kv_scales
+            by_group = [tuple(scales[layer] for layer in layers) for layers in layout.group_layers(self.shard)]
+            return KVStorage(layout, self.shard, num_blocks, str(self.device), by_group)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"no memory for {num_blocks} KV blocks on {self.device}: {_sentence(error)}") from error
 
     def _runner(self, storage: KVStorage) -> tuple[ModelRunner, AttentionBackend]:
         shape = self._model.attention_shape(self.plan.layout.spec.block_size, self.plan.model.max_model_len)
-        [kv] = storage.groups
-        attention = choose_attention(kv, shape)
+        attention = choose_attention(storage, shape)
         return self._model_runner(storage, attention), attention
 
     def _model_runner(

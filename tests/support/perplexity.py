@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata
 from common.attention.cpu import CpuAttention
+from common.attention.grouped import attention_of_groups
 from common.config.option_groups import Quantization
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
@@ -47,7 +48,7 @@ def perplexity(
     layout = KVLayout("f", kv_spec(config, dtype))
     blocks = list(range(_MAX_TOKENS // _BLOCK))
     storage = KVStorage(layout, layout.shard(0, 0), len(blocks), scales=[model.kv_scales])
-    attention = CpuAttention(storage.groups[0], model.attention_shape(_BLOCK))
+    attention = attention_of_groups(storage, model.attention_shape(_BLOCK), CpuAttention)
     total, count = 0.0, 0
     for document in held_out_documents(num_documents):
         ids, places = torch.tensor(document), torch.arange(len(document))

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from common.attention.cpu import CpuAttention
+from common.attention.grouped import attention_of_groups
 from common.base.errors import RankLost
 from common.engine.runner import ModelRunner
 from common.engine.step import StepInput, StepOutput
@@ -214,7 +215,7 @@ def replay(
     share = load_model(
         Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp
     )
-    runner = ModelRunner(share, storage, CpuAttention(storage.groups[0], share.attention_shape(BLOCK)))
+    runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shape(BLOCK), CpuAttention))
     announced: list[int] = []
     outputs = [runner.execute(step, announced.append) for step in recorded.steps]
     assert announced == list(range(shard.layer_hi - shard.layer_lo)) * len(recorded.steps)
@@ -240,7 +241,7 @@ def lose_a_rank_in_a_step(
     layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size)
     storage = KVStorage(layout, layout.shard(place.tp_rank, 0), recorded.kv.size(2))
     share = load_model(Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh)
-    runner = ModelRunner(share, storage, CpuAttention(storage.groups[0], share.attention_shape(BLOCK)))
+    runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shape(BLOCK), CpuAttention))
     try:
         for i, step in enumerate(recorded.steps):
             if i == 3 and place.rank == lost:

@@ -13,6 +13,7 @@ from support.oracle import agreed, first_difference, greedy, prompt_logprobs
 from torch import Tensor
 
 from common.attention.cpu import CpuAttention
+from common.attention.grouped import attention_of_groups
 from common.config.option_groups import Quantization
 from common.control.messages import PromptLogprobs, SamplingParams
 from common.engine.runner import ModelRunner
@@ -49,10 +50,12 @@ def make_runner(
         path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True, quantization=quantization
     )
     layout = KVLayout("f", kv_spec(config, kv_dtype or dtype))
-    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS, scales=[model.kv_scales])
-    # What a reused block may hold must never reach a result.
-    storage.groups[0].stacked.fill_(min(1e4, torch.finfo(storage.groups[0].stacked.dtype).max))
-    return ModelRunner(model, storage, CpuAttention(storage.groups[0], model.attention_shape(BLOCK)))
+    shard = layout.shard(0, 0)
+    scales = [tuple(model.kv_scales[layer] for layer in layers) for layers in layout.group_layers(shard)]
+    storage = KVStorage(layout, shard, NUM_BLOCKS, scales=scales)
+    for group in storage.groups:  # What a reused block may hold must never reach a result.
+        group.stacked.fill_(min(1e4, torch.finfo(group.dtype).max))
+    return ModelRunner(model, storage, attention_of_groups(storage, model.attention_shape(BLOCK), CpuAttention))
 
 
 @dataclass

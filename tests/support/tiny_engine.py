@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.attention.cpu import CpuAttention
+from common.attention.grouped import attention_of_groups
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
 from common.engine.plan import Plan
@@ -34,7 +35,11 @@ def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None) -
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
     return ModelRunner(
-        model, storage, CpuAttention(storage.groups[0], model.attention_shape(16)), sampler=sampler, overlaps=overlaps
+        model,
+        storage,
+        attention_of_groups(storage, model.attention_shape(16), CpuAttention),
+        sampler=sampler,
+        overlaps=overlaps,
     )
 
 

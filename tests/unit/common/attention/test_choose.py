@@ -98,9 +98,10 @@ def test_a_model_without_kernels_attends_to_gathered_blocks_which_is_logged_once
     gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu.setitem(sys.modules, "flashinfer", fake_flashinfer)
-    on_gpu: Any = SimpleNamespace(
+    kv: Any = SimpleNamespace(
         device=GPU, dtype=torch.bfloat16, stacked=torch.empty(0), scales=(), block_size=16, num_blocks=16
     )
+    on_gpu: Any = SimpleNamespace(layout=LAYOUT, shard=LAYOUT.shard(0, 0), groups=(kv,))
     for _ in range(2):
         assert isinstance(choose_attention(on_gpu, shape(head_dim=96)), SdpaAttention)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
@@ -121,10 +122,10 @@ def test_a_cpu_gets_its_own_attention_and_gathered_blocks_are_captured_for_short
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storage = KVStorage(LAYOUT, LAYOUT.shard(0, 0), 4)
-    native = isinstance(choose_attention(storage.groups[0], shape()), NativeAttention)
+    native = isinstance(choose_attention(storage, shape()), NativeAttention)
     assert native == (find_native() is not None)
     monkeypatch.setenv(CPU_KERNELS, "torch")
-    assert isinstance(choose_attention(storage.groups[0], shape()), CpuAttention)
+    assert isinstance(choose_attention(storage, shape()), CpuAttention)
     gathered = SdpaAttention(storage.groups[0], shape())
     assert not worth_capturing(gathered, 100_000)
     assert worth_capturing(gathered, 2048)

@@ -8,6 +8,7 @@ import pytest
 from support.oracle import TINY, make_tiny
 
 from common.attention.cpu import CpuAttention
+from common.attention.grouped import attention_of_groups
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams, TokenLogprobs
 from common.engine.runner import ModelRunner
@@ -51,7 +52,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     layout = KVLayout("f", kv_spec(config, "float32"))
     storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
-    return ModelRunner(model, storage, CpuAttention(storage.groups[0], model.attention_shape(16)))
+    return ModelRunner(model, storage, attention_of_groups(storage, model.attention_shape(16), CpuAttention))
 
 
 def run(runner: ModelRunner, sampling: SamplingParams, known: list[int]) -> tuple[list[int], list[TokenLogprobs], str]:

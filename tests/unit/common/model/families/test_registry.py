@@ -107,7 +107,7 @@ def test_a_description_without_implementation_is_refused_at_load(
 def test_layers_that_differ_in_attention_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def alternating(config: ConfigFile) -> tuple[LayerDescription, ...]:
         first, *others = FAMILIES["MistralForCausalLM"].describe(config)
-        return (replace(first, attention=replace(first.attention, window=32)), *others)
+        return (replace(first, attention=replace(first.attention, soft_cap=32.0)), *others)
 
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", replace(FAMILIES["LlamaForCausalLM"], describe=alternating))
     path = make_tiny("llama", tmp_path / "llama")

@@ -1,0 +1,59 @@
+"""Attention of a model whose layers are in several layer groups, for example with and without a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from common.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from common.kv.storage import GroupStorage, KVStorage
+
+
+class GroupedAttention:
+    """`AttentionBackend` that has one backend for each layer group and calls that of a layer's group."""
+
+    def __init__(self, backends: Sequence[AttentionBackend], layers: Sequence[Sequence[int]]) -> None:
+        """`layers`: for each backend, its layers, counted from the rank's first, in the order of its KV memory."""
+        assert len(backends) == len(layers)
+        self.backends = tuple(backends)
+        self._layers = tuple(layers)
+        self._of_layer = {
+            layer: (backend, index)
+            for backend, members in zip(backends, layers, strict=True)
+            for index, layer in enumerate(members)
+        }
+
+    def of_layer(self, layer: int) -> tuple[AttentionBackend, int]:
+        """The backend of a layer, counted from this rank's first, and the layer's number in that backend."""
+        return self._of_layer[layer]
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Prepare every backend for the next step's `forward` calls."""
+        for backend in self.backends:
+            backend.plan(metadata)
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `AttentionBackend.forward`."""
+        backend, index = self._of_layer[layer]
+        return backend.forward(index, q, k, v)
+
+    def for_graph(self, rows: int) -> GroupedAttention:
+        """As `AttentionBackend.for_graph`."""
+        return GroupedAttention([backend.for_graph(rows) for backend in self.backends], self._layers)
+
+
+def attention_of_groups(
+    storage: KVStorage, shape: AttentionShape, make: Callable[[GroupStorage, AttentionShape], AttentionBackend]
+) -> AttentionBackend:
+    """A backend of `make` for each layer group that has layers on this rank; one group's backend serves all layers itself.
+
+    `shape`: as all groups have it; each group adds its own sliding window.
+    """
+    members = storage.layout.group_layers(storage.shard)
+    groups = zip(storage.layout.spec.groups, storage.groups, members, strict=True)
+    present = [(make(kv, replace(shape, window=group.window)), layers) for group, kv, layers in groups if layers]
+    if len(present) == 1:
+        return present[0][0]
+    return GroupedAttention([backend for backend, _ in present], [layers for _, layers in present])
