@@ -10,16 +10,16 @@ _DOES = {"generate": "generates text", "embed": "embeds texts", "score": "scores
 
 
 def model_for(catalog: ModelCatalog, name: str | None, *tasks: Task) -> ServedModel:
-    """The model `name`, which must do one of `tasks`; without a name, the first model that does the first of them.
+    """The model `name`, which must do one of `tasks`; without a name, the first model that does one.
 
     Raises: NotFound, Unavailable; BadRequest for a model that does something else, with those that would do.
     """
-    fitting = [model for task in tasks for model in catalog.models if model.task == task]
-    if name is None and fitting:
-        return fitting[0]
     model = catalog.get(name)
     if model.task in tasks:
         return model
+    fitting = [each for task in tasks for each in catalog.models if each.task == task]
+    if name is None and fitting:
+        return fitting[0]
     wanted = " or ".join(_DOES[task] for task in tasks)
     names = ", ".join(repr(each.name) for each in fitting)
     raise BadRequest(
