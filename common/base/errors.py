@@ -12,6 +12,7 @@
     │   └── UnsupportedMediaType 415
     ├── Overloaded               429, try again after `retry_after_s`
     ├── Unavailable              503, no node can serve this now; try again
+    │   └── AdapterMissing       503, this node does not have the request's LoRA adapter; another one may
     ├── DeadlineExceeded         504
     ├── ProtocolError            a received message is malformed, too large or of another version
     ├── TransferError            a KV transfer failed; the attempt may be retried
@@ -126,6 +127,12 @@ class Unavailable(KvRelayError):
     http_status = 503
     code = "unavailable"
     retryable = True
+
+
+class AdapterMissing(Unavailable):
+    """This node does not have the LoRA adapter of the request, or has other weights under its name."""
+
+    code = "adapter_missing"
 
 
 class DeadlineExceeded(KvRelayError):

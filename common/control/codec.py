@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from common.base.errors import KvRelayError, ProtocolError
 from common.control.messages import DecodeRequest, Message, PrefillRequest
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Version of control messages, records and data headers; also raised when the byte order of payloads changes."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A larger control message closes its connection before it is read. A prompt of 1M tokens has 5 MB."""

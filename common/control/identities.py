@@ -1,4 +1,4 @@
-"""What names an attempt and a node in messages. Pure data."""
+"""What names an attempt, a node and an adapter in messages. Pure data."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ class AttemptKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}"
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter: equal ones have equal weights."""
+
+    name: str
+    digest: str
+    """Hexadecimal SHA-256 of its weights and of the configuration that they are applied with."""
+
+    @property
+    def lora_id(self) -> str:
+        """The adapter's part of `root_hash`: KV computed with other weights under the same name has another root."""
+        return f"{self.digest}:{self.name}"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from pydantic import ConfigDict
 
 from common.config.option_groups import CapacityOptions
-from common.control.identities import AttemptKey, PeerRef
+from common.control.identities import Adapter, AttemptKey, PeerRef
 from common.control.pooling import PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 
@@ -87,6 +87,13 @@ class EngineRequest(NamedTuple):
     """Prompts share cached blocks only with prompts of the same salt."""
     priority: int = 0
     """Lower values run earlier, equal ones in order of arrival."""
+    adapter: Adapter | None = None
+    """Both nodes apply it to every token of the request."""
+
+    @property
+    def lora_id(self) -> str:
+        """As in `root_hash`; empty without an adapter."""
+        return self.adapter.lora_id if self.adapter else ""
 
 
 # ---------------------------------------------------------------- router -> node
@@ -365,6 +372,8 @@ class NodeRecord:
     """URL of its admin port; empty without one."""
     kernels: str = ""
     """What computes its steps, for operators."""
+    adapters: list[Adapter] = field(default_factory=list[Adapter])
+    """The LoRA adapters that it serves."""
 
 
 Message = (

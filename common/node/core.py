@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from llguidance import LLMatcher
 
 from common.base.clock import Clock
-from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
+from common.base.errors import AdapterMissing, BadRequest, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
 from common.control.links import Identity
 from common.control.messages import (
@@ -196,6 +196,8 @@ class NodeCore(ABC, Generic[AttemptT]):
         if len(self.attempts) >= self.max_accepted:
             raise Overloaded(f"this node already has {len(self.attempts)} requests, its maximum")
         request, token_ids = message.request, message.token_ids
+        if request.adapter is not None:
+            raise AdapterMissing(f"this node does not have LoRA adapter {request.adapter.name!r}")
         if not request.prompt_ids:
             raise BadRequest("the prompt has no tokens")
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
@@ -206,7 +208,7 @@ class NodeCore(ABC, Generic[AttemptT]):
             key=message.key,
             request=request,
             token_ids=token_ids,
-            root=root_hash(self.layout.fingerprint, cache_salt=request.cache_salt),
+            root=root_hash(self.layout.fingerprint, cache_salt=request.cache_salt, lora_id=request.lora_id),
             arrival_s=self.clock(),
             relays=isinstance(message, PrefillRequest),
             num_scored=len(request.prompt_ids) if isinstance(message, DecodeRequest) and message.prefill else 0,

@@ -11,6 +11,7 @@ from common.base.errors import ProtocolError
 from common.control.codec import PROTOCOL_VERSION, check, decode, encode, join, split
 from common.control.messages import (
     Abort,
+    Adapter,
     AttemptFailed,
     AttemptKey,
     AttemptStats,
@@ -43,7 +44,7 @@ LAYOUT = KVLayout("f", KVSpec.uniform(3, 2, 64, "bfloat16"), tp_size=2, pp_layer
 SAMPLING = SamplingParams(seed=2**63, max_tokens=4, stop_token_ids=[1], logprobs=0)
 MESSAGES = [
     PrefillRequest(KEY, EngineRequest([1], SAMPLING, "salt"), [2], PEER, 1.5),
-    DecodeRequest(KEY, EngineRequest([1, 2], SAMPLING), [], None, 1.5),
+    DecodeRequest(KEY, EngineRequest([1, 2], SAMPLING, adapter=Adapter("a", "00")), [], None, 1.5),
     PoolRequest(KEY, [PoolInput([1, 2]), PoolInput([1, 2, 3], 2)], False, 8, True, 1.5),
     PoolResult(KEY, [b"\x00" * 8, b""]),
     Abort(KEY),
@@ -56,7 +57,15 @@ MESSAGES = [
     PrefillDone(KEY, 7),
     TransferReceived(KEY, 10),
     TransferAbort(KEY, "code", "message"),
-    NodeRecord("prefill", PEER, ModelInfo("m", "/m", 10, 20, "d", "embed", 384), LAYOUT, 100, 1.0),
+    NodeRecord(
+        "prefill",
+        PEER,
+        ModelInfo("m", "/m", 10, 20, "d", "embed", 384),
+        LAYOUT,
+        100,
+        1.0,
+        adapters=[Adapter("a", "00")],
+    ),
 ]
 
 
