@@ -69,7 +69,8 @@ class _Attempt(Attempt):
     phase: Phase = Phase.WAITING
     offer: Offer | None = None
     prefill_identity: Identity = b""
-    held_blocks: int = 0
+    first_blocks: list[int] = field(default_factory=list[int])
+    """For each block table, the first block that the prefill node sends."""
     first_token: int | None = None
     first_token_s: float = 0.0
     spoke: bool = False
@@ -226,26 +227,26 @@ class DecodeNode(NodeCore[_Attempt]):
         self.scheduler.due = None
         while self.deferred:
             attempt = self.deferred[0]
-            held = self.scheduler.reserve(attempt.seq)
-            if held is None:
+            first_blocks = self.scheduler.reserve(attempt.seq)
+            if first_blocks is None:
                 self.scheduler.due = attempt.seq
                 return
             self.deferred.popleft()
-            self._grant(attempt, held)
+            self._grant(attempt, first_blocks)
 
-    def _grant(self, attempt: _Attempt, held: int) -> None:
+    def _grant(self, attempt: _Attempt, first_blocks: list[int]) -> None:
         offer = attempt.offer
         assert offer is not None
         attempt.phase = Phase.RECEIVING
-        attempt.held_blocks = held
+        attempt.first_blocks = first_blocks
         opened = self.receiver.open(
             IncomingTransfer(
                 key=attempt.seq.key,
                 src=offer.src,
                 src_layout=offer.layout,
-                dst_blocks=list(attempt.seq.blocks),
+                dst_blocks=[list(blocks) for blocks in attempt.seq.block_tables],
                 block_hashes=offer.block_hashes,
-                held_blocks=held,
+                first_blocks=first_blocks,
                 timeout_s=self.transfer_timeout_s,
             )
         )
@@ -254,10 +255,9 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _send_grant(self, attempt: _Attempt) -> None:
         if attempt.phase is Phase.RECEIVING:
-            key, blocks = attempt.seq.key, list(attempt.seq.blocks)
-            self.send_buffer.reply(
-                attempt.prefill_identity, Grant(key, self.me, self.layout, attempt.held_blocks, blocks)
-            )
+            blocks = [list(each) for each in attempt.seq.block_tables]
+            grant = Grant(attempt.seq.key, self.me, self.layout, attempt.first_blocks, blocks)
+            self.send_buffer.reply(attempt.prefill_identity, grant)
 
     # ------------------------------------------------------------ arrival
 

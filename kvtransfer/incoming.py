@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.base.errors import CorruptSlice, TransferError
+from common.base.errors import CorruptSlice
 from common.base.hashing import HASH_BYTES
 from common.control.messages import AttemptKey
 from common.engine.kv_transfer import IncomingTransfer
 from common.kv.rank_layout import KVLayout, check_compatible
-from kvtransfer.wire import KVSlice, SliceHeader, checked_block_ids
+from kvtransfer.wire import KVSlice, SliceHeader, check_first_blocks, checked_block_ids
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Claim:
 class Incoming:
     """One attempt at one receiving rank.
 
-    Invariant: `missing` counts the (group, layer, head, block) cells of this rank's shard, held blocks excluded, that no
+    Invariant: `missing` counts the (group, layer, head, block) cells of this rank's shard from `first_blocks` on that no
     claim has covered; a cell is claimed at most once.
     Raises: HandshakeRefused if the layouts are incompatible, TransferError if `transfer` contradicts itself.
     """
@@ -41,17 +41,23 @@ class Incoming:
         check_compatible(transfer.src_layout, layout)
         self.transfer = transfer
         self.blocks = checked_block_ids(transfer.dst_blocks, transfer.block_hashes, num_blocks)
-        if not 0 <= transfer.held_blocks <= len(self.blocks):
-            raise TransferError(f"{transfer.key}: {transfer.held_blocks} of {len(self.blocks)} blocks held")
+        """[block tables, blocks]"""
+        spec = layout.spec
+        check_first_blocks(transfer.first_blocks, self.blocks, [0] * spec.num_tables)
         self.deadline = now + transfer.timeout_s
         """Time at which to give up unless there is progress."""
         self.bytes_received = 0
         self.in_hand = 0
-        self._unit_bytes = layout.spec.unit_bytes
+        self._unit_bytes = spec.unit_bytes
         self._parts = layout.rank_shard(rank).parts
         self._hashes = b"".join(transfer.block_hashes)
-        expected = len(self.blocks) - transfer.held_blocks
-        self._covered = [np.zeros((p.num_layers, p.num_heads, expected), dtype=np.bool_) for p in self._parts]
+        self._total = self.blocks.shape[1]
+        self._first = [transfer.first_blocks[group.table] for group in spec.groups]
+        """For each group, the first block that will come."""
+        self._covered = [
+            np.zeros((part.num_layers, part.num_heads, self._total - first), dtype=np.bool_)
+            for part, first in zip(self._parts, self._first, strict=True)
+        ]
         """For each group, the cells that were claimed."""
         self.missing = sum(cells.size for cells in self._covered)
 
@@ -85,18 +91,14 @@ class Incoming:
         self.bytes_received += claim.size_bytes
 
     def _cover(self, piece: KVSlice) -> None:
-        held = self.transfer.held_blocks
         part = self._parts[piece.group] if piece.group < len(self._parts) else None
-        if (
-            part is None
-            or not part.contains(piece.part)
-            or not held <= piece.block_lo < piece.block_hi <= len(self.blocks)
-        ):
-            raise CorruptSlice(f"{self.transfer.key}: {piece} is not wanted here ({part}, {held} blocks held)")
+        first = self._first[piece.group] if part is not None else 0
+        if part is None or not part.contains(piece.part) or not first <= piece.block_lo < piece.block_hi <= self._total:
+            raise CorruptSlice(f"{self.transfer.key}: {piece} is not wanted here ({part}, blocks from {first} on)")
         cells = self._covered[piece.group][
             piece.layer_lo - part.layer_lo : piece.layer_hi - part.layer_lo,
             piece.head_lo - part.head_lo : piece.head_hi - part.head_lo,
-            piece.block_lo - held : piece.block_hi - held,
+            piece.block_lo - first : piece.block_hi - first,
         ]
         if cells.any():
             raise CorruptSlice(f"{self.transfer.key}: {piece} came before")

@@ -16,7 +16,7 @@ from common.control.messages import AttemptKey, Grant
 from common.engine.kv_transfer import OutgoingTransfer
 from common.kv.rank_layout import GroupPart, KVLayout, check_compatible
 from kvtransfer.resharding import plan
-from kvtransfer.wire import KVSlice, SliceHeader, checked_block_ids
+from kvtransfer.wire import KVSlice, SliceHeader, check_first_blocks, checked_block_ids
 
 _KEEP_BACK = 0.25
 """Maximum part of a transfer's timeout that ready slices wait for more to send with them. The receiver does not know of
@@ -41,13 +41,15 @@ class Batch:
 class Outgoing:
     """One attempt at one sending rank.
 
-    Invariant: `take` gives each slice once, and only when it is granted, final and not held by the destination.
+    Invariant: `take` gives each slice once, and only when it is granted, final and wanted by the destination.
     Raises: TransferError if `transfer` contradicts itself.
     """
 
     def __init__(self, transfer: OutgoingTransfer, layout: KVLayout, rank: int, num_blocks: int) -> None:
         self.transfer = transfer
         self.blocks = checked_block_ids(transfer.src_blocks, transfer.block_hashes, num_blocks)
+        """[block tables, blocks]"""
+        check_first_blocks(transfer.first_blocks, self.blocks, [0] * layout.spec.num_tables)
         self.deadline: float | None = None
         """Time at which to give up unless there is progress; None before the grant."""
         self.bytes_sent = 0
@@ -88,11 +90,12 @@ class Outgoing:
         if self.granted:
             return
         check_compatible(self._layout, grant.layout)
-        total = len(self.blocks)
-        if not 0 <= grant.held_blocks <= total or len(grant.block_ids) != total:
+        total = self.blocks.shape[1]
+        if any(len(table) != total for table in grant.block_ids):
             raise TransferError(
-                f"{grant.key}: a grant of {len(grant.block_ids)} blocks, {grant.held_blocks} held, for an offer of {total}"
+                f"{grant.key}: a grant of {[*map(len, grant.block_ids)]} blocks for an offer of {total}"
             )
+        check_first_blocks(grant.first_blocks, self.blocks, self.transfer.first_blocks)
         addresses, ranks = grant.dst.data_addresses, grant.layout.world_size
         if not len(addresses) == len(set(addresses)) == ranks:
             raise TransferError(
@@ -103,11 +106,12 @@ class Outgoing:
         for piece in plan(self._layout, grant.layout):
             if piece.src_rank == self._rank:
                 part = piece.part
-                layers = spec.groups[part.group].layers[part.layer_lo : part.layer_hi]
-                final = [max(grant.held_blocks, self._final[layer - self._layer_lo]) for layer in layers]
+                group = spec.groups[part.group]
+                layers, first = group.layers[part.layer_lo : part.layer_hi], grant.first_blocks[group.table]
+                final = [max(first, self._final[layer - self._layer_lo]) for layer in layers]
                 route = routes.setdefault(piece.dst_rank, _Route(now))
                 unit = part.num_heads * unit_bytes[part.group]
-                route.pieces.append(_PieceProgress(part, layers, final, grant.held_blocks, total, unit))
+                route.pieces.append(_PieceProgress(part, layers, final, first, total, unit))
         self._routes = routes
         self.progress(now)
 
@@ -121,10 +125,10 @@ class Outgoing:
 
         Raises: TransferError if there is no such layer or block.
         """
-        if not 0 <= layer < len(self._final) or num_blocks > len(self.blocks):
+        if not 0 <= layer < len(self._final) or num_blocks > self.blocks.shape[1]:
             raise TransferError(
                 f"{self.transfer.key}: layer {layer} final in {num_blocks} blocks, but the transfer has "
-                f"{len(self._final)} layers of {len(self.blocks)} blocks"
+                f"{len(self._final)} layers of {self.blocks.shape[1]} blocks"
             )
         if num_blocks <= self._final[layer]:
             return
@@ -224,16 +228,17 @@ class _PieceProgress:
     """Progress of one piece. For each layer `final` and `sent` count leading blocks; [sent, final) is ready."""
 
     def __init__(
-        self, part: GroupPart, layers: tuple[int, ...], final: list[int], held: int, total: int, unit_bytes: int
+        self, part: GroupPart, layers: tuple[int, ...], final: list[int], first: int, total: int, unit_bytes: int
     ) -> None:
-        """`layers`: the model's numbers of the part's layers. `unit_bytes`: bytes of one block in one layer."""
+        """`layers`: the model's numbers of the part's layers. `first`: the first block to send. `unit_bytes`: bytes of
+        one block in one layer."""
         self._part = part
         self._layers = layers
         self._unit_bytes = unit_bytes
-        self._sent = [held] * len(layers)
+        self._sent = [first] * len(layers)
         self._final = final
-        self.ready_bytes = (sum(final) - held * len(layers)) * unit_bytes
-        self.unsent_bytes = (total - held) * len(layers) * unit_bytes
+        self.ready_bytes = (sum(final) - first * len(layers)) * unit_bytes
+        self.unsent_bytes = (total - first) * len(layers) * unit_bytes
 
     def blocks_final(self, layer: int, num_blocks: int) -> None:
         i = bisect_left(self._layers, layer)

@@ -138,16 +138,30 @@ def _decode(data: bytes | memoryview) -> object:
     return _CODEC.decode(data)
 
 
-def checked_block_ids(blocks: list[int], hashes: list[bytes], num_blocks: int) -> np.ndarray:
-    """`blocks` as int64, each one inside the storage, each with its hash.
+def checked_block_ids(tables: list[list[int]], hashes: list[bytes], num_blocks: int) -> np.ndarray:
+    """A sequence's block tables as [tables, blocks] int64, each block inside the storage, each with its hash.
 
     Raises: TransferError.
     """
-    if len(hashes) != len(blocks) or any(len(h) != HASH_BYTES for h in hashes):
-        raise TransferError(f"{len(blocks)} blocks need as many hashes of {HASH_BYTES} bytes")
-    if len(blocks) > MAX_BLOCKS:
-        raise TransferError(f"{len(blocks)} blocks; one message can name {MAX_BLOCKS}")
-    ids = np.array(blocks, dtype=np.int64)
+    if any(len(table) != len(hashes) for table in tables) or any(len(h) != HASH_BYTES for h in hashes):
+        raise TransferError(f"{[*map(len, tables)]} blocks need as many hashes of {HASH_BYTES} bytes")
+    if len(hashes) > MAX_BLOCKS:
+        raise TransferError(f"{len(hashes)} blocks; one message can name {MAX_BLOCKS}")
+    ids = np.array(tables, dtype=np.int64)
     if ids.size and not 0 <= ids.min() <= ids.max() < num_blocks:
         raise TransferError(f"block ids {ids.min()}..{ids.max()} in a storage of {num_blocks} blocks")
     return ids
+
+
+def check_first_blocks(first_blocks: list[int], blocks: np.ndarray, lowest: list[int]) -> None:
+    """Whether `first_blocks` names for each of the block tables `blocks` a block from `lowest` on, or its end.
+
+    Raises: TransferError.
+    """
+    num_tables, total = blocks.shape
+    if len(first_blocks) != num_tables or not all(
+        low <= first <= total for low, first in zip(lowest, first_blocks, strict=True)
+    ):
+        raise TransferError(
+            f"KV from blocks {first_blocks} on, of {num_tables} block tables that have {lowest} to {total}"
+        )

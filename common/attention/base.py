@@ -25,6 +25,12 @@ class AttentionMetadata:
     num_decodes: int = 0
     """The first `num_decodes` entries are decode rows: one row each, even if several belong to one sequence. The others
     are prompt chunks."""
+    others: tuple[AttentionMetadata, ...] = ()
+    """The same batch for block tables 1, 2, ... of `LayerGroup.table`; this is the one for table 0."""
+
+    def of_table(self, table: int) -> AttentionMetadata:
+        """The batch for the layers of a block table."""
+        return self.others[table - 1] if table else self
 
 
 class AttentionBackend(Protocol):

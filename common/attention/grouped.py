@@ -14,10 +14,14 @@ from common.kv.storage import GroupStorage, KVStorage
 class GroupedAttention:
     """`AttentionBackend` that has one backend for each layer group and calls that of a layer's group."""
 
-    def __init__(self, backends: Sequence[AttentionBackend], layers: Sequence[Sequence[int]]) -> None:
-        """`layers`: for each backend, its layers, counted from the rank's first, in the order of its KV memory."""
+    def __init__(
+        self, backends: Sequence[AttentionBackend], layers: Sequence[Sequence[int]], tables: Sequence[int] | None = None
+    ) -> None:
+        """`layers`: for each backend, its layers, counted from the rank's first, in the order of its KV memory.
+        `tables`: for each backend, the block table that names its blocks; all 0 if not given."""
         assert len(backends) == len(layers)
         self.backends = tuple(backends)
+        self._tables = tuple(tables or [0] * len(backends))
         self._layers = tuple(layers)
         self._of_layer = {
             layer: (backend, index)
@@ -31,8 +35,8 @@ class GroupedAttention:
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare every backend for the next step's `forward` calls."""
-        for backend in self.backends:
-            backend.plan(metadata)
+        for backend, table in zip(self.backends, self._tables, strict=True):
+            backend.plan(metadata.of_table(table))
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `AttentionBackend.forward`."""
@@ -41,19 +45,22 @@ class GroupedAttention:
 
     def for_graph(self, rows: int) -> GroupedAttention:
         """As `AttentionBackend.for_graph`."""
-        return GroupedAttention([backend.for_graph(rows) for backend in self.backends], self._layers)
+        return GroupedAttention([backend.for_graph(rows) for backend in self.backends], self._layers, self._tables)
 
 
 def attention_of_groups(
     storage: KVStorage, shape: AttentionShape, make: Callable[[GroupStorage, AttentionShape], AttentionBackend]
 ) -> AttentionBackend:
-    """A backend of `make` for each layer group that has layers on this rank; one group's backend serves all layers itself.
+    """A backend of `make` for each layer group that has layers on this rank; a model's only group needs no other.
 
     `shape`: as all groups have it; each group adds its own sliding window.
     """
     members = storage.layout.group_layers(storage.shard)
     groups = zip(storage.layout.spec.groups, storage.groups, members, strict=True)
-    present = [(make(kv, replace(shape, window=group.window)), layers) for group, kv, layers in groups if layers]
-    if len(present) == 1:
-        return present[0][0]
-    return GroupedAttention([backend for backend, _ in present], [layers for _, layers in present])
+    present = [
+        (make(kv, replace(shape, window=group.window)), layers, group.table) for group, kv, layers in groups if layers
+    ]
+    backends, layers, tables = zip(*present, strict=True)
+    if len(backends) == 1 and storage.layout.spec.num_tables == 1:
+        return backends[0]
+    return GroupedAttention(backends, layers, tables)

@@ -288,15 +288,16 @@ class Offer:
 
 @dataclass(frozen=True)
 class Grant:
-    """The decode node has room. It already has the first `held_blocks` blocks, which must not be sent."""
+    """The decode node has room. Lists have one entry for each block table of a sequence (`KVSpec.num_tables`)."""
 
     __pydantic_config__ = _STRICT
     key: AttemptKey
     dst: PeerRef
     layout: KVLayout
-    held_blocks: int
-    block_ids: list[int]
-    """Destination of every block of the sequence, including the held ones, in order; one-sided transports write there."""
+    first_blocks: list[int]
+    """The first block to send: the decode node has the earlier ones, or never reads them (sliding windows)."""
+    block_ids: list[list[int]]
+    """Destination of every block of the sequence, in order; one-sided transports write there from the first one on."""
 
 
 @dataclass(frozen=True)

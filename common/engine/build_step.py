@@ -17,13 +17,13 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
     """
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
+    slots: list[list[int]] = [[] for _ in rows[0][0].block_tables]
     samples: list[SampleSpec] = []
     placeholder_step = 0
     placeholders: list[tuple[int, int]] = []
     scored: list[ScoredRows] = []
     for index, (seq, count) in enumerate(rows):
-        start, known, blocks = seq.num_scheduled, seq.num_expected, seq.blocks
+        start, known = seq.num_scheduled, seq.num_expected
         stop = start + count
         row_of = len(token_ids) - start  # row of position p: p + row_of
         token_ids += seq.token_ids[start:stop]
@@ -37,7 +37,8 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
             else:
                 token_ids += seq.draft_ids
         positions += range(start, stop)
-        slots += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
+        for own, blocks in zip(slots, seq.block_tables, strict=True):
+            own += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
         if seq.scores_prompt:
             scored += _scored_rows(seq, index, start, stop, row_of)
         for end in range(known, stop + 1):  # `end`: number of tokens up to the row that is sampled
@@ -49,7 +50,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
         slot_mapping=slots,
         query_lens=[count for _, count in rows],
         context_lens=[seq.num_scheduled + count for seq, count in rows],
-        block_tables=[list(seq.blocks) for seq, _ in rows],
+        block_tables=[[list(seq.block_tables[table]) for seq, _ in rows] for table in range(len(slots))],
         num_decodes=num_decodes,
         samples=samples,
         relay=[
@@ -77,4 +78,4 @@ def _scored_rows(seq: Sequence, index: int, start: int, stop: int, row_of: int) 
 
 def _final_blocks(seq: Sequence, computed: int) -> int:
     """Blocks whose KV no later step of the prompt will touch, once `computed` tokens are done."""
-    return len(seq.blocks) if computed == seq.num_tokens else computed // BLOCK_SIZE
+    return len(seq.block_tables[0]) if computed == seq.num_tokens else computed // BLOCK_SIZE

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.attention.base import AttentionBackend, AttentionMetadata
+from common.attention.base import AttentionBackend
 from common.engine.device_inputs import StepRows, attention_metadata, staged
 from common.engine.step import StepInput
 from common.model.decoder import DecoderModel
@@ -100,16 +100,24 @@ class DecodeGraphs:
     """One rank's captured decode steps. `capture` once; then `load` and `run` for each step for which `takes` is true."""
 
     def __init__(
-        self, model: DecoderModel, attention: AttentionBackend, *, max_num_seqs: int, pad_block: int, block_size: int
+        self,
+        model: DecoderModel,
+        attention: AttentionBackend,
+        *,
+        max_num_seqs: int,
+        pad_block: int,
+        block_size: int,
+        num_tables: int = 1,
     ) -> None:
-        """`pad_block`: a block of the KV memory that belongs to no pool."""
+        """`pad_block`: a block of the KV memory that belongs to no pool. `num_tables`: as `KVSpec.num_tables`."""
         self._model = model
         self._attention = attention
         self._pad_block = pad_block
         self._pad_slot = pad_block * block_size
         self.sizes = graph_sizes(max_num_seqs)
         largest, device = self.sizes[-1], model.device
-        self._inputs = torch.zeros(3 * largest, dtype=torch.int64, device=device)
+        self._num_tables = num_tables
+        self._inputs = torch.zeros((2 + num_tables) * largest, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(largest, model.config.hidden_size, dtype=model.precision.wide, device=device)
         self._captured: dict[int, _CapturedStep] = {}
 
@@ -122,7 +130,7 @@ class DecodeGraphs:
         log.info("captured decode steps of %s rows in %.1f s", self.sizes, time.monotonic() - started)
 
     def _capture_size(self, size: int, capture: GraphCapture) -> _CapturedStep:
-        rows = StepRows(*self._inputs[: 3 * size].split(size))
+        rows = StepRows.split(self._inputs[: (2 + self._num_tables) * size], size)
         hidden = self._hidden[:size]
         attention = self._attention.for_graph(size)
         model = self._model
@@ -131,7 +139,10 @@ class DecodeGraphs:
             received = None if model.mesh.place.is_first_stage else hidden
             hidden.copy_(model.forward(rows.token_ids, rows.positions, attention, None, received))
 
-        self._plan(_CapturedStep(rows, hidden, attention, run), StepInput(0, [], [], [], [], [], []))
+        self._plan(
+            _CapturedStep(rows, hidden, attention, run),
+            StepInput(0, [], [], [[]] * self._num_tables, [], [], [[]] * self._num_tables),
+        )
         return _CapturedStep(rows, hidden, attention, capture.capture(run))
 
     def takes(self, step: StepInput) -> bool:
@@ -152,28 +163,22 @@ class DecodeGraphs:
         captured = self._captured[self.size_for(num_rows)]
         self._plan(captured, step)
         rows = captured.rows
-        return StepRows(rows.token_ids[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows])
+        return rows.first(num_rows)
 
     def _plan(self, captured: _CapturedStep, step: StepInput) -> None:
         """Raises: ValueError for lists of different lengths: past the end of the shorter ones an old step's values
         would be used."""
         size, num_rows = captured.hidden.size(0), len(step.token_ids)
-        if not num_rows == len(step.positions) == len(step.slot_mapping) == sum(step.query_lens):
+        slots = step.slot_mapping
+        if not num_rows == len(step.positions) == sum(step.query_lens) or any(len(own) != num_rows for own in slots):
             raise ValueError(f"{num_rows} token ids do not fit the positions, slots and query lengths")
         pad = size - num_rows
-        nothing = [0] * pad
-        values = [*step.token_ids, *nothing, *step.positions, *nothing, *step.slot_mapping, *([self._pad_slot] * pad)]
-        self._inputs[: 3 * size].copy_(staged(values, self._inputs.device), non_blocking=True)
-        own = attention_metadata(step, captured.rows.slots)
-        captured.attention.plan(
-            AttentionMetadata(
-                query_lens=[1] * size,
-                context_lens=own.context_lens + [1] * pad,
-                block_tables=own.block_tables + [[self._pad_block]] * pad,
-                slot_mapping=own.slot_mapping,
-                num_decodes=size,
-            )
-        )
+        nothing, spare = [0] * pad, [self._pad_slot] * pad
+        values = [*step.token_ids, *nothing, *step.positions, *nothing]
+        for own in slots:
+            values += own + spare
+        self._inputs[: len(values)].copy_(staged(values, self._inputs.device), non_blocking=True)
+        captured.attention.plan(attention_metadata(step, captured.rows.slots, pad, self._pad_block))
 
     @torch.inference_mode()
     def run(self, num_rows: int, received: Tensor | None) -> Tensor:

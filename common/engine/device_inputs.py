@@ -5,7 +5,8 @@ Runs on a rank's engine thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,19 @@ class StepRows:
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
+    slots: tuple[Tensor, ...]
+    """One for each block table."""
+
+    @classmethod
+    def split(cls, values: Tensor, num_rows: int) -> StepRows:
+        """values: [(2 + tables) * num_rows], one part after the other."""
+        token_ids, positions, *slots = values.split(num_rows)
+        return cls(token_ids, positions, tuple(slots))
+
+    def first(self, num_rows: int) -> StepRows:
+        """Views of the first rows."""
+        slots = tuple(each[:num_rows] for each in self.slots)
+        return StepRows(self.token_ids[:num_rows], self.positions[:num_rows], slots)
 
 
 def staged(values: list[int], device: torch.device) -> Tensor:
@@ -53,26 +66,32 @@ def column_to_device(values: list[float], device: torch.device) -> Tensor:
 
 def rows_of(step: StepInput, device: torch.device) -> StepRows:
     """The rows of one step in fresh memory."""
-    parts = (step.token_ids, step.positions, step.slot_mapping)
-    values = to_device([value for part in parts for value in part], device)
-    return StepRows(*values.split([len(part) for part in parts]))
+    parts = (step.token_ids, step.positions, *step.slot_mapping)
+    return StepRows.split(to_device([value for part in parts for value in part], device), len(step.token_ids))
 
 
-def attention_metadata(step: StepInput, slots: Tensor) -> AttentionMetadata:
-    """The batch for attention; every row of a decoding sequence is a separate entry. slots: [T]."""
-    num_seqs, lens = step.num_decodes, step.query_lens[: step.num_decodes]
+def attention_metadata(step: StepInput, slots: Sequence[Tensor], pad: int = 0, pad_block: int = 0) -> AttentionMetadata:
+    """The batch for attention; every row of a decoding sequence is a separate entry. slots: for each block table [T + pad].
+
+    `pad` decode rows follow, with a context of one token in `pad_block`; then all sequences must decode.
+    """
+    query_lens, context_lens, num_seqs = step.query_lens, step.context_lens, step.num_decodes
+    lens = query_lens[:num_seqs]
     num_rows = sum(lens)
-    if num_rows == num_seqs:
-        return AttentionMetadata(step.query_lens, step.context_lens, step.block_tables, slots, num_rows)
-    contexts: list[int] = []
-    tables: list[list[int]] = []
-    for query_len, context_len, table in zip(lens, step.context_lens, step.block_tables, strict=False):
-        contexts += range(context_len - query_len + 1, context_len + 1)
-        tables += [table] * query_len
-    return AttentionMetadata(
-        [1] * num_rows + step.query_lens[num_seqs:],
-        contexts + step.context_lens[num_seqs:],
-        tables + step.block_tables[num_seqs:],
-        slots,
-        num_rows,
-    )
+    tables = step.block_tables
+    if num_rows != num_seqs:
+        query_lens = [1] * num_rows + query_lens[num_seqs:]
+        ends = zip(lens, context_lens, strict=False)
+        context_lens = [*(c for n, end in ends for c in range(end - n + 1, end + 1)), *context_lens[num_seqs:]]
+        tables = [
+            [*(each for n, each in zip(lens, table, strict=False) for _ in range(n)), *table[num_seqs:]]
+            for table in tables
+        ]
+    if pad:
+        query_lens, context_lens = query_lens + [1] * pad, context_lens + [1] * pad
+        tables = [table + [[pad_block]] * pad for table in tables]
+    batches = [
+        AttentionMetadata(query_lens, context_lens, table, own, num_rows + pad)
+        for table, own in zip(tables, slots, strict=True)
+    ]
+    return batches[0] if len(batches) == 1 else replace(batches[0], others=tuple(batches[1:]))

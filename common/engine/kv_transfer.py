@@ -7,7 +7,7 @@ The leader of a node with several ranks sends transfer orders to the `RankTransf
 end's events back.
 
 Memory safety, both ends alike: from `open` until the `...Released` event the engine must not reuse the blocks
-of a transfer. After that event the transport never touches them again, whatever still arrives.
+of a transfer from `first_blocks` on. After that event the transport never touches them again, whatever still arrives.
 Exactly one `...Released` follows each `open`, also after `abort`, failure and `close`.
 """
 
@@ -50,11 +50,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class OutgoingTransfer:
-    """One attempt's KV as the sending rank holds it. `src_blocks[i]` is the sequence's i-th block."""
+    """One attempt's KV as the sending rank holds it. `src_blocks[t][i]` is the sequence's i-th block in block table t."""
 
     key: AttemptKey
     src_incarnation: str
-    src_blocks: list[int]
+    src_blocks: list[list[int]]
+    first_blocks: list[int]
+    """For each block table, the first block that the sender holds until it has sent it; earlier ones are behind the
+    sliding window of the next token."""
     block_hashes: list[bytes]
     num_tokens: int
     timeout_s: float
@@ -66,14 +69,14 @@ class OutgoingTransfer:
 
 @dataclass(frozen=True)
 class IncomingTransfer:
-    """One attempt's KV as the receiving rank expects it: blocks [held_blocks, len(dst_blocks)) will come."""
+    """One attempt's KV as the receiving rank expects it: of block table t, blocks from `first_blocks[t]` on will come."""
 
     key: AttemptKey
     src: PeerRef
     src_layout: KVLayout
-    dst_blocks: list[int]
+    dst_blocks: list[list[int]]
     block_hashes: list[bytes]
-    held_blocks: int
+    first_blocks: list[int]
     timeout_s: float
     """Idle timeout. Progress is: a slice placed. The clock starts at `open`."""
 
@@ -190,7 +193,7 @@ class KVSender(Protocol):
         ...
 
     def grant(self, grant: Grant) -> None:
-        """The destination is ready; blocks from `grant.held_blocks` on may go out as they become final.
+        """The destination is ready; blocks from `grant.first_blocks` on may go out as they become final.
 
         Ignored for unknown or aborted transfers.
         """

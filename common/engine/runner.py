@@ -132,7 +132,7 @@ class ModelRunner:
     def _check(self, step: StepInput) -> None:
         """Reject early what would fail on one rank mid-step and hang the others, or trip a device-side assert."""
         rows = len(step.token_ids)
-        if not rows == len(step.positions) == len(step.slot_mapping) == sum(step.query_lens):
+        if not rows == len(step.positions) == sum(step.query_lens) or any(len(s) != rows for s in step.slot_mapping):
             raise ValueError(f"{rows} token ids do not fit the positions, slots and query lengths")
         if min(step.token_ids) < 0 or max(step.token_ids) >= self._model.config.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self._model.config.vocab_size}")

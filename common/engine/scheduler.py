@@ -2,7 +2,7 @@
 
 Continuous batching under a token budget: decoding sequences first, then chunks of prompts that have begun, then new
 sequences while blocks, sequence slots and budget last. A sequence gets the blocks of all its known tokens when it is
-admitted, and more while it generates; when none is left the youngest running sequence is preempted: it gives its blocks
+admitted, and more while it generates (`common.engine.kv_allocator`); when none is left the youngest running sequence is preempted: it gives its blocks
 back and is recomputed later.
 
 `schedule` and `update` are apart so that several steps can be in flight. The stages of a pipeline each work on another
@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
 
 from common.base.errors import BadRequest, from_code
-from common.base.hashing import BLOCK_SIZE
+from common.base.hashing import BLOCK_SIZE, BlockHash
 from common.control.messages import AttemptKey, FinishReason, PromptLogprobs
 from common.engine.build_step import Rows, build_step
+from common.engine.kv_allocator import KVAllocator
 from common.engine.microbatches import group_weights, part_of_waiting, weight_of
 from common.engine.plan import Plan, Progress
 from common.engine.priority import goes_first, insert_by_priority
@@ -56,9 +58,11 @@ class SchedulerConfig:
 class Scheduler:
     """Holds the sequences that wait, that run, and that have blocks reserved for KV still to arrive (`reserve`)."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, windows: Seq[int | None] = (None,)) -> None:
+        """`windows`: as `KVSpec.windows`, one for each block table of the pool."""
         self.config = config
         self.pool = pool
+        self.allocator = KVAllocator(pool, windows)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[AttemptKey, Sequence] = {}
         """Oldest first; the last is preempted first."""
@@ -89,6 +93,7 @@ class Scheduler:
                 f"the request has {seq.num_tokens} before anything is generated."
             )
         needed = blocks_for(seq.num_tokens) if seq.relays else seq.max_blocks(self.config.max_model_len)
+        needed *= self.pool.num_tables
         if needed > self.pool.num_blocks:
             raise BadRequest(
                 f"The request may grow to {needed} KV blocks, this node has {self.pool.num_blocks}. "
@@ -102,27 +107,31 @@ class Scheduler:
 
     def likely_cached(self, seq: Sequence) -> int:
         """Tokens of a sequence that are in the prefix cache now."""
-        return len(self._hits(seq, spare_tokens=1)) * BLOCK_SIZE
+        return self.allocator.hit_blocks(self._usable_hashes(seq, spare_tokens=1)) * BLOCK_SIZE
 
-    def reserve(self, seq: Sequence) -> int | None:
+    def reserve(self, seq: Sequence) -> list[int] | None:
         """Give a sequence the blocks for KV that another node will send.
 
-        Returns how many leading blocks the prefix cache holds already, or None while there is no room or while a waiting
-        sequence goes first.
+        Returns the first block of each table that is to be sent (`KVAllocator.take_for_arrival`), or None while there is
+        no room or while a waiting sequence goes first.
         """
         busy = bool(self.running or self.reserved)
         if self._free_slots() <= 0 or (self.waiting and goes_first(self.waiting[0], seq)):
             return None
-        if not self._take_blocks(seq, spare_tokens=0, watermark=len(self.running) + 1 if busy else 0):
+        hashes = self._usable_hashes(seq, spare_tokens=0)
+        first = self.allocator.take_for_arrival(seq, hashes, spare_blocks=len(self.running) + 1 if busy else 0)
+        if first is None:
             return None
+        held = min(missing - start for missing, start in zip(first, seq.first_blocks, strict=True))
+        self._count_hits(seq, held * BLOCK_SIZE)
         self.reserved[seq.key] = seq
-        return seq.num_computed // BLOCK_SIZE
+        return first
 
     def join(self, seq: Sequence, first_token: int) -> None:
         """Run a reserved sequence, whose KV is complete now, from its first generated token on."""
         del self.reserved[seq.key]
         seq.num_computed = seq.num_scheduled = seq.num_tokens
-        self._publish(seq)
+        self.allocator.advance(seq)
         seq.token_ids.append(first_token)
         self._run(seq, self._lightest_group())
 
@@ -141,8 +150,7 @@ class Scheduler:
         if seq.in_flight:
             seq.given_up = True
             return
-        self.pool.release(seq.blocks)
-        seq.blocks = []
+        self.allocator.free(seq)
 
     def is_idle(self) -> bool:
         return not (self.waiting or self.running)
@@ -246,7 +254,7 @@ class Scheduler:
         if seq.draft_ids:
             seq.draft_ids = []
         seq.num_computed = min(seq.num_computed + num_rows, len(seq.token_ids))
-        self._publish(seq)
+        self.allocator.advance(seq)
         if reason is not None or (tokens and seq.relays):
             self._leave(seq)
         return Progress(seq, tokens, reason, None, scored)
@@ -261,13 +269,12 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that sequences, block tables and pool agree."""
         self.pool.check_integrity()
-        for seq in [*self.running.values(), *self.reserved.values()]:
-            assert len(seq.blocks) * BLOCK_SIZE >= seq.num_scheduled >= seq.num_computed, (
-                f"{seq.key} ran past its blocks"
-            )
-            assert seq.num_published * BLOCK_SIZE <= seq.num_computed, f"{seq.key} published uncomputed blocks"
+        for seq in self.running.values():
+            self.allocator.check_integrity(seq, next_row=seq.num_computed)
+        for seq in self.reserved.values():
+            self.allocator.check_integrity(seq, next_row=seq.num_tokens)
         for seq in self.waiting:
-            assert not seq.blocks, f"{seq.key} waits and holds blocks"
+            assert not seq.block_tables, f"{seq.key} waits and holds blocks"
 
     # ------------------------------------------------------------ inside
 
@@ -284,14 +291,16 @@ class Scheduler:
         """Running sequences of `group` that decode, with blocks for their rows; preempts where blocks lack."""
         drafts = min(self.config.max_num_batched_tokens - len(self.running), self.config.prefill_chunk)
         for seq in list(self.running.values()):
-            if not seq.blocks or not seq.is_decoding or not self._can_run(seq, group):  # no blocks: preempted here
+            if (
+                not seq.block_tables or not seq.is_decoding or not self._can_run(seq, group)
+            ):  # no blocks: preempted here
                 continue
             if seq.grammar is not None:  # its drafts take no other sequence's blocks
-                spare = (len(seq.blocks) + self.pool.num_idle) * BLOCK_SIZE - seq.num_tokens
+                spare = seq.num_slots + self.allocator.room * BLOCK_SIZE - seq.num_tokens
                 seq.draft_forced_tokens(min(drafts, spare), self.config.max_model_len)
                 drafts -= len(seq.draft_ids)
             needed = seq.num_expected + len(seq.draft_ids)
-            if len(seq.blocks) * BLOCK_SIZE < needed and not self._grow(seq, needed):
+            if seq.num_slots < needed and not self._grow(seq, needed):
                 continue
             yield seq
 
@@ -302,8 +311,8 @@ class Scheduler:
         A victim of its own group that is in flight gets no row in the next step and releases its blocks after that; a
         victim in flight in another group would take longer.
         """
-        while len(seq.blocks) * BLOCK_SIZE < num_tokens:
-            while self.pool.num_idle == 0:
+        while seq.num_slots < num_tokens:
+            while self.allocator.room == 0:
                 victim = next(s for s in reversed(self.running.values()) if s.group == seq.group or not s.in_flight)
                 if victim.in_flight:
                     self._yielding = victim
@@ -311,7 +320,7 @@ class Scheduler:
                 self._preempt(victim)
                 if victim is seq:
                     return False
-            seq.blocks += self.pool.allocate(1)
+            self.allocator.grow(seq)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -330,8 +339,10 @@ class Scheduler:
     def _admit(self, seq: Sequence, group: int) -> bool:
         if self._free_slots() <= 0 or (self.due is not None and not goes_first(seq, self.due)):
             return False
-        if not self._take_blocks(seq, spare_tokens=1, watermark=len(self.running)):
+        hashes = self._usable_hashes(seq, spare_tokens=1)
+        if not self.allocator.take(seq, hashes, spare_blocks=len(self.running)):
             return False
+        self._count_hits(seq, seq.num_computed)
         self._run(seq, group)
         return True
 
@@ -345,46 +356,22 @@ class Scheduler:
 
     def _part_of_waiting(self, group: int) -> float:
         weights = group_weights(self.running.values(), self.config.num_groups)
-        slots, room = self._free_slots(), self.pool.num_idle - len(self.running)
+        slots, room = self._free_slots(), self.allocator.room - len(self.running)
         return part_of_waiting(group, weights, islice(self.waiting, max(0, slots)), room)
 
-    def _take_blocks(self, seq: Sequence, *, spare_tokens: int, watermark: int) -> bool:
-        """Take blocks for all known tokens, from the prefix cache as far as it reaches. False if there are not enough.
-
-        `spare_tokens` at the end are computed even if cached (the logits of the last one are needed);
-        `watermark` blocks stay free for the growth of running sequences.
-        """
-        hits = self._hits(seq, spare_tokens)
-        missing = blocks_for(seq.num_tokens) - len(hits)
-        idle_hits = sum(1 for block in hits if self.pool.is_idle(block))
-        if missing + watermark > self.pool.num_idle - idle_hits:
-            return False
-        self.pool.acquire(hits)
-        seq.blocks = hits + self.pool.allocate(missing)
-        seq.num_computed = seq.num_scheduled = len(hits) * BLOCK_SIZE
-        seq.num_published = len(hits)
+    def _count_hits(self, seq: Sequence, num_tokens: int) -> None:
         if seq.preemptions == 0:
-            seq.cached_tokens = seq.num_computed
+            seq.cached_tokens = num_tokens
             self.prefix_queries += seq.num_tokens
-            self.prefix_hits += seq.num_computed
-        return True
+            self.prefix_hits += num_tokens
 
-    def _hits(self, seq: Sequence, spare_tokens: int) -> list[int]:
-        """Leading blocks in the prefix cache that the sequence can use; rows whose log-probabilities are wanted must be
-        computed."""
+    def _usable_hashes(self, seq: Sequence, spare_tokens: int) -> list[BlockHash]:
+        """Hashes of the leading blocks that the sequence may take from the prefix cache: `spare_tokens` at the end are
+        computed even if cached (the logits of the last one are needed), as are rows whose log-probabilities are wanted."""
         usable = seq.num_tokens - spare_tokens
         if seq.scores_prompt:
             usable = min(usable, seq.num_scored)
-        return self.pool.match(seq.full_block_hashes()[: usable // BLOCK_SIZE])
-
-    def _publish(self, seq: Sequence) -> None:
-        """Enter the blocks that are full now in the prefix cache."""
-        full = seq.num_computed // BLOCK_SIZE
-        if full > seq.num_published:
-            hashes = seq.full_block_hashes()
-            for index in range(seq.num_published, full):
-                self.pool.publish(seq.blocks[index], hashes[index])
-            seq.num_published = full
+        return seq.full_block_hashes()[: usable // BLOCK_SIZE]
 
     def _remove(self, seq: Sequence) -> None:
         self.running.pop(seq.key, None)

@@ -17,8 +17,8 @@ from common.engine.token_constraints import both, completed_by, mask_of
 class Sequence:
     """Token ids, how far their KV is computed, and the blocks that hold it.
 
-    Invariants: KV of tokens [0, num_computed) is in `blocks`; `blocks` has room for at least
-    `num_scheduled` tokens; `block_hashes` are those of the leading full blocks, as far as computed.
+    Invariants: KV of tokens [0, num_computed) is in each of `block_tables`, as far as later rows see it; these have room
+    for at least `num_scheduled` tokens; `block_hashes` are those of the leading full blocks, as far as computed.
     """
 
     key: AttemptKey
@@ -27,7 +27,10 @@ class Sequence:
     """The prompt, then all generated tokens, those of earlier attempts included."""
     root: BlockHash
     arrival_s: float
-    blocks: list[int] = field(default_factory=list[int])
+    block_tables: list[list[int]] = field(default_factory=list[list[int]])
+    """[tables][blocks], see `common.engine.kv_allocator`; empty while it holds no blocks."""
+    first_blocks: list[int] = field(default_factory=list[int])
+    """[tables]: the first entry that it holds; earlier ones are behind the sliding window."""
     num_computed: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     cached_tokens: int = 0
@@ -35,7 +38,7 @@ class Sequence:
     likely_cached: int = 0
     """Tokens that were in the prefix cache when it was queued."""
     num_published: int = 0
-    """Leading blocks that the prefix cache has."""
+    """Leading blocks that were entered in the prefix cache, as far as it held them."""
     relays: bool = False
     """The sequence's KV is sent to another node while it is computed: it ends here with its first token, and keeps its
     blocks until the transfer has released them (`Scheduler.free`)."""
@@ -84,6 +87,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that its blocks have room for."""
+        return len(self.block_tables[0]) * BLOCK_SIZE if self.block_tables else 0
 
     @property
     def num_generated(self) -> int:

@@ -58,7 +58,8 @@ class StepInput:
     """One batch. Rows of all sequences lie one after the other: T = sum(query_lens).
 
     Invariant: row r of sequence s attends to the first `context_lens[s] - query_lens[s] + r + 1` slots of
-    `block_tables[s]`; its own KV goes to `slot_mapping`, before attention reads it.
+    `block_tables[t][s]` in the layers of block table t, from their sliding window on; its own KV goes to
+    `slot_mapping[t]`, before attention reads it.
     """
 
     step_id: int
@@ -66,14 +67,14 @@ class StepInput:
     """[T]"""
     positions: list[int]
     """[T], index in the sequence."""
-    slot_mapping: list[int]
-    """[T], block id * block size + offset in the block."""
+    slot_mapping: list[list[int]]
+    """[tables][T], block id * block size + offset in the block."""
     query_lens: list[int]
     """[num_seqs], rows of each sequence."""
     context_lens: list[int]
     """[num_seqs], KV length after this step, the new rows included."""
-    block_tables: list[list[int]]
-    """[num_seqs][blocks], at least enough blocks for `context_lens`."""
+    block_tables: list[list[list[int]]]
+    """[tables][num_seqs][blocks], at least enough blocks for `context_lens`; those behind the window are any blocks."""
     num_decodes: int = 0
     """The first `num_decodes` sequences decode: they have few rows, and draw at each. The others are prompt chunks."""
     samples: list[SampleSpec] = field(default_factory=list[SampleSpec])

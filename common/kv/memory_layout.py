@@ -67,9 +67,19 @@ class GroupMemory:
 
 
 def group_memories(spec: KVSpec, parts: Sequence[GroupPart], num_blocks: int) -> tuple[GroupMemory, ...]:
-    """One rank's groups, one after the other."""
+    """One rank's groups: those of one block table one after the other, those of different tables in the same memory.
+
+    A block belongs to one table at a time, and its place is the same in each: `KVSpec` has seen to that.
+    """
+    ends = [0] * spec.num_tables
     memories: list[GroupMemory] = []
-    for part, unit_bytes in zip(parts, spec.unit_bytes, strict=True):
-        at = memories[-1].offset + memories[-1].size_bytes if memories else 0
-        memories.append(GroupMemory(part, num_blocks, unit_bytes, -(-at // _ALIGNMENT) * _ALIGNMENT))
+    for group, part, unit_bytes in zip(spec.groups, parts, spec.unit_bytes, strict=True):
+        at = -(-ends[group.table] // _ALIGNMENT) * _ALIGNMENT
+        memories.append(GroupMemory(part, num_blocks, unit_bytes, at))
+        ends[group.table] = at + memories[-1].size_bytes
     return tuple(memories)
+
+
+def rank_bytes(memories: Sequence[GroupMemory]) -> int:
+    """Bytes of the memory that holds one rank's groups."""
+    return max(memory.offset + memory.size_bytes for memory in memories)

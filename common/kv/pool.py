@@ -1,4 +1,7 @@
-"""The block pool: how often each KV block is referenced, and which unused ones still hold a known prefix.
+"""The block pool: how often each KV block is referenced, and which unused ones still hold known content.
+
+A block belongs to one block table of a sequence, so that the content of a hash is a block for each table. The journal gets
+a hash while blocks for all tables are there.
 
 Pure bookkeeping, no memory and no torch. Owned by the engine's thread; never shared.
 """
@@ -25,13 +28,16 @@ class BlockPool:
     only when no free one is left. Every operation is O(1) per block.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_tables: int = 1) -> None:
         self.num_blocks = num_blocks
+        self.num_tables = num_tables
         self.journal = BlockJournal()
-        """Changes of what `match` can find, for KV events."""
+        """Changes of the hashes that `match` finds for all tables, for KV events."""
         self._refs = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
-        self._by_hash: dict[BlockHash, int] = {}
+        self._table_of = [0] * num_blocks
+        """Where `_hash_of` is set, the table that the block has content for."""
+        self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_tables)]
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """Unreferenced blocks in order of reuse: free ones in front, then cached ones, oldest first."""
         self.num_cached = 0
@@ -49,15 +55,20 @@ class BlockPool:
         """Whether nothing references `block`."""
         return self._refs[block] == 0
 
-    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks that hold the longest leading run of `hashes`. Takes no reference."""
+    def match(self, hashes: Sequence[BlockHash], table: int = 0) -> list[int]:
+        """The blocks that hold the longest leading run of `hashes` for a table. Takes no reference."""
+        known = self._by_hash[table]
         blocks: list[int] = []
         for block_hash in hashes:
-            block = self._by_hash.get(block_hash)
+            block = known.get(block_hash)
             if block is None:
                 break
             blocks.append(block)
         return blocks
+
+    def holds(self, block_hash: BlockHash, table: int = 0) -> bool:
+        """Whether `match` finds a block with this content for a table."""
+        return block_hash in self._by_hash[table]
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of `blocks`, which `match` returned."""
@@ -99,25 +110,29 @@ class BlockPool:
                 else:
                     self.num_cached += 1
 
-    def publish(self, block: int, block_hash: BlockHash) -> None:
+    def publish(self, block: int, block_hash: BlockHash, table: int = 0) -> None:
         """From now on `match` finds the content of the used `block` by `block_hash`.
 
         If another block holds the same content already, that one keeps the name.
         """
         assert self._refs[block] > 0, f"block {block} published while unused"
-        if block_hash not in self._by_hash:
+        if block_hash not in self._by_hash[table]:
             self._forget(block)
-            self._by_hash[block_hash] = block
+            self._by_hash[table][block_hash] = block
             self._hash_of[block] = block_hash
-            self.journal.stored(block_hash)
+            self._table_of[block] = table
+            if self._is_complete(block_hash):
+                self.journal.stored(block_hash)
 
     def check_integrity(self) -> None:
         """Assert the invariants above; called by every test's end and cheap enough for idle moments."""
         for block, refs in enumerate(self._refs):
             assert (refs == 0) == (block in self._idle), f"block {block}: {refs} references, idle {block in self._idle}"
-        for block_hash, block in self._by_hash.items():
-            assert self._hash_of[block] == block_hash, f"block {block} is named by a hash it does not carry"
-        assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hash_of)
+        for table, known in enumerate(self._by_hash):
+            for block_hash, block in known.items():
+                carried = self._hash_of[block], self._table_of[block]
+                assert carried == (block_hash, table), f"block {block} is named by a hash it does not carry"
+        assert sum(map(len, self._by_hash)) == sum(block_hash is not None for block_hash in self._hash_of)
         idle_cached = [self._hash_of[block] is not None for block in self._idle]
         assert sum(idle_cached) == self.num_cached, "cached blocks are miscounted"
         assert idle_cached == sorted(idle_cached), "a cached block would be evicted before a free one"
@@ -125,6 +140,10 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
-            del self._by_hash[block_hash]
+            if self._is_complete(block_hash):
+                self.journal.removed(block_hash)
+            del self._by_hash[self._table_of[block]][block_hash]
             self._hash_of[block] = None
-            self.journal.removed(block_hash)
+
+    def _is_complete(self, block_hash: BlockHash) -> bool:
+        return self.num_tables == 1 or all(block_hash in known for known in self._by_hash)

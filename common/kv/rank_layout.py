@@ -143,9 +143,11 @@ class KVLayout:
         ]
 
     def shard_bytes_per_block(self, shard: RankShard) -> int:
-        """Bytes of one block on the rank that holds `shard`."""
-        units = zip(self.spec.unit_bytes, shard.parts, strict=True)
-        return sum(unit * part.num_layers * part.num_heads for unit, part in units)
+        """Bytes of one block on the rank that holds `shard`. It belongs to one block table, whichever needs it."""
+        of_table = [0] * self.spec.num_tables
+        for group, unit, part in zip(self.spec.groups, self.spec.unit_bytes, shard.parts, strict=True):
+            of_table[group.table] += unit * part.num_layers * part.num_heads
+        return max(of_table)
 
     def layer_bytes_per_block(self, shard: RankShard) -> int:
         """Bytes of one block in one layer on the rank that holds `shard`, in the group where it is largest."""
@@ -191,5 +193,5 @@ def _facts(layout: KVLayout) -> list[tuple[str, object]]:
         planes = [(plane.name, plane.width) for plane in group.planes]
         facts += [(f"number of KV heads{of}", group.num_heads), (f"planes{of}", planes)]
         facts += [(f"dtype{of}", group.dtype), (f"layers{of}", list(group.layers))]
-        facts += [(f"sliding window{of}", group.window)]
+        facts += [(f"sliding window{of}", group.window), (f"block table{of}", group.table)]
     return facts

@@ -38,6 +38,8 @@ class LayerGroup:
     dtype: str
     window: int | None = None
     """Tokens that a row attends to, its own included: those at positions (p - window, p] for a row at p. None: all up to p."""
+    table: int = 0
+    """Which of a sequence's block tables names the blocks of these layers. Only groups of equal shape may have several."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -46,8 +48,15 @@ class LayerGroup:
             raise ConfigError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
         if not self.layers or not self.planes or min(self.num_heads, *(plane.width for plane in self.planes)) < 1:
             raise ConfigError(f"a layer group needs layers, planes and heads, and no size below 1: {self}")
+        if self.table < 0:
+            raise ConfigError(f"a block table's number is not negative: {self}")
         if self.layers[0] < 0 or any(a >= b for a, b in zip(self.layers, self.layers[1:], strict=False)):
             raise ConfigError(f"layers of a group must be ascending: {list(self.layers)}")
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What decides how one layer's blocks lie in memory."""
+        return self.planes, self.num_heads, self.dtype
 
     @property
     def token_bytes(self) -> int:
@@ -72,6 +81,11 @@ class KVSpec:
         missing = set(range(self.num_layers)).difference(*(group.layers for group in self.groups))
         if missing:
             raise ConfigError(f"layers {sorted(missing)} are in no group of the KV spec")
+        tables = [group.table for group in self.groups]
+        if set(tables) != set(range(max(tables) + 1)):
+            raise ConfigError(f"block tables must be numbered from 0 without gaps: {tables}")
+        if self.num_tables > 1 and (len(tables) > self.num_tables or len({g.shape for g in self.groups}) > 1):
+            raise ConfigError("several block tables need one layer group each, all of one shape, for they share memory")
 
     @classmethod
     def uniform(
@@ -85,6 +99,20 @@ class KVSpec:
     def num_layers(self) -> int:
         """Layers of the model."""
         return 1 + max(group.layers[-1] for group in self.groups)
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables of a sequence."""
+        return 1 + max(group.table for group in self.groups)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each block table, the sliding window beyond which none of its layers reads; None if one reads everything."""
+        windows: list[int | None] = []
+        for table in range(self.num_tables):
+            own = [group.window for group in self.groups if group.table == table]
+            windows.append(None if None in own else max(each for each in own if each is not None))
+        return tuple(windows)
 
     @property
     def dtype(self) -> str:

@@ -15,7 +15,7 @@ from common.base.errors import ConfigError
 from common.base.free_memory import free_memory_bytes
 from common.kernels.float8 import E4M3
 from common.kv.cuda_pages import allocate_shareable
-from common.kv.memory_layout import GroupMemory, group_memories, strips_of
+from common.kv.memory_layout import GroupMemory, group_memories, rank_bytes, strips_of
 from common.kv.rank_layout import KVLayout, RankShard
 from common.kv.spec import LayerGroup
 
@@ -93,7 +93,7 @@ class KVStorage:
         """Where each group lies in `data`."""
         self._is_on_cpu = device == "cpu"
         where = torch.device(device)
-        size_bytes = self.memories[-1].offset + self.memories[-1].size_bytes
+        size_bytes = rank_bytes(self.memories)
         self.shared = allocate_shareable(where, size_bytes) if where.type == "cuda" else None
         """The GPU memory, if other processes can map it; None otherwise and on the CPU."""
         if self._is_on_cpu:

@@ -100,7 +100,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         self.max_accepted = parts.max_accepted
         self.transfer_timeout_s = parts.transfer_timeout_s
         self.attempts: dict[AttemptKey, AttemptT] = {}
-        self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks)
+        self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks // parts.scheduler.pool.num_tables)
         self._uncompiled: dict[AttemptKey, float] = {}
         """Attempts that wait for their grammar, some of them ended meanwhile, and when they give up."""
         self._plans: dict[int, Plan] = {}
@@ -302,7 +302,7 @@ class NodeCore(ABC, Generic[AttemptT]):
 
     def _measure_load(self, *, waiting: int = 0, **own: Any) -> NodeLoad:
         """The present load. `waiting`: attempts that are not in the scheduler yet; `own`: fields that only a role knows."""
-        scheduler = self.scheduler
+        scheduler, pool = self.scheduler, self.scheduler.pool
         unstarted = sum(seq.num_uncomputed - seq.likely_cached for seq in scheduler.waiting)
         # A generating sequence always lacks the KV of its last token.
         begun = sum(lacking for seq in scheduler.running.values() if (lacking := seq.num_uncomputed) > 1)
@@ -310,9 +310,9 @@ class NodeCore(ABC, Generic[AttemptT]):
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + waiting,
             queued_tokens=unstarted + begun,
-            kv_blocks_used=scheduler.pool.num_used,
-            kv_blocks_cached=scheduler.pool.num_cached,
-            kv_blocks_total=scheduler.pool.num_blocks,
+            kv_blocks_used=-(-pool.num_used // pool.num_tables),
+            kv_blocks_cached=pool.num_cached // pool.num_tables,
+            kv_blocks_total=pool.num_blocks // pool.num_tables,
             step_age_s=self._timer.age_s(self.clock()),
             prompt_tokens=self._prompt_tokens,
             prompt_busy_s=self._timer.prompt_busy_s,

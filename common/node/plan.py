@@ -142,7 +142,8 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
 
     Raises: ConfigError if the operator asked for a longer one.
     """
-    longest = num_blocks * plan.layout.spec.block_size
+    spec = plan.layout.spec
+    longest = num_blocks // spec.num_tables * spec.block_size
     if plan.model.max_model_len <= longest:
         return plan
     if config.max_model_len is not None:
@@ -192,7 +193,8 @@ def make_scheduler(config: NodeConfig, plan: NodePlan, num_blocks: int, *, prefi
             num_groups=plan.layout.pp_size,
             depth=steps_ahead(config, plan),
         ),
-        BlockPool(num_blocks),
+        BlockPool(num_blocks, plan.layout.spec.num_tables),
+        plan.layout.spec.windows,
     )
 
 
@@ -202,15 +204,20 @@ def make_grammars(plan: NodePlan, post: Callable[[GrammarCompiled], None]) -> Gr
     return GrammarCompiler(folder, plan.model.vocab_size, plan.model_config.eos_token_ids, post)
 
 
-WARM_UP = StepInput(
-    step_id=0,
-    token_ids=[0],
-    positions=[0],
-    slot_mapping=[0],
-    query_lens=[1],
-    context_lens=[1],
-    block_tables=[[0]],
-    num_decodes=1,
-    samples=[SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)],
-)
-"""One row through every layer, so that no client waits for the first access to weights and memory."""
+def warm_up(num_tables: int = 1) -> StepInput:
+    """One row through every layer, so that no client waits for the first access to weights and memory."""
+    sample = SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1, temperature=0.0), position=1, num_generated=0)
+    return StepInput(
+        step_id=0,
+        token_ids=[0],
+        positions=[0],
+        slot_mapping=[[0]] * num_tables,
+        query_lens=[1],
+        context_lens=[1],
+        block_tables=[[[0]]] * num_tables,
+        num_decodes=1,
+        samples=[sample],
+    )
+
+
+WARM_UP = warm_up()

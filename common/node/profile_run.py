@@ -89,6 +89,8 @@ class Largest:
     context: int
     """Tokens of the longest sequence."""
     num_seqs: int
+    num_tables: int = 1
+    """Block tables of a sequence."""
 
     @property
     def blocks(self) -> int:
@@ -122,10 +124,10 @@ def _step(lens: list[int], largest: Largest, num_decodes: int = 0) -> StepInput:
         step_id=0,
         token_ids=[0] * len(rows),
         positions=rows,
-        slot_mapping=rows,
+        slot_mapping=[rows] * largest.num_tables,
         query_lens=lens,
         context_lens=lens,
-        block_tables=[list(range(largest.blocks))] * len(lens),
+        block_tables=[[list(range(largest.blocks))] * len(lens)] * largest.num_tables,
         num_decodes=num_decodes,
         samples=samples,
     )

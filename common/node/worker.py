@@ -84,7 +84,7 @@ class Worker:
         # The profile's steps go through all ranks, so all must have loaded.
         self.mesh.agree("weights", "loaded", config.start_timeout_s)
         rows = max(batched_tokens(config, self.plan), config.max_num_seqs)
-        largest = Largest(rows, self.plan.model.max_model_len, config.max_num_seqs)
+        largest = Largest(rows, self.plan.model.max_model_len, config.max_num_seqs, self.plan.layout.spec.num_tables)
         kept = self._graph_capture is not None and self._graph_capture.keeps_memory
         use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_capture, graphs_kept=kept)
         use = replace(use, staging=staging_bytes(config.kv_transport))
@@ -122,7 +122,12 @@ class Worker:
         use_device(self.device)
         try:
             graphs = DecodeGraphs(
-                self._model, self._attention, max_num_seqs=seqs, pad_block=pad_block, block_size=layout.spec.block_size
+                self._model,
+                self._attention,
+                max_num_seqs=seqs,
+                pad_block=pad_block,
+                block_size=layout.spec.block_size,
+                num_tables=layout.spec.num_tables,
             )
             graphs.capture(self._graph_capture)
         except RuntimeError as error:

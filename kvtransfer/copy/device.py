@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.base.errors import CorruptSlice
-from common.kv.memory_layout import GroupMemory, Strip
+from common.kv.memory_layout import GroupMemory, Strip, rank_bytes
 from common.kv.storage import KVStorage
 from kvtransfer.mailbox import Command
 from kvtransfer.wire import KVSlice
@@ -122,7 +122,7 @@ class RankMemory:
 
     @property
     def size_bytes(self) -> int:
-        return self.groups[-1].offset + self.groups[-1].size_bytes
+        return rank_bytes(self.groups)
 
     def check(self, piece: KVSlice, ids: np.ndarray) -> None:
         """Refuse a piece that is not here, in the blocks `ids` (int64). Raises: CorruptSlice."""
@@ -148,14 +148,14 @@ class LentBlocks:
     size_bytes: int
     first_block: int
     ids: np.ndarray
-    """int64: where blocks `first_block`, `first_block` + 1, ... of the sequence are in `memory`."""
+    """[block tables, blocks], int64: where blocks `first_block`, `first_block` + 1, ... of the sequence are in `memory`."""
 
     def __len__(self) -> int:
         return self.size_bytes
 
-    def ids_of(self, piece: KVSlice) -> np.ndarray:
-        """The ids of the piece's blocks; fewer than it has if some were not lent."""
-        return self.ids[max(piece.block_lo - self.first_block, 0) : max(piece.block_hi - self.first_block, 0)]
+    def ids_of(self, piece: KVSlice, table: int) -> np.ndarray:
+        """The ids of the piece's blocks, which are in block table `table`; fewer than it has if some were not lent."""
+        return self.ids[table, max(piece.block_lo - self.first_block, 0) : max(piece.block_hi - self.first_block, 0)]
 
 
 class DeferredCommands:

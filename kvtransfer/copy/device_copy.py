@@ -26,6 +26,7 @@ class DeviceCopier:
         spec = storage.layout.spec
         self._device = device
         self._unit_bytes = spec.unit_bytes
+        self._tables = [group.table for group in spec.groups]
         self._strips = [strips_of(group, spec.block_size) for group in spec.groups]
         self._memory = RankMemory(device.as_bytes(storage), storage.memories)
         self._bounces: list[np.ndarray] = []
@@ -52,7 +53,7 @@ class DeviceCopier:
         """
         if isinstance(payload, LentBlocks):
             for piece in pieces:
-                payload.memory.check(piece, payload.ids_of(piece))
+                payload.memory.check(piece, payload.ids_of(piece, self._table_of(piece)))
             for piece in pieces:
                 self._copy_lent(piece, blocks, payload)
             return self._device.fence()
@@ -70,7 +71,8 @@ class DeviceCopier:
         return self._device.wait(at_most_s)
 
     def _copy_lent(self, piece: KVSlice, blocks: np.ndarray, lent: LentBlocks) -> None:
-        own, theirs = blocks[piece.block_lo : piece.block_hi], lent.ids_of(piece)
+        table = self._table_of(piece)
+        own, theirs = blocks[table, piece.block_lo : piece.block_hi], lent.ids_of(piece, table)
         for strip in self._strips[piece.group]:
             dst, src = self._memory.runs(strip, piece, own), lent.memory.runs(strip, piece, theirs)
             self._copy(dst, src, piece, strip.planes_per_layer, strip.head_bytes)
@@ -78,7 +80,7 @@ class DeviceCopier:
     def _move(self, pieces: Sequence[KVSlice], blocks: np.ndarray, buffer: Any, *, into_buffer: bool) -> None:
         at = 0
         for piece in pieces:
-            own, part = blocks[piece.block_lo : piece.block_hi], piece.part
+            own, part = blocks[self._table_of(piece), piece.block_lo : piece.block_hi], piece.part
             packed = GroupMemory(part, piece.num_blocks, self._unit_bytes[piece.group], at)
             for strip in self._strips[piece.group]:
                 inside, cache = Runs(buffer, *packed.place(strip, part)), self._memory.runs(strip, piece, own)
@@ -90,6 +92,10 @@ class DeviceCopier:
         """All wanted heads of one block of one plane are neighbours, in the cache and in a payload: one run."""
         planes = planes_per_layer * (piece.layer_hi - piece.layer_lo)
         self._device.copy(dst, src, planes, piece.num_blocks, (piece.head_hi - piece.head_lo) * head_bytes)
+
+    def _table_of(self, piece: KVSlice) -> int:
+        """The block table of the piece's layers; 0 for a group that does not exist, which `RankMemory.check` refuses."""
+        return self._tables[piece.group] if piece.group < len(self._tables) else 0
 
     def _size(self, pieces: Sequence[KVSlice]) -> int:
         return sum(piece.size_bytes(self._unit_bytes) for piece in pieces)

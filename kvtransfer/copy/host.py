@@ -66,6 +66,7 @@ class SliceCopier:
             raise ConfigError("this transport needs a KV storage in CPU memory")
         spec = storage.layout.spec
         self._unit_bytes = spec.unit_bytes
+        self._table_of = [group.table for group in spec.groups]
         self._parts = storage.shard.parts
         self._strips: list[list[tuple[Strip, np.ndarray]]] = []
         """For each group, its strips and their planes: [layers * planes_per_layer, bytes]."""
@@ -78,14 +79,14 @@ class SliceCopier:
             self._strips.append([(strip, _planes(own, memory.part.num_layers, strip, units)) for strip in strips])
 
     def gather(self, piece: KVSlice, blocks: np.ndarray, out: np.ndarray) -> None:
-        """Copy `piece` of the sequence whose block ids are `blocks` into `out` ([piece's bytes], uint8)."""
+        """Copy `piece` of the sequence whose block tables are `blocks` into `out` ([piece's bytes], uint8)."""
         for rows, index, packed in self._rows(piece, blocks, out):
             for plane, part in zip(rows, packed, strict=True):
                 # mode="raise" would buffer the whole output; the index is in range by construction.
                 np.take(plane, index, out=part, mode="clip")
 
     def scatter(self, piece: KVSlice, blocks: np.ndarray, payload: np.ndarray) -> None:
-        """Copy `payload` ([piece's bytes], uint8) into `piece` of the sequence whose block ids are `blocks`."""
+        """Copy `payload` ([piece's bytes], uint8) into `piece` of the sequence whose block tables are `blocks`."""
         for rows, index, packed in self._rows(piece, blocks, payload):
             for plane, part in zip(rows, packed, strict=True):
                 plane[index] = part
@@ -120,7 +121,7 @@ class SliceCopier:
         head_lo, lo = piece.head_lo - part.head_lo, piece.layer_lo - part.layer_lo
         layers, count = piece.layer_hi - piece.layer_lo, piece.block_hi - piece.block_lo
         run = gcd(head_lo, wanted, heads)
-        first = blocks[piece.block_lo : piece.block_hi, None] * (heads // run)
+        first = blocks[self._table_of[piece.group], piece.block_lo : piece.block_hi, None] * (heads // run)
         index = (first + np.arange(head_lo // run, (head_lo + wanted) // run)).reshape(-1)
         for strip, planes in self._strips[piece.group]:
             row, per_layer = np.dtype((np.void, run * strip.head_bytes)), strip.planes_per_layer

@@ -5,7 +5,7 @@ says which of its blocks hold final KV. The receiver copies them directly into i
 acknowledges, which ends the loan. Nothing on a GPU waits for the other process, so a dead process stops no other.
 Sockets and pages are those of `kvtransfer.transports.shm`; a page holds no KV but a loan:
 
-    page i:  [ header | valid, first block, number of blocks, ids of blocks ]
+    page i:  [ header | valid, first block, number of blocks, ids of blocks by block table ]
 
 A sender that takes its blocks back clears `valid`; the receiver checks it after its copy, and discards the copy if it
 was cleared. Decision: docs/decisions/0005-the-receiver-copies-lent-blocks.md.
@@ -25,7 +25,7 @@ import zmq
 
 from common.base.errors import PeerLost, ProtocolError
 from common.base.hashing import HASH_BYTES
-from common.kv.memory_layout import GroupMemory, group_memories
+from common.kv.memory_layout import GroupMemory, group_memories, rank_bytes
 from common.kv.rank_layout import GroupPart
 from common.kv.spec import KVSpec
 from common.kv.storage import KVStorage
@@ -45,7 +45,11 @@ The window bounds the delay of an abort to some milliseconds."""
 _LOAN_WORDS = 3
 _MAX_MEMORY_BYTES = 2**50
 _MAX_BLOCKS = wire.MAX_HEADER_BYTES // HASH_BYTES
-_LOAN_BYTES = 8 * (_LOAN_WORDS + _MAX_BLOCKS)
+
+
+def _loan_bytes(num_tables: int) -> int:
+    """Size of a page: room for the most blocks that one message can name, in each block table."""
+    return 8 * (_LOAN_WORDS + _MAX_BLOCKS * num_tables)
 
 
 def _format(num_groups: int) -> struct.Struct:
@@ -69,7 +73,7 @@ def _unpack(data: bytes, spec: KVSpec) -> tuple[GroupMemory, ...]:
         part.layer_lo <= part.layer_hi <= len(group.layers) and part.head_lo < part.head_hi <= group.num_heads
         for part, group in zip(parts, spec.groups, strict=True)
     )
-    size_bytes = memories[-1].offset + memories[-1].size_bytes
+    size_bytes = rank_bytes(memories)
     if not fits or spec.unit_bytes != tuple(numbers[4::5]) or not 0 < size_bytes < _MAX_MEMORY_BYTES:
         raise ProtocolError(f"it lends memory that cannot be: {num_blocks} blocks of {parts}")
     return memories
@@ -86,6 +90,7 @@ class CudaIpcPeer(ShmPeer):
         device: RelayDevice,
         memory: RankMemory,
         *,
+        num_tables: int,
         message_bytes: int,
         window: int,
         now: float,
@@ -100,7 +105,7 @@ class CudaIpcPeer(ShmPeer):
                 poller,
                 incarnation,
                 num_pages=window,
-                page_bytes=_LOAN_BYTES,
+                page_bytes=_loan_bytes(num_tables),
                 now=now,
                 transport=CUDA_IPC,
                 greeting=_pack(memory.groups),
@@ -117,7 +122,8 @@ class CudaIpcPeer(ShmPeer):
         count = len(header.block_hashes) // HASH_BYTES
         loan = buffer.view(np.int64)
         loan[:_LOAN_WORDS] = 1, header.first_block, count
-        loan[_LOAN_WORDS : _LOAN_WORDS + count] = blocks[header.first_block : header.first_block + count]
+        ids = blocks[:, header.first_block : header.first_block + count]
+        loan[_LOAN_WORDS : _LOAN_WORDS + ids.size] = ids.reshape(-1)
         self._loans[header.sequence] = loan
         self.lent[header.sequence] = batch
         return True
@@ -149,6 +155,7 @@ class CudaIpcConnector:
     ) -> None:
         self._device = device
         self._memory = RankMemory(device.as_bytes(storage), storage.memories)
+        self._num_tables = storage.layout.spec.num_tables
         self._message_bytes = message_bytes
         self._window = window
         self.offer = TransportOffer(CUDA_IPC, host_id=require_host_id(), gpu_id=device.gpu_id)
@@ -166,6 +173,7 @@ class CudaIpcConnector:
             incarnation,
             self._device,
             self._memory,
+            num_tables=self._num_tables,
             message_bytes=self._message_bytes,
             window=self._window,
             now=now,
@@ -195,7 +203,7 @@ class _LendingSender(RingSender):
     def accept(self, greeting: bytes, fds: list[int]) -> ring.Ring:
         """As `RingSender.accept`."""
         shared = ring.accept(greeting[: ring.GREETING_BYTES], fds[0])
-        if len(greeting) != self.greeting_bytes or shared.page_bytes != _LOAN_BYTES:
+        if len(greeting) != self.greeting_bytes or shared.page_bytes != _loan_bytes(self._spec.num_tables):
             raise ProtocolError(f"a greeting of {len(greeting)} bytes with pages of {shared.page_bytes}")
         groups = _unpack(greeting[ring.GREETING_BYTES :], self._spec)
         base = self._device.open(fds[1], RankMemory(None, groups).size_bytes)
@@ -205,12 +213,13 @@ class _LendingSender(RingSender):
     def arrival(self, shared: ring.Ring, page: int, header: bytes, payload_bytes: int) -> Arrival:
         """As `RingSender.arrival`."""
         assert self._memory is not None
-        loan = shared.payload(page, _LOAN_BYTES).view(np.int64)
+        loan = shared.payload(page, shared.page_bytes).view(np.int64)
         first, count = int(loan[1]), int(loan[2])
         if not (first >= 0 and 0 <= count <= _MAX_BLOCKS and payload_bytes < _MAX_MEMORY_BYTES):
             raise ProtocolError(f"a loan of {count} blocks from {first} on, {payload_bytes} bytes")
         # Copied before they are checked, because the sender could still write there.
-        ids = loan[_LOAN_WORDS : _LOAN_WORDS + count].copy()
+        tables = self._spec.num_tables
+        ids = loan[_LOAN_WORDS : _LOAN_WORDS + count * tables].copy().reshape(tables, count)
         lent = LentBlocks(self._memory, payload_bytes, first, ids)
         return Arrival(header, lent, self, revoked=lambda: not loan[0])
 

@@ -69,10 +69,10 @@ class _Engine:
             step_id=stop,
             token_ids=rows,
             positions=list(range(start, stop)),
-            slot_mapping=list(range(start, stop)),
+            slot_mapping=[list(range(start, stop))],
             query_lens=[len(rows)],
             context_lens=[stop],
-            block_tables=[list(range(blocks_for(stop)))],
+            block_tables=[[list(range(blocks_for(stop)))]],
             samples=[SampleSpec(0, len(rows) - 1, _GREEDY, stop, 0)] if draw else [],
             relay=relay,
         )
@@ -117,8 +117,8 @@ class OverlapSource(_Engine):
         the computing began and the token was there."""
         key, prompt = self.key(number), self.prompt(number, tokens)
         blocks = list(range(blocks_for(tokens)))
-        self._sender.open(OutgoingTransfer(key, "0" * 16, blocks, self.hashes(prompt), tokens, _TIMEOUT_S))
-        self._sender.grant(Grant(key, PeerRef("dst", "1" * 16, "none", [address]), self.layout, 0, blocks))
+        self._sender.open(OutgoingTransfer(key, "0" * 16, [blocks], [0], self.hashes(prompt), tokens, _TIMEOUT_S))
+        self._sender.grant(Grant(key, PeerRef("dst", "1" * 16, "none", [address]), self.layout, [0], [blocks]))
         executor = self._layer_wise if layer_wise else self.executor
         first = -1
         started = time.perf_counter()
@@ -169,7 +169,7 @@ class OverlapDestination(_Engine):
         prompt = self.prompt(number, tokens)
         src, blocks = PeerRef("src", "0" * 16, "none", []), list(range(blocks_for(tokens)))
         self._receiver.open(
-            IncomingTransfer(self.key(number), src, self.layout, blocks, self.hashes(prompt), 0, _TIMEOUT_S)
+            IncomingTransfer(self.key(number), src, self.layout, [blocks], self.hashes(prompt), [0], _TIMEOUT_S)
         )
 
     def second_token(self, number: int, tokens: int, first: int) -> dict[str, Any]:

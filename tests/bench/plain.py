@@ -81,11 +81,14 @@ class Plain:
             token_ids=rows,
             positions=positions,
             slot_mapping=[
-                tables[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in zip(owners, positions, strict=True)
+                [
+                    tables[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+                    for i, p in zip(owners, positions, strict=True)
+                ]
             ],
             query_lens=query_lens,
             context_lens=context_lens,
-            block_tables=tables,
+            block_tables=[tables],
             num_decodes=len(query_lens) if max(query_lens) == 1 else 0,
             samples=[
                 SampleSpec(i, end - 1, _GREEDY, context_lens[i], 0) for i, end in enumerate(accumulate(query_lens))

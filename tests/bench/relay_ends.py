@@ -170,7 +170,9 @@ class RelaySource(_End):
         self.left = set(keys)
         for key, blocks, hashes in zip(keys, self.blocks, self.hashes, strict=True):
             self.sender.open(
-                OutgoingTransfer(key, "0" * 16, blocks, hashes, self.tokens, _TIMEOUT_S, final_blocks=len(blocks))
+                OutgoingTransfer(
+                    key, "0" * 16, [blocks], [0], hashes, self.tokens, _TIMEOUT_S, final_blocks=len(blocks)
+                )
             )
 
     def send(self, number: int, addresses: list[str], layout: tuple[int, int] = (1, 1)) -> float:
@@ -179,7 +181,7 @@ class RelaySource(_End):
         dst_layout = self.layout_of(layout)
         started = time.perf_counter()
         for key, blocks in zip(self.keys(number), self.blocks, strict=True):
-            self.sender.grant(Grant(key, dst, dst_layout, 0, blocks))
+            self.sender.grant(Grant(key, dst, dst_layout, [0], [blocks]))
         self.wait()
         return started
 
@@ -222,7 +224,7 @@ class RelayDestination(_End):
         self.left = set(keys)
         src, src_layout = PeerRef("src", "0" * 16, "none", []), self.layout_of(layout)
         for key, blocks, hashes in zip(keys, self.blocks, self.hashes, strict=True):
-            self.receiver.open(IncomingTransfer(key, src, src_layout, blocks, hashes, 0, _TIMEOUT_S))
+            self.receiver.open(IncomingTransfer(key, src, src_layout, [blocks], hashes, [0], _TIMEOUT_S))
 
     def arrived(self) -> tuple[float, int]:
         """Wait for everything. Returns when the last slice was in (`time.perf_counter`), and the bytes."""

@@ -97,9 +97,9 @@ class GpuPair:
         hashes = hashes_of(len(src_blocks))
         tokens = len(hashes) * self.kv.spec.block_size
         source = PeerRef("p", "src-1", "", [])
-        self.ask("open", IncomingTransfer(key, source, self.kv, dst_blocks, hashes, 0, timeout_s))
-        self.sender.open(OutgoingTransfer(key, "src-1", src_blocks, hashes, tokens, timeout_s))
-        self.sender.grant(Grant(key, PeerRef("d", "dst-1", "", [self.address]), self.kv, 0, dst_blocks))
+        self.ask("open", IncomingTransfer(key, source, self.kv, [dst_blocks], hashes, [0], timeout_s))
+        self.sender.open(OutgoingTransfer(key, "src-1", [src_blocks], [0], hashes, tokens, timeout_s))
+        self.sender.grant(Grant(key, PeerRef("d", "dst-1", "", [self.address]), self.kv, [0], [dst_blocks]))
 
     def final(self, key: AttemptKey, num_blocks: int) -> None:
         """Every layer, as the engine reports it."""

@@ -114,8 +114,8 @@ def test_copying_every_piece_gives_every_rank_its_planes(pair: tuple[KVLayout, K
         p = piece.part
         moved = [KVSlice(p.group, p.layer_lo, p.layer_hi, p.head_lo, p.head_hi, 0, NUM_BLOCKS)]
         payload = np.zeros(moved[0].size_bytes(src.spec.unit_bytes), dtype=np.uint8)
-        SliceCopier(sources[piece.src_rank]).gather_all(moved, ids[0], payload)
-        SliceCopier(targets[piece.dst_rank]).scatter_all(moved, ids[1], payload)
+        SliceCopier(sources[piece.src_rank]).gather_all(moved, ids[0][None], payload)
+        SliceCopier(targets[piece.dst_rank]).scatter_all(moved, ids[1][None], payload)
     for storage in targets:
         for part in storage.shard.parts:
             for plane, truth in zip(plane_words(storage, part.group), whole[part.group], strict=True):

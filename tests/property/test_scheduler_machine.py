@@ -1,21 +1,24 @@
 """The scheduler under random arrivals, aborts, relays and memory pressure, checked by a model that sees every wrong slot.
 
-With one step in flight, with several groups, and with the next step prepared while one runs: whatever finishes must have
-the tokens and the reason of an undisturbed run. Steps compute as soon as they start or as late as they may.
+With one step in flight, with several groups, and with the next step prepared while one runs; with one block table and with
+several, with and without sliding windows: whatever finishes must have the tokens and the reason of an undisturbed run. Steps
+compute as soon as they start or as late as they may.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.fake_engine import VOCAB, FakeRunner, generate, prefix_identity
+from support.fake_engine import VOCAB, FakeRunner, generate
 
 from common.base.errors import BadRequest
-from common.base.hashing import BLOCK_SIZE, root_hash
+from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
+from common.engine.kv_allocator import first_seen
 from common.engine.plan import Plan
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
@@ -35,11 +38,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 32),
         layout=st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 2)]),
         late=st.booleans(),
+        windows=st.sampled_from([(None,), (None,), (2,), (20,), (33,), (None, 20), (33, None, 2), (20, 48)]),
     )
-    def start(self, num_blocks: int, budget: int, slots: int, chunk: int, layout: tuple[int, int], late: bool) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        budget: int,
+        slots: int,
+        chunk: int,
+        layout: tuple[int, int],
+        late: bool,
+        windows: tuple[int | None, ...],
+    ) -> None:
         groups, depth = layout
         self.late = late
-        self.runner = FakeRunner(num_blocks)
+        self.windows = windows
+        self.promised: set[BlockHash] = set()
+        """The hashes that the journal has reported, as a router's index holds them."""
+        self.wanted: dict[AttemptKey, list[int]] = {}
+        """Of sequences whose KV is to arrive, the first block of each table that was asked for."""
+        num_blocks *= len(windows)
+        self.runner = FakeRunner(num_blocks, windows)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=120,
@@ -49,7 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_groups=groups,
                 depth=depth,
             ),
-            BlockPool(num_blocks),
+            BlockPool(num_blocks, len(windows)),
+            windows,
         )
         self.live: dict[AttemptKey, tuple[Sequence, list[int]]] = {}
         self.held: list[Sequence] = []
@@ -101,8 +121,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if kind != "arrives":
             self.live[seq.key] = (seq, expected[:1] if kind == "relays" else expected)
             self.scheduler.add(seq)
-        elif len(expected) > 1 and self.scheduler.reserve(seq) is not None:
+        elif len(expected) > 1 and (wanted := self.scheduler.reserve(seq)) is not None:
             self.live[seq.key] = (seq, expected)
+            self.wanted[seq.key] = wanted
             self.arriving.append(seq)
 
     @precondition(lambda self: self.arriving)
@@ -110,10 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, data: st.DataObject) -> None:
         """A transfer fills the blocks of a reserved sequence, which then joins."""
         seq = self.arriving.pop(data.draw(st.integers(0, len(self.arriving) - 1)))
-        for position in range(seq.num_computed, seq.num_tokens):
-            tokens = tuple(seq.token_ids[: position + 1])
-            slot = seq.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            self.runner.slots[slot] = (prefix_identity(tokens), tokens)
+        for table, (blocks, first) in enumerate(zip(seq.block_tables, self.wanted[seq.key], strict=True)):
+            self.runner.write(table, blocks, seq.token_ids, first * BLOCK_SIZE)
         self.scheduler.join(seq, self.live[seq.key][1][0])
 
     @precondition(lambda self: self.held)
@@ -188,12 +207,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         owners = [*self.scheduler.running.values(), *self.scheduler.reserved.values(), *self.held]
         owners += [seq for plan, _ in self.flying for seq in plan.seqs]
-        assert self.scheduler.pool.num_used == len({block for seq in owners for block in seq.blocks}), "nobody's block"
+        tables = [(seq, table) for seq in owners for table in range(len(seq.block_tables))]
+        held = {block for seq, table in tables for block in seq.block_tables[table][seq.first_blocks[table] :]}
+        assert self.scheduler.pool.num_used == len(held), "nobody's block"
         for plan, _ in self.flying:
-            for table in plan.step.block_tables:
-                assert not any(self.scheduler.pool.is_idle(block) for block in table), "a step writes to a free block"
+            for index, (query_len, end) in enumerate(zip(plan.step.query_lens, plan.step.context_lens, strict=True)):
+                for each, window in zip(plan.step.block_tables, self.windows, strict=True):
+                    seen = each[index][first_seen(end - query_len, window) :]
+                    assert not any(map(self.scheduler.pool.is_idle, seen)), "a step uses a free block"
         assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
         assert self.scheduler.num_wasted_rows <= self.stopped + self.aborted_rows, "more than a row each"
+
+    @invariant()
+    def promises(self) -> None:
+        """A complete prefix in the journal is one from which a sequence can continue."""
+        if not hasattr(self, "scheduler"):
+            return
+        stored, removed = self.scheduler.pool.journal.take()
+        self.promised = self.promised - removed | stored
+        for tokens in PREFIXES:
+            hashes = hash_blocks(root_hash("fake"), tokens)
+            run = list(takewhile(self.promised.__contains__, hashes))
+            assert self.scheduler.allocator.hit_blocks(run) == len(run)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -92,10 +92,10 @@ class Relay(RuleBasedStateMachine):
         self.attempts[key] = {"blocks": blocks, "held": held, "hashes": hashes, "final": final, "granted": False}
         src = PeerRef("p", "s1", "", [])
         for r, receiver in enumerate(self.receivers):
-            receiver.open(IncomingTransfer(key, src, self.src, ids, hashes, held, float(timeout)), self.now)
+            receiver.open(IncomingTransfer(key, src, self.src, [ids], hashes, [held], float(timeout)), self.now)
             self.opened["d", r, key] = 1
         for r, sender in enumerate(self.senders):
-            sender.open(OutgoingTransfer(key, "s1", ids, hashes, blocks * 2, float(timeout)))
+            sender.open(OutgoingTransfer(key, "s1", [ids], [0], hashes, blocks * 2, float(timeout)))
             self.opened["s", r, key] = 1
         if ready:
             self.all_final(key)
@@ -111,7 +111,7 @@ class Relay(RuleBasedStateMachine):
         a["granted"] = True
         dst = PeerRef("d", "d1", "", [f"tcp://{r}" for r in range(self.dst.world_size)])
         for sender in self.senders:
-            sender.grant(Grant(key, dst, self.dst, a["held"], list(range(a["blocks"]))), self.now)
+            sender.grant(Grant(key, dst, self.dst, [a["held"]], [list(range(a["blocks"]))]), self.now)
 
     def all_final(self, key: AttemptKey) -> None:
         a = self.attempts[key]
@@ -357,8 +357,8 @@ def test_attempt_that_timed_out_with_a_batch_in_hand_has_no_deadline_any_more() 
     """Its I/O thread would poll without a pause until the batch completes, which it never does on a GPU that hangs."""
     kv = KVLayout("m", KVSpec.uniform(1, 1, 8, "float32", block_size=4))
     end, key = SendingTransfers(kv, 0, NUM_BLOCKS), AttemptKey("r", 1)
-    end.open(OutgoingTransfer(key, "s1", [0], [bytes(HASH_BYTES)], 4, timeout_s=5.0, final_blocks=1))
-    assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, 0, [0]), now=0.0) == [0]
+    end.open(OutgoingTransfer(key, "s1", [[0]], [0], [bytes(HASH_BYTES)], 4, timeout_s=5.0, final_blocks=1))
+    assert end.grant(Grant(key, PeerRef("d", "d1", "", ["a"]), kv, [0], [[0]]), now=0.0) == [0]
     batch = end.take(key, 0, max_bytes=2**20, now=0.0)
     assert batch is not None
     assert end.next_deadline() == 5.0

@@ -34,12 +34,18 @@ from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import StepInput
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
-from common.kv.spec import KVSpec
+from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.node.events import FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
 
-LAYOUT = KVLayout("fake", KVSpec.uniform(1, 1, 1, "float32"))
+PLANES = (KVPlane("k", 1),)
+SPECS = [
+    KVSpec.uniform(1, 1, 1, "float32"),
+    KVSpec((LayerGroup((0,), PLANES, 1, "float32", window=20),)),
+    KVSpec((LayerGroup((0,), PLANES, 1, "float32"), LayerGroup((1,), PLANES, 1, "float32", window=33, table=1))),
+]
+"""Without and with a sliding window, and layers of both kinds."""
 P_REF = PeerRef("p", "p-incarnation", "tcp://p", [])
 D_REF = PeerRef("d", "d-incarnation", "tcp://d", ["tcp://d-data"])
 ROUTER, P_LINK = b"router", b"p-link"
@@ -86,14 +92,20 @@ class Room(RuleBasedStateMachine):
     """The queues between the parts are explicit; each rule moves one thing."""
 
     @initialize(
-        p_blocks=st.integers(10, 30), d_blocks=st.integers(10, 30), slots=st.integers(1, 6), depth=st.integers(1, 2)
+        p_blocks=st.integers(10, 30),
+        d_blocks=st.integers(10, 30),
+        slots=st.integers(1, 6),
+        depth=st.integers(1, 2),
+        spec=st.sampled_from(SPECS),
     )
-    def start(self, p_blocks: int, d_blocks: int, slots: int, depth: int) -> None:
+    def start(self, p_blocks: int, d_blocks: int, slots: int, depth: int, spec: KVSpec) -> None:
+        layout, windows, tables = KVLayout("fake", spec), spec.windows, spec.num_tables
+        p_blocks, d_blocks = p_blocks * tables, d_blocks * tables
         self.clock = MockClock()
         self.clients: dict[AttemptKey, Client] = {}
         self.to_p: deque[object] = deque()
         self.to_d: deque[object] = deque()
-        p_runner, d_runner = FakeRunner(p_blocks), FakeRunner(d_blocks)
+        p_runner, d_runner = FakeRunner(p_blocks, windows), FakeRunner(d_blocks, windows)
         self.runners = p_runner, d_runner
         wire = self.wire = FakeWire(p_runner, d_runner)
         wire.on_sender_event = self.to_p.append
@@ -101,8 +113,8 @@ class Room(RuleBasedStateMachine):
         self.prefill = PrefillNode(
             core_parts(
                 P_REF,
-                LAYOUT,
-                Scheduler(SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks)),
+                layout,
+                Scheduler(SchedulerConfig(150, slots, 40, 40, depth=depth), BlockPool(p_blocks, tables), windows),
                 executor(p_runner, self.to_p, depth, wire.sender.blocks_final),
                 SendBuffer(self._from_p),
                 self.clock,
@@ -113,8 +125,8 @@ class Room(RuleBasedStateMachine):
         self.decode = DecodeNode(
             core_parts(
                 D_REF,
-                LAYOUT,
-                Scheduler(SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks)),
+                layout,
+                Scheduler(SchedulerConfig(150, slots, 40, 8, depth=depth), BlockPool(d_blocks, tables), windows),
                 executor(d_runner, self.to_d, depth),
                 SendBuffer(self._from_d),
                 self.clock,

@@ -20,10 +20,10 @@ def random_decode(pool: int, max_pages: int, rng: random.Random, num_seqs: int, 
         step_id=1,
         token_ids=[rng.randrange(vocab) for _ in lens],
         positions=[length - 1 for length in lens],
-        slot_mapping=[table[at // BLOCK] * BLOCK + at % BLOCK for table, at in places],
+        slot_mapping=[[table[at // BLOCK] * BLOCK + at % BLOCK for table, at in places]],
         query_lens=[1] * num_seqs,
         context_lens=lens,
-        block_tables=tables,
+        block_tables=[tables],
         num_decodes=num_seqs,
         samples=[
             SampleSpec(i, i, SamplingParams(seed=i, max_tokens=9, temperature=0.7, logprobs=2), length, 0)

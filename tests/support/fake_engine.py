@@ -1,7 +1,8 @@
 """A model and a transport without tensors, for tests of scheduling and of the two nodes' cores.
 
-Each KV slot of the fake model holds the identity of the whole prefix up to its token, so a step that reads a wrong, stale
-or overwritten slot is detected at once. The next token is a function of that prefix.
+Each KV slot of the fake model holds the identity of the whole prefix up to its token and of the block table that it was
+written for, so a step that reads a wrong, stale or overwritten slot is detected at once: every slot that a row sees through
+its table's window. The next token is a function of that prefix.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ def scored_prompt(prompt: Sequence[int]) -> list[PromptLogprobs]:
     return [prompt_logprobs(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
 
 
+def slot_of(blocks: list[int], position: int) -> int:
+    """The KV slot of a position in a sequence's blocks."""
+    return blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+
 class Computed:
     """A step that is complete at once."""
 
@@ -75,8 +81,10 @@ class Computed:
 class FakeRunner:
     """Runs steps on slots of prefix identities, and checks every slot that it reads."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.slots: list[tuple[bytes, tuple[int, ...]] | None] = [None] * (num_blocks * BLOCK_SIZE)
+    def __init__(self, num_blocks: int, windows: Sequence[int | None] = (None,)) -> None:
+        self.windows = windows
+        self.slots: list[tuple[int, bytes, tuple[int, ...]] | None] = [None] * (num_blocks * BLOCK_SIZE)
+        """(block table, identity of the prefix, its tokens)"""
         self.fail_next: Exception | None = None
         self.steps = 0
         self._drawn: dict[int, list[int]] = {}
@@ -94,17 +102,16 @@ class FakeRunner:
         for row, sample in step.placeholders:
             token_ids[row] = self._drawn[step.placeholder_step][sample]
         sequences, row = [], 0
-        for query_len, context_len, table in zip(step.query_lens, step.context_lens, step.block_tables, strict=True):
+        for index, (query_len, context_len) in enumerate(zip(step.query_lens, step.context_lens, strict=True)):
             cached = context_len - query_len
-            before = self._tokens(table, cached)
+            tables = [table[index] for table in step.block_tables]
+            [before] = {self._tokens(number, blocks, cached) for number, blocks in enumerate(tables)}
             tokens = before + tuple(token_ids[row : row + query_len])
             assert step.positions[row : row + query_len] == list(range(cached, context_len))
-            for offset in range(query_len):
-                position = cached + offset
-                slot = step.slot_mapping[row + offset]
-                assert slot == table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-                prefix = tokens[: position + 1]
-                self.slots[slot] = (prefix_identity(prefix), prefix)
+            for number, blocks in enumerate(tables):
+                self.write(number, blocks, tokens, cached)
+                slots = step.slot_mapping[number][row : row + query_len]
+                assert slots == [slot_of(blocks, position) for position in range(cached, context_len)]
             sequences.append(tokens)
             row += query_len
         if on_layer is not None:
@@ -125,19 +132,27 @@ class FakeRunner:
         ]
         return StepOutput(step.step_id, sampled, 0.0, scored)
 
-    def _tokens(self, table: list[int], count: int) -> tuple[int, ...]:
-        """The tokens whose KV lies in the first `count` slots; asserts that they are one prefix."""
+    def write(self, table: int, blocks: list[int], tokens: Sequence[int], start: int) -> None:
+        """The KV of `tokens` from position `start` on, in the blocks of one table."""
+        for position in range(start, len(tokens)):
+            prefix = tuple(tokens[: position + 1])
+            self.slots[slot_of(blocks, position)] = (table, prefix_identity(prefix), prefix)
+
+    def _tokens(self, table: int, blocks: list[int], count: int) -> tuple[int, ...]:
+        """The tokens before position `count`; asserts that the slots which its row sees hold their KV."""
+        window = self.windows[table]
+        start = 0 if window is None else max(0, count - window + 1)
         if count == 0:
             return ()
-        slot = table[(count - 1) // BLOCK_SIZE] * BLOCK_SIZE + (count - 1) % BLOCK_SIZE
-        last = self.slots[slot]
+        last = self.slots[slot_of(blocks, count - 1)]
         assert last is not None, "a step reads KV that was never written"
-        tokens = last[1]
+        tokens = last[2]
         assert len(tokens) == count, "a step reads KV of another position"
-        for position in range(count):
-            here = self.slots[table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE]
+        for position in range(start, count):
+            here = self.slots[slot_of(blocks, position)]
             assert here is not None
-            assert here[0] == prefix_identity(tokens[: position + 1]), "a step reads KV of another sequence"
+            assert here[0] == table, "a step reads KV of other layers"
+            assert here[1] == prefix_identity(tokens[: position + 1]), "a step reads KV of another sequence"
         return tokens
 
 
@@ -162,15 +177,18 @@ class FakeWire:
         """Move one block of one transfer, if any can be moved."""
         for key, grant in list(self.grants.items()):
             transfer = self.outgoing[key]
-            index = self.sent.setdefault(key, grant.held_blocks)
-            if index < min(self.final.get(key, 0), len(transfer.src_blocks)):
+            index = self.sent.setdefault(key, min(grant.first_blocks))
+            if index < min(self.final.get(key, 0), len(transfer.block_hashes)):
                 incoming = self.incoming.get(key)
                 if incoming is not None:
-                    self._copy(transfer.src_blocks[index], incoming.dst_blocks[index])
-                    self.blocks_moved += 1
+                    for table, first in enumerate(grant.first_blocks):
+                        assert first >= transfer.first_blocks[table], "asked for KV that the sender has given up"
+                        if index >= first:
+                            self._copy(transfer.src_blocks[table][index], incoming.dst_blocks[table][index])
+                            self.blocks_moved += 1
                 self.sent[key] += 1
                 return True
-            if index == len(transfer.src_blocks):
+            if index == len(transfer.block_hashes):
                 self._end_source(key, None)
                 if key in self.incoming:
                     del self.incoming[key]

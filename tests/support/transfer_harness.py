@@ -169,9 +169,9 @@ class Transfer:
                     self.key,
                     src,
                     self.cluster.src_layout,
-                    self.dst_blocks,
+                    [self.dst_blocks],
                     hashes or self.hashes,
-                    self.held,
+                    [self.held],
                     self.timeout_s,
                 )
             )
@@ -179,13 +179,13 @@ class Transfer:
     def open_senders(self) -> None:
         for rank in self.cluster.senders:
             rank.end.open(
-                OutgoingTransfer(self.key, "src-1", self.src_blocks, self.hashes, self.tokens, self.timeout_s)
+                OutgoingTransfer(self.key, "src-1", [self.src_blocks], [0], self.hashes, self.tokens, self.timeout_s)
             )
 
     def grant(self, dst: PeerRef | None = None) -> None:
         for rank in self.cluster.senders:
             rank.end.grant(
-                Grant(self.key, dst or self.cluster.dst, self.cluster.dst_layout, self.held, self.dst_blocks)
+                Grant(self.key, dst or self.cluster.dst, self.cluster.dst_layout, [self.held], [self.dst_blocks])
             )
 
     def final(self, num_blocks: int | None = None, layers: range | None = None) -> None:

@@ -59,12 +59,12 @@ def storage_of(kv: KVLayout) -> KVStorage:
 
 
 def incoming(kv: KVLayout = KV) -> IncomingTransfer:
-    return IncomingTransfer(KEY, PeerRef("p", "src-1", "", []), kv, IDS, HASHES, 0, 60.0)
+    return IncomingTransfer(KEY, PeerRef("p", "src-1", "", []), kv, [IDS], HASHES, [0], 60.0)
 
 
 def outgoing() -> OutgoingTransfer:
-    return OutgoingTransfer(KEY, "src-1", IDS, HASHES, 32, 60.0)
+    return OutgoingTransfer(KEY, "src-1", [IDS], [0], HASHES, 32, 60.0)
 
 
 def grant_of(address: str, kv: KVLayout = KV) -> Grant:
-    return Grant(KEY, PeerRef("d", "dst-1", "", [address]), kv, 0, IDS)
+    return Grant(KEY, PeerRef("d", "dst-1", "", [address]), kv, [0], [IDS])

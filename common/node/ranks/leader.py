@@ -22,7 +22,7 @@ from common.config.service_configs import NodeConfig
 from common.engine.executor import AsyncExecutor, Executor, LocalExecutor, StepDone, StepFailed
 from common.engine.kv_transfer import OnBlocksFinal, OnTransferEvent, TransferEvent
 from common.engine.step import StepOutput
-from common.node.plan import WARM_UP, NodePlan, peak_memory_bytes, resident_bytes, steps_ahead
+from common.node.plan import NodePlan, peak_memory_bytes, resident_bytes, steps_ahead, warm_up
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.launch import join_mesh, ranks_of_host
 from common.node.ranks.links import MultiRankExecutor, RankLinks, rank_keys
@@ -111,7 +111,7 @@ class Leader:
         self.num_blocks = self.worker.max_blocks
         self.worker.allocate_kv(self.num_blocks)
         self.worker.capture_graphs()
-        self.worker.runner.execute(WARM_UP)
+        self.worker.runner.execute(warm_up(self._plan.layout.spec.num_tables))
         self._log_memory()
 
     def _load_with_others(self) -> None:
@@ -145,8 +145,8 @@ class Leader:
             self._plan.model.name,
             spec.dtype,
             self.num_blocks,
-            self.num_blocks * spec.bytes_per_block / 1e9,
-            self.num_blocks * spec.block_size,
+            self.num_blocks / spec.num_tables * spec.bytes_per_block / 1e9,
+            self.num_blocks // spec.num_tables * spec.block_size,
         )
 
     async def start_ranks(self, incarnation: str, own_data_address: str) -> None:

@@ -127,10 +127,10 @@ class Engine:
             step_id=self._steps,
             token_ids=rows,
             positions=[p for _, p in places],
-            slot_mapping=[tables[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in places],
+            slot_mapping=[[tables[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in places]],
             query_lens=query_lens,
             context_lens=context_lens,
-            block_tables=tables,
+            block_tables=[tables],
             num_decodes=len(query_lens) if max(query_lens) == 1 else 0,
             samples=[
                 SampleSpec(i, end - 1, _GREEDY, context_lens[i], 0) for i, end in enumerate(accumulate(query_lens))

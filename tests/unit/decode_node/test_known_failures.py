@@ -161,7 +161,7 @@ def test_a_prefill_node_that_restarted_is_somebody_else() -> None:
     assert not pair.d.attempts
     # And a grant of a decode node that restarted is no grant.
     reborn_decode = PeerRef(D_REF.node_id, "d2", D_REF.control_address, [])
-    pair.p.handle(FromPeer("d2", Grant(KEY, reborn_decode, LAYOUT, 0, [0, 1, 2])))
+    pair.p.handle(FromPeer("d2", Grant(KEY, reborn_decode, LAYOUT, [0], [[0, 1, 2]])))
     assert not pair.wire.grants
 
 

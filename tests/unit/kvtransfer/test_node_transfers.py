@@ -26,8 +26,8 @@ from kvtransfer.node_transfers import NodeReceiver, NodeSender, RankReceiver, Ra
 
 KEY = AttemptKey("r", 1)
 PEER = PeerRef("decode-7", "inc-1", "", ["a", "b"])
-OUTGOING = OutgoingTransfer(KEY, "i", [0], [b"h" * 16], 4, 9.0)
-INCOMING = IncomingTransfer(KEY, PEER, layout(), [0], [b"h" * 16], 0, 9.0)
+OUTGOING = OutgoingTransfer(KEY, "i", [[0]], [0], [b"h" * 16], 4, 9.0)
+INCOMING = IncomingTransfer(KEY, PEER, layout(), [[0]], [b"h" * 16], [0], 9.0)
 
 
 class Silent:
@@ -44,7 +44,7 @@ def test_leader_adds_up_what_all_ranks_sent() -> None:
     sender = NodeSender(2, lambda order: None, events.append, lambda on_event: Silent())  # type: ignore[arg-type]
     for _ in range(2):
         sender.open(OUTGOING)
-        sender.grant(Grant(KEY, PEER, layout(tp=2), 0, [0]))
+        sender.grant(Grant(KEY, PEER, layout(tp=2), [0], [[0]]))
         for rank, transport in enumerate(("shm", "zmq")):
             moved = Traffic(rank, rank, transport, f"why {rank}", 100 + rank)
             sender.on_event(SourceReleased(KEY, 100 + rank, traffic=(moved,)))
@@ -61,7 +61,7 @@ def test_leader_adds_up_what_all_ranks_received() -> None:
     events: list[Any] = []
     receiver = NodeReceiver(2, lambda order: None, events.append, lambda on_event: Silent())  # type: ignore[arg-type]
     src = PeerRef("prefill-3", "inc-9", "", [])
-    receiver.open(IncomingTransfer(KEY, src, layout(), [0], [b"h" * 16], 0, 9.0))
+    receiver.open(IncomingTransfer(KEY, src, layout(), [[0]], [b"h" * 16], [0], 9.0))
     for rank in range(2):
         receiver.on_event(Received(KEY, 7, (Traffic(rank, 0, "zmq", "", 7),)))
     assert [row["peer"] for row in receiver.describe()] == ["prefill-3", "prefill-3"]

@@ -136,7 +136,7 @@ def test_grant_of_an_older_incarnation_is_ignored() -> None:
     pair = Pair()
     pair.request()
     pair.step_prefill()
-    grant = Grant(KEY, replace(D_REF, incarnation="d0"), LAYOUT, 0, [0, 1, 2])
+    grant = Grant(KEY, replace(D_REF, incarnation="d0"), LAYOUT, [0], [[0, 1, 2]])
     pair.p.handle(FromPeer("d0", grant))
     assert not pair.wire.grants
 

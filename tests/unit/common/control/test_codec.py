@@ -53,7 +53,7 @@ MESSAGES = [
     TokenBatch([TokenChunk(KEY, 0, [5], [TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0])], "stop", AttemptStats(16))]),
     AttemptFailed(KEY, "code", "message"),
     Offer(KEY, PEER, LAYOUT, 17, [b"a" * 16, b"b" * 16]),
-    Grant(KEY, PEER, LAYOUT, 1, [4, 2]),
+    Grant(KEY, PEER, LAYOUT, [1], [[4, 2]]),
     PrefillDone(KEY, 7),
     TransferReceived(KEY, 10),
     TransferAbort(KEY, "code", "message"),

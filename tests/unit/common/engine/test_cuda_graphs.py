@@ -101,10 +101,10 @@ def padded(step: StepInput, size: int) -> StepInput:
         step_id=step.step_id,
         token_ids=step.token_ids + [0] * pad,
         positions=step.positions + [0] * pad,
-        slot_mapping=step.slot_mapping + [PAD * BLOCK] * pad,
+        slot_mapping=[step.slot_mapping[0] + [PAD * BLOCK] * pad],
         query_lens=[1] * size,
         context_lens=step.context_lens + [1] * pad,
-        block_tables=step.block_tables + [[PAD]] * pad,
+        block_tables=[step.block_tables[0] + [[PAD]] * pad],
         num_decodes=size,
         samples=step.samples,
     )
@@ -160,7 +160,7 @@ def test_captured_steps_compute_what_the_plain_runner_does_and_leave_other_block
             assert got.logprobs.top_ids == want.logprobs.top_ids
             assert got.logprobs.top_logprobs == pytest.approx(want.logprobs.top_logprobs, abs=1e-4)
         torch.testing.assert_close(kv[:, :, :POOL], rig.storage.groups[0].stacked[:, :, :POOL], atol=1e-5, rtol=1e-5)
-        written = sorted({slot // BLOCK for slot in step.slot_mapping})
+        written = sorted({slot // BLOCK for slot in step.slot_mapping[0]})
         others = [block for block in range(POOL) if block not in written]
         assert torch.equal(kv[:, :, others], before[:, :, others])
 
@@ -191,8 +191,8 @@ def test_memory_never_moves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for num_seqs in [*range(1, MAX_SEQS + 1)] * 2:
         rows = rig.graphs.load(random_decode(POOL, MAX_PAGES, rng, num_seqs, rig.model.config.vocab_size))
         hidden = rig.graphs.run(num_seqs, None)
-        assert {part.size(0) for part in (rows.token_ids, rows.positions, rows.slots, hidden)} == {num_seqs}
-        held = tuple(part.data_ptr() for part in (rows.token_ids, rows.positions, rows.slots, hidden))
+        assert {part.size(0) for part in (rows.token_ids, rows.positions, *rows.slots, hidden)} == {num_seqs}
+        held = tuple(part.data_ptr() for part in (rows.token_ids, rows.positions, *rows.slots, hidden))
         places.setdefault(rig.graphs.size_for(num_seqs), set()).add(held)
     assert sorted(places) == rig.graphs.sizes
     assert all(len(held) == 1 for held in places.values())
@@ -233,14 +233,14 @@ def test_steps_with_prompt_chunks_with_relays_or_too_many_rows_run_eagerly(rig: 
 def test_several_rows_of_one_decoding_sequence_are_replayed_as_the_rows_of_as_many_steps(rig: Rig) -> None:
     rng = random.Random(14)
     step = random_decode(POOL, MAX_PAGES, rng, 3, rig.model.config.vocab_size)
-    table, params = step.block_tables[0], SamplingParams(seed=3, max_tokens=9, temperature=0.7)
+    table, params = step.block_tables[0][0], SamplingParams(seed=3, max_tokens=9, temperature=0.7)
     tokens = [rng.randrange(rig.model.config.vocab_size) for _ in range(4)]
     before = rig.storage.groups[0].stacked.clone()
     want: list[SampledToken] = []
     for at, token in enumerate(tokens, 30):
         spec = SampleSpec(0, 0, params, at + 1, 0)
         alone = StepInput(
-            1, [token], [at], [table[at // BLOCK] * BLOCK + at % BLOCK], [1], [at + 1], [table], 1, [spec]
+            1, [token], [at], [[table[at // BLOCK] * BLOCK + at % BLOCK]], [1], [at + 1], [[table]], 1, [spec]
         )
         want += rig.plain.execute(alone).sampled
     kv = rig.storage.groups[0].stacked.clone()
@@ -249,7 +249,7 @@ def test_several_rows_of_one_decoding_sequence_are_replayed_as_the_rows_of_as_ma
         step_id=2,
         token_ids=tokens + step.token_ids[1:],
         positions=[30, 31, 32, 33, *step.positions[1:]],
-        slot_mapping=[table[at // BLOCK] * BLOCK + at % BLOCK for at in range(30, 34)] + step.slot_mapping[1:],
+        slot_mapping=[[table[at // BLOCK] * BLOCK + at % BLOCK for at in range(30, 34)] + step.slot_mapping[0][1:]],
         query_lens=[4, 1, 1],
         context_lens=[34, *step.context_lens[1:]],
         block_tables=step.block_tables,

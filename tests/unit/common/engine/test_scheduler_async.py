@@ -135,7 +135,7 @@ def test_an_aborted_sequence_gets_no_more_rows_and_leaves_with_its_last() -> Non
     assert third.seqs == [b]
     land(scheduler, second, 1, 2)
     assert list(scheduler.running) == [b.key]
-    assert a.blocks == []
+    assert a.block_tables == []
 
 
 def test_the_youngest_sequence_skips_a_step_before_it_is_preempted_for_an_older_one() -> None:

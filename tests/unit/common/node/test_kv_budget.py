@@ -123,11 +123,12 @@ def test_the_largest_steps_use_every_row_and_sample_for_every_sequence(largest: 
     assert sum(many.query_lens) == min(largest.rows, len(many.query_lens) * largest.context)
     for step in (one, many, decode_step(largest, largest.num_seqs)):
         rows = sum(step.query_lens)
-        assert len(step.token_ids) == len(step.positions) == len(step.slot_mapping) == rows
+        [slots], [tables] = step.slot_mapping, step.block_tables
+        assert len(step.token_ids) == len(step.positions) == len(slots) == rows
         assert len(step.samples) == len(step.query_lens) == len(step.context_lens)
         assert max(step.context_lens) <= largest.context
-        assert max(step.slot_mapping) < largest.blocks * 16
-        assert all(len(table) >= blocks_for(n) for table, n in zip(step.block_tables, step.context_lens, strict=True))
+        assert max(slots) < largest.blocks * 16
+        assert all(len(table) >= blocks_for(n) for table, n in zip(tables, step.context_lens, strict=True))
 
 
 def test_the_largest_steps_sample_in_all_ways_that_take_memory() -> None:

@@ -102,7 +102,7 @@ def test_gather_gives_the_payload_in_wire_order(case: tuple[KVStorage, KVSlice, 
     want = payload_of(*case)
     assert len(want) == size_of(storage, piece)
     out = np.zeros(len(want), dtype=np.uint8)
-    SliceCopier(storage).gather(piece, blocks, out)
+    SliceCopier(storage).gather(piece, blocks[None], out)
     assert out.tobytes() == want
 
 
@@ -111,7 +111,7 @@ def test_scatter_writes_the_slice_and_nothing_beside_it(case: tuple[KVStorage, K
     storage, piece, blocks = case
     payload = np.random.default_rng(0).integers(0, 255, size_of(storage, piece), dtype=np.uint8)
     want = write(storage, piece, blocks, payload)
-    SliceCopier(storage).scatter(piece, blocks, payload)
+    SliceCopier(storage).scatter(piece, blocks[None], payload)
     assert storage.host_bytes is not None
     np.testing.assert_array_equal(storage.host_bytes, want)
 
@@ -144,15 +144,15 @@ def test_device_copier_does_the_same_with_runs(
     make = device.device_buffer if reached else lambda size: np.zeros(size, dtype=np.uint8)
     got, want = make(size + 3), np.zeros(size + 3, dtype=np.uint8)
     got[:] = 0
-    SliceCopier(storage).gather_all([piece], blocks, want)
+    SliceCopier(storage).gather_all([piece], blocks[None], want)
     copier = DeviceCopier(device, storage)
-    finish(copier.gather_all([piece], blocks, got))
+    finish(copier.gather_all([piece], blocks[None], got))
     np.testing.assert_array_equal(got, want)
     payload = make(size)
     payload[:] = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
     after = write(storage, piece, blocks, payload)
     payload.setflags(write=False)
-    finish(copier.scatter_all([piece], blocks, payload))
+    finish(copier.scatter_all([piece], blocks[None], payload))
     assert storage.host_bytes is not None
     np.testing.assert_array_equal(storage.host_bytes, after)
 
@@ -182,8 +182,8 @@ def test_lent_blocks_are_copied_as_if_they_had_been_sent(
     payload = np.frombuffer(payload_of(theirs, piece, their_blocks), dtype=np.uint8)
     want = write(storage, piece, blocks, payload)
     lo = data.draw(st.integers(0, piece.block_lo))
-    lent = LentBlocks(memory_of(theirs, lender), len(payload), lo, their_blocks[lo:])
-    finish(DeviceCopier(HostDevice(storage, copy_runs), storage).scatter_all([piece], blocks, lent))
+    lent = LentBlocks(memory_of(theirs, lender), len(payload), lo, their_blocks[None, lo:])
+    finish(DeviceCopier(HostDevice(storage, copy_runs), storage).scatter_all([piece], blocks[None], lent))
     assert storage.host_bytes is not None
     np.testing.assert_array_equal(storage.host_bytes, want)
 
@@ -214,10 +214,10 @@ def test_lent_blocks_that_do_not_exist_are_refused_before_anything_is_copied(
         KVStorage(kv, RankShard(0, 0, 0, 1, (GroupPart(0, 0, 1, 0, 1),)), 4),
     )
     device = HostDevice(ours)
-    lent = LentBlocks(memory_of(theirs, HostDevice(theirs)), 1, first, np.array(ids, dtype=np.int64))
+    lent = LentBlocks(memory_of(theirs, HostDevice(theirs)), 1, first, np.array([ids], dtype=np.int64))
     good = KVSlice(0, 0, 1, 0, 1, first, first + 1)
     with pytest.raises(CorruptSlice):
-        DeviceCopier(device, ours).scatter_all([good, piece], np.arange(4), lent)
+        DeviceCopier(device, ours).scatter_all([good, piece], np.arange(4)[None], lent)
     assert device.copies == 0
 
 

@@ -103,7 +103,9 @@ def test_cached_blocks_are_lent_once_the_gpu_has_computed_them(make: Any) -> Non
     transfer = cluster.transfer(tokens=12)
     theirs.compute.open = False
     sender = cluster.senders[0].end
-    sender.open(OutgoingTransfer(transfer.key, "src-1", transfer.src_blocks, transfer.hashes, 12, 60.0, final_blocks=3))
+    sender.open(
+        OutgoingTransfer(transfer.key, "src-1", [transfer.src_blocks], [0], transfer.hashes, 12, 60.0, final_blocks=3)
+    )
     transfer.open_receivers()
     transfer.grant()
     wait_until(lambda: len(sender._final._commands) == 4, "the sender waits for the GPU")

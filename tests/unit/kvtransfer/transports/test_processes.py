@@ -154,9 +154,9 @@ def test_stopped_receiver_delays_no_other_transfer_and_no_close(spawn: Any, tran
             sender.blocks_final(KEY, layer, BLOCKS)
         second = AttemptKey("r", 2)
         src = PeerRef("p", "src-1", "", [])
-        other.open(IncomingTransfer(second, src, BIG, IDS, HASHES, 0, 60.0))
-        sender.open(OutgoingTransfer(second, "src-1", IDS, HASHES, 32, 60.0, final_blocks=BLOCKS))
-        sender.grant(Grant(second, PeerRef("e", "dst-2", "", [other.address]), BIG, 0, IDS))
+        other.open(IncomingTransfer(second, src, BIG, [IDS], HASHES, [0], 60.0))
+        sender.open(OutgoingTransfer(second, "src-1", [IDS], [0], HASHES, 32, 60.0, final_blocks=BLOCKS))
+        sender.grant(Grant(second, PeerRef("e", "dst-2", "", [other.address]), BIG, [0], [IDS]))
         assert isinstance(other_recorder.wait(second, (Received, ReceiveFailed)), Received)
     finally:
         sender.close()

@@ -110,7 +110,9 @@ def test_failing_callback_does_not_prevent_later_events(make: Any, transport: An
         for i in range(2):
             key = AttemptKey(f"r{i}", 1)
             receiver.open(
-                IncomingTransfer(key, cluster.dst, cluster.src_layout, [1], cluster.transfer(tokens=4).hashes, 1, 9.0)
+                IncomingTransfer(
+                    key, cluster.dst, cluster.src_layout, [[1]], cluster.transfer(tokens=4).hashes, [1], 9.0
+                )
             )
             recorder.wait(key, Received)
             recorder.wait(key, DestinationReleased)
@@ -123,7 +125,7 @@ def test_callback_may_open_the_next_transfer_of_the_same_key(make: Any, transpor
     recorder, reopened = Recorder(), threading.Event()
     transfer = cluster.transfer()
     incoming = IncomingTransfer(
-        transfer.key, cluster.dst, cluster.src_layout, transfer.dst_blocks, transfer.hashes, 0, 60.0
+        transfer.key, cluster.dst, cluster.src_layout, [transfer.dst_blocks], transfer.hashes, [0], 60.0
     )
 
     def on_event(event: Any) -> None:

@@ -97,7 +97,7 @@ def test_duplicate_slice_fails_the_transfer(make: Any, transport: Any) -> None:
     twin = transport.sender(storage, cluster.src_layout, 0, recorder, cluster.clock)
     try:
         for end in (cluster.senders[0].end, twin):
-            end.open(OutgoingTransfer(transfer.key, "src-1", transfer.src_blocks, transfer.hashes, 14, 60.0))
+            end.open(OutgoingTransfer(transfer.key, "src-1", [transfer.src_blocks], [0], transfer.hashes, 14, 60.0))
         transfer.grant()
         transfer.final(num_blocks=1)
         wait_until(

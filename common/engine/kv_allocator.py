@@ -1,0 +1,133 @@
+"""Gives sequences their KV blocks and takes them back. Pure; owned by the engine's thread.
+
+A sequence has a block table for each window of the model (`KVSpec.windows`), all of the same length: entry i is the block of
+tokens [16 i, 16 (i + 1)). Of a table with a sliding window it holds only blocks that its next row sees; earlier entries name
+any block and are never read. Released blocks stay in the prefix cache until they are evicted.
+
+Two rules keep prefixes right where blocks behind the window are missing. A block is published by itself: its hash promises
+its own content and no other block. And a prefix of h blocks is a hit if every block is there that the row after it sees:
+all h of a table without a window, those within the window else. So a shorter prompt never reads what is gone; it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from common.base.hashing import BLOCK_SIZE, BlockHash
+from common.engine.sequence import Sequence
+from common.kv.pool import BlockPool
+from common.kv.rank_layout import blocks_for
+
+
+def first_seen(num_tokens: int, window: int | None) -> int:
+    """The first block that the row after `num_tokens` tokens sees through `window`, or a later row."""
+    return 0 if window is None else max(0, num_tokens - window + 1) // BLOCK_SIZE
+
+
+class KVAllocator:
+    """The blocks of all sequences. Invariant: a sequence holds no table, or in each table t one reference to every entry
+    from `Sequence.first_blocks[t]` on."""
+
+    def __init__(self, pool: BlockPool, windows: Seq[int | None]) -> None:
+        assert len(windows) == pool.num_tables
+        self.pool = pool
+        self.windows = tuple(windows)
+        self._unlimited = [table for table, window in enumerate(windows) if window is None]
+        self._limited = [(table, window) for table, window in enumerate(windows) if window is not None]
+
+    @property
+    def room(self) -> int:
+        """By how many blocks all tables of one sequence together can grow."""
+        return self.pool.num_idle // self.pool.num_tables
+
+    def hit_blocks(self, hashes: Seq[BlockHash]) -> int:
+        """The longest leading part of `hashes`, in blocks, after which a sequence can continue from the prefix cache."""
+        hit = len(hashes)
+        for table in self._unlimited:
+            hit = len(self.pool.match(hashes[:hit], table))
+        agreed = at = 0
+        while hit and agreed < len(self._limited):
+            table, window = self._limited[at]
+            seen = range(hit - 1, first_seen(hit * BLOCK_SIZE, window) - 1, -1)
+            hole = next((i for i in seen if not self.pool.holds(hashes[i], table)), None)
+            hit, agreed = (hit, agreed + 1) if hole is None else (hole, 0)
+            at = (at + 1) % len(self._limited)
+        return hit
+
+    def take(self, seq: Sequence, hashes: Seq[BlockHash], *, spare_blocks: int) -> bool:
+        """Take blocks for all known tokens of a sequence that is computed here, those of `hashes` from the prefix cache as
+        far as it reaches. False if that would leave less than `spare_blocks` to each table."""
+        hit = self.hit_blocks(hashes)
+        first = [first_seen(hit * BLOCK_SIZE, window) for window in self.windows]
+        found = [self.pool.match(hashes[start:hit], table) for table, start in enumerate(first)]
+        if not self._take(seq, first, found, spare_blocks):
+            return False
+        seq.num_computed = seq.num_scheduled = hit * BLOCK_SIZE
+        seq.num_published = hit
+        return True
+
+    def take_for_arrival(self, seq: Sequence, hashes: Seq[BlockHash], *, spare_blocks: int) -> list[int] | None:
+        """Take the blocks that the row after all known tokens sees, for KV that another node sends.
+
+        Returns for each table the first block that must be sent; None if that would leave less than `spare_blocks` to each.
+        """
+        first = [first_seen(seq.num_tokens, window) for window in self.windows]
+        found = [self.pool.match(hashes[start:], table) for table, start in enumerate(first)]
+        if not self._take(seq, first, found, spare_blocks):
+            return None
+        missing = [start + len(blocks) for start, blocks in zip(first, found, strict=True)]
+        seq.num_published = min(missing)
+        seq.num_computed = seq.num_scheduled = seq.num_published * BLOCK_SIZE
+        return missing
+
+    def _take(self, seq: Sequence, first: list[int], found: list[list[int]], spare_blocks: int) -> bool:
+        pool, total = self.pool, blocks_for(seq.num_tokens)
+        missing = [total - start - len(blocks) for start, blocks in zip(first, found, strict=True)]
+        idle_hits = sum([pool.is_idle(block) for blocks in found for block in blocks])
+        if sum(missing) + spare_blocks * pool.num_tables > pool.num_idle - idle_hits:
+            return False
+        for blocks in found:
+            pool.acquire(blocks)
+        seq.first_blocks = first
+        seq.block_tables = [
+            [0] * start + blocks + pool.allocate(count)
+            for start, blocks, count in zip(first, found, missing, strict=True)
+        ]
+        return True
+
+    def grow(self, seq: Sequence) -> None:
+        """Add a block to each table of a sequence. Raises: NoFreeBlocks if there is no `room`."""
+        for table in seq.block_tables:
+            table += self.pool.allocate(1)
+
+    def advance(self, seq: Sequence) -> None:
+        """Enter the blocks that are full now in the prefix cache, and release those that no later row sees."""
+        full = seq.num_computed // BLOCK_SIZE
+        if full <= seq.num_published:
+            return
+        hashes = seq.full_block_hashes()
+        for table, blocks in enumerate(seq.block_tables):
+            for index in range(max(seq.num_published, seq.first_blocks[table]), full):
+                self.pool.publish(blocks[index], hashes[index], table)
+        seq.num_published = full
+        for table, window in self._limited:
+            first = first_seen(seq.num_computed, window)
+            if first > seq.first_blocks[table]:
+                self.pool.release(seq.block_tables[table][seq.first_blocks[table] : first])
+                seq.first_blocks[table] = first
+
+    def free(self, seq: Sequence) -> None:
+        """Return all blocks of a sequence to the pool."""
+        for blocks, first in zip(seq.block_tables, seq.first_blocks, strict=True):
+            self.pool.release(blocks[first:])
+        seq.block_tables, seq.first_blocks = [], []
+
+    def check_integrity(self, seq: Sequence, next_row: int) -> None:
+        """Assert that a sequence, whose next row is at position `next_row`, holds what that row sees."""
+        lengths = {len(blocks) for blocks in seq.block_tables}
+        assert len(lengths) == 1, f"{seq.key} has tables of {lengths} blocks"
+        assert lengths.pop() * BLOCK_SIZE >= seq.num_scheduled >= seq.num_computed, f"{seq.key} ran past its blocks"
+        assert seq.num_published * BLOCK_SIZE <= seq.num_computed, f"{seq.key} published uncomputed blocks"
+        for blocks, first, window in zip(seq.block_tables, seq.first_blocks, self.windows, strict=True):
+            assert first <= first_seen(next_row, window), f"{seq.key} lacks what it will read"
+            assert not any(map(self.pool.is_idle, blocks[first:])), f"{seq.key} holds blocks that the pool would reuse"
