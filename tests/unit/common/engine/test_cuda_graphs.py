@@ -219,12 +219,14 @@ def test_steps_with_prompt_chunks_with_relays_or_too_many_rows_run_eagerly(rig: 
     step = random_decode(POOL, MAX_PAGES, random.Random(12), 4, vocab)
     assert rig.graphs.takes(step)
     assert not rig.graphs.takes(StepInput(**{**vars(step), "relay": [RelayProgress(AttemptKey("r", 1), 1)]}))
-    assert not rig.graphs.takes(StepInput(1, [1, 2], [0, 1], [0, 1], [2], [2], [[0]]))
+    assert not rig.graphs.takes(StepInput(1, [1, 2], [0, 1], [[0, 1]], [2], [2], [[[0]]]))
     crowd = MAX_SEQS + 1
     assert not rig.graphs.takes(
-        StepInput(1, [1] * crowd, [0] * crowd, [0] * crowd, [1] * crowd, [1] * crowd, [[0]] * crowd, num_decodes=crowd)
+        StepInput(
+            1, [1] * crowd, [0] * crowd, [[0] * crowd], [1] * crowd, [1] * crowd, [[[0]] * crowd], num_decodes=crowd
+        )
     )
-    chunk = StepInput(1, [1, 2, 3], [0, 1, 0], [0, 1, 16], [2, 1], [2, 1], [[0], [1]])
+    chunk = StepInput(1, [1, 2, 3], [0, 1, 0], [[0, 1, 16]], [2, 1], [2, 1], [[[0], [1]]])
     layers: list[int] = []
     rig.captured.execute(chunk, layers.append)
     assert layers == [0, 1, 2]

@@ -93,7 +93,7 @@ def test_a_step_with_placeholders_of_another_step_than_the_last_fails(model_path
     runner = make_runner(model_path, overlaps=True)
     runner.execute(WARM_UP)
     with pytest.raises(EngineError, match="placeholders refer to step 5"):
-        runner.launch(StepInput(6, [0], [0], [16], [1], [1], [[1]], placeholder_step=5, placeholders=[(0, 0)]))
+        runner.launch(StepInput(6, [0], [0], [[16]], [1], [1], [[[1]]], placeholder_step=5, placeholders=[(0, 0)]))
 
 
 @pytest.mark.parametrize("sampler", [HostSampler(), DeviceSampler()], ids=["host", "device"])
@@ -104,15 +104,15 @@ def test_a_placeholder_for_a_token_that_was_not_drawn_costs_the_other_rows_nothi
     runner = make_runner(model_path, overlaps=True, sampler=sampler)
     greedy = SamplingParams(seed=0, max_tokens=9, temperature=0.0)
     samples = [SampleSpec(seq, seq, greedy, 1, 0) for seq in (0, 1)]
-    first = StepInput(1, [7, 8], [0, 0], [16, 32], [1, 1], [1, 1], [[1], [2]], 2, samples)
+    first = StepInput(1, [7, 8], [0, 0], [[16, 32]], [1, 1], [1, 1], [[[1], [2]]], 2, samples)
     second = StepInput(
         2,
         [0, 0],
         [1, 1],
-        [17, 33],
+        [[17, 33]],
         [1, 1],
         [2, 2],
-        [[1], [2]],
+        [[[1], [2]]],
         2,
         samples,
         placeholder_step=1,

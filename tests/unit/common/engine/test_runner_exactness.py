@@ -64,7 +64,7 @@ def test_every_layers_kv_is_final_when_it_is_announced(tiny_dirs: dict[str, Path
     storage = runner._attention._data  # pyright: ignore
     seen: list[tuple[int, torch.Tensor]] = []
     slots = list(range(32, 52))
-    step = StepInput(1, list(range(20)), list(range(20)), slots, [20], [20], [[2, 3]])
+    step = StepInput(1, list(range(20)), list(range(20)), [slots], [20], [20], [[[2, 3]]])
     runner.execute(step, lambda i: seen.append((i, storage[i].clone())))
     assert [i for i, _ in seen] == [0, 1, 2]
     assert all(torch.equal(copy, storage[i]) for i, copy in seen)
@@ -74,7 +74,7 @@ def test_every_layers_kv_is_final_when_it_is_announced(tiny_dirs: dict[str, Path
 def test_a_step_that_does_not_fit_together_fails_alone(tiny_dirs: dict[str, Path]) -> None:
     runner = make_runner(tiny_dirs["llama"])
     with pytest.raises(EngineError, match="step 7"):
-        runner.execute(StepInput(7, [10**6], [0], [16], [1], [1], [[1]]))
+        runner.execute(StepInput(7, [10**6], [0], [[16]], [1], [1], [[[1]]]))
     prompts = [prompt(17, 250)]
     check(tiny_dirs["llama"], prompts, drive(runner, prompts, 16))
 

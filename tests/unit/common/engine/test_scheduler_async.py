@@ -85,7 +85,7 @@ def test_a_sequence_that_stops_wastes_one_row_and_keeps_its_blocks_until_then() 
     assert land(scheduler, second, 5) == [], "what it drew after its end is nobody's"
     assert scheduler.pool.num_used == 0
     assert scheduler.num_wasted_rows == 1
-    assert scheduler.reserve(newcomer) == 0
+    assert scheduler.reserve(newcomer) == [0]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])

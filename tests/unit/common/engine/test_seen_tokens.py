@@ -29,7 +29,7 @@ def test_what_is_sent_to_other_ranks_is_bounded_by_the_distinct_tokens() -> None
     assert len(only_generated.ids) == 4, "the prompt matters to repetition_penalty only"
     assert MAX_ORDER_BYTES > 256 * 151_936 * 8, "256 sequences that have seen all of a large vocabulary"
     codec = RankCodec()
-    step = StepInput(1, [1], [0], [0], [1], [1], [[0]], 1, [SampleSpec(0, 0, seq.sampling, 1, 1, seen)])
+    step = StepInput(1, [1], [0], [[0]], [1], [1], [[[0]]], 1, [SampleSpec(0, 0, seq.sampling, 1, 1, seen)])
     assert codec.decode(codec.encode(step)) == step
 
 

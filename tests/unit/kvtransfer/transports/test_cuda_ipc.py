@@ -308,7 +308,7 @@ def test_receiver_that_disconnects_ends_all_loans(make: Any) -> None:
 
 def greeting(what: str, device: HostDevice, size: int) -> tuple[bytes, list[int], list[bytes]]:
     """The greeting of a malicious sender, the descriptors with it, and its later messages."""
-    shared, fd, of_ring = ring.create(2, cuda_ipc._LOAN_BYTES)
+    shared, fd, of_ring = ring.create(2, cuda_ipc._loan_bytes(1))
     memory = [32, 0, 4, 0, 2, size // (4 * 2 * 32)]
     fds, messages = [fd, device.export()], []
     match what:

@@ -81,5 +81,5 @@ def test_tokens_past_the_end_of_a_mask_are_forbidden() -> None:
 def test_a_mask_travels_with_the_step_to_the_ranks() -> None:
     codec = RankCodec()
     spec = SampleSpec(0, 0, SamplingParams(seed=0, max_tokens=1), 1, 0, mask=mask_of([1, 77]))
-    step = StepInput(1, [1], [0], [0], [1], [1], [[0]], 1, [spec])
+    step = StepInput(1, [1], [0], [[0]], [1], [1], [[[0]]], 1, [spec])
     assert codec.decode(codec.encode(step)) == step
