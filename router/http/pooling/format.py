@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from router.http.json_body import Json
-from router.http.pooling.inputs import Pairs
-from router.http.pooling.requests import RerankRequest
+from router.http.pooling.inputs import pairs_of
+from router.http.pooling.requests import RerankRequest, ScoreRequest
+from router.model_catalog import ServedModel
 from router.pooling.work import PoolWork
 
 _FLOAT32 = np.dtype("<f4")
@@ -47,30 +48,30 @@ def shown_vectors(
     return [{"object": kind, "index": index, field: shown(vector)} for index, vector in enumerate(vectors)]
 
 
-def pair_scores(vectors: Sequence[bytes]) -> list[float]:
-    """The scores that a cross-encoder computed."""
-    return np.frombuffer(b"".join(vectors), _FLOAT32).tolist()
-
-
-def cosines(vectors: Sequence[bytes], pairs: Pairs) -> list[float]:
-    """The cosine of each pair. `vectors`: as of `compared_work`, of length 1."""
-    values = np.frombuffer(b"".join(vectors), _FLOAT32).reshape(len(vectors), -1)
-    counts = [len(seconds) for _, seconds in pairs]
-    first, second = np.repeat(values[: len(counts)], counts, axis=0), values[len(counts) :]
+def scores(body: ScoreRequest | RerankRequest, model: ServedModel, vectors: Sequence[bytes]) -> list[float]:
+    """The score of each pair of a body, from the vectors of its `comparison_work`: what a cross-encoder computed, or the cosine
+    of embeddings.
+    """
+    values = np.frombuffer(b"".join(vectors), _FLOAT32)
+    if model.task == "score":
+        return values.tolist()
+    counts = [len(seconds) for _, seconds in pairs_of(body)]
+    rows = values.reshape(len(vectors), -1)
+    first, second = np.repeat(rows[: len(counts)], counts, axis=0), rows[len(counts) :]
     return np.einsum("ij,ij->i", first, second).tolist()
 
 
-def shown_scores(scores: Sequence[float]) -> list[Json]:
+def shown_scores(found: Sequence[float]) -> list[Json]:
     """The `data` of an answer of `/v1/score`."""
-    return [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    return [{"index": index, "object": "score", "score": score} for index, score in enumerate(found)]
 
 
-def ranking(body: RerankRequest, scores: Sequence[float]) -> list[Json]:
+def ranking(body: RerankRequest, found: Sequence[float]) -> list[Json]:
     """The best `top_n` documents, best first; equal ones in their order."""
-    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    best = sorted(range(len(found)), key=lambda index: -found[index])[: body.top_n or None]
     results: list[Json] = []
     for index in best:
-        result: Json = {"index": index, "relevance_score": scores[index]}
+        result: Json = {"index": index, "relevance_score": found[index]}
         if body.return_documents is not False:
             result["document"] = {"text": body.documents[index]}
         results.append(result)

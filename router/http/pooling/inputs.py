@@ -138,11 +138,16 @@ def pairs_of(body: ScoreRequest | RerankRequest) -> Pairs:
     return [(first, [second]) for first, second in zip(body.text_1, body.text_2, strict=True)]
 
 
-def pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
-    """What a cross-encoder computes: one score for each pair.
+def comparison_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+    """What the model computes so that a body's texts can be compared.
 
     Raises: BadRequest.
     """
+    return (_pair_work if model.task == "score" else _compared_work)(body, model, tenant)
+
+
+def _pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+    """What a cross-encoder computes: one score for each pair."""
     limit = _limit(body, model)
     second_limit = body.max_tokens_per_doc if isinstance(body, RerankRequest) else None
     param = "documents" if isinstance(body, RerankRequest) else "text_2"
@@ -157,11 +162,8 @@ def pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: st
     return PoolWork(model.base, inputs, 1, tenant=tenant, priority=body.priority or 0)
 
 
-def compared_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
-    """What an embedding model computes for the same: the vectors of `text_1`, or the query, then those of the others.
-
-    Raises: BadRequest.
-    """
+def _compared_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+    """What an embedding model computes for the same: the vectors of `text_1`, or the query, then those of the others."""
     pairs = pairs_of(body)
     cut = body.truncate_prompt_tokens
     texts = [first for first, _ in pairs], [second for _, seconds in pairs for second in seconds]

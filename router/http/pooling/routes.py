@@ -17,22 +17,12 @@ from router.http.model_choice import model_for
 from router.http.openai.parse_body import validated
 from router.http.openapi import OF_GENERATION, described
 from router.http.pooling.answer_types import Embeddings, PoolingAnswer, Ranking, Scores
-from router.http.pooling.format import (
-    cosines,
-    head,
-    pair_scores,
-    ranking,
-    shown_scores,
-    shown_vectors,
-    usage,
-)
-from router.http.pooling.inputs import compared_work, pair_work, pairs_of
+from router.http.pooling.format import head, ranking, scores, shown_scores, shown_vectors, usage
+from router.http.pooling.inputs import comparison_work
 from router.http.pooling.requests import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from router.http.pooling.serve import EmbeddedInputs, admitted_caller, serve_embeddings, serve_pooled
 from router.http.serve import assign_ids, maybe_on_thread, parse_as
 from router.http.services import Services
-from router.model_catalog import ServedModel
-from router.pooling.work import PoolWork
 
 _Endpoint = Callable[[Request], Any]
 
@@ -84,10 +74,10 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse_as(request, services, RerankRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
         ids, tenant = admitted_caller(request, services, body)
-        work = await maybe_on_thread(size, lambda: _compared(body, model, tenant))
+        work = await maybe_on_thread(size, lambda: comparison_work(body, model, tenant))
 
         def answer(vectors: list[bytes]) -> Json:
-            results = ranking(body, _scores(body, model, vectors))
+            results = ranking(body, scores(body, model, vectors))
             return {"id": ids.own, "model": model.name, "results": results, "usage": usage(work)}
 
         return await serve_pooled(request, services, model.name, work, answer)
@@ -98,10 +88,10 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse_as(request, services, ScoreRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
         ids, tenant = admitted_caller(request, services, body)
-        work = await maybe_on_thread(size, lambda: _compared(body, model, tenant))
+        work = await maybe_on_thread(size, lambda: comparison_work(body, model, tenant))
 
         def answer(vectors: list[bytes]) -> Json:
-            return {**head(ids.own, model.name, work), "data": shown_scores(_scores(body, model, vectors))}
+            return {**head(ids.own, model.name, work), "data": shown_scores(scores(body, model, vectors))}
 
         return await serve_pooled(request, services, model.name, work, answer)
 
@@ -117,11 +107,3 @@ def _add(app: FastAPI, endpoint: _Endpoint, paths: Sequence[str], about: dict[st
     """The same call at several addresses; the first one is in `/openapi.json`."""
     for path in paths:
         app.post(path, openapi_extra=about, include_in_schema=path == paths[0])(endpoint)
-
-
-def _compared(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
-    return (pair_work if model.task == "score" else compared_work)(body, model, tenant)
-
-
-def _scores(body: ScoreRequest | RerankRequest, model: ServedModel, vectors: list[bytes]) -> list[float]:
-    return pair_scores(vectors) if model.task == "score" else cosines(vectors, pairs_of(body))
