@@ -10,7 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.attention.base import AttentionShape
 from common.kv.rank_layout import blocks_for
+
+
+def blocks_in_window(
+    shape: AttentionShape, query_len: int, context_len: int, table: list[int]
+) -> tuple[list[int], int]:
+    """(blocks, context length) of one entry, whose rows are the context's last `query_len`, without the leading blocks that
+    lie wholly before the windows of all its rows. Positions then count from the first block that is left."""
+    first = 0
+    if shape.window is not None:
+        first = max(0, context_len - query_len + 1 - shape.window) // shape.block_size
+    return table[first : blocks_for(context_len, shape.block_size)], context_len - first * shape.block_size
+
+
+def longest_table(shape: AttentionShape, num_blocks: int) -> int:
+    """Blocks that `blocks_in_window` leaves to a decode row at most, in a cache of `num_blocks`."""
+    longest = blocks_for(shape.max_context, shape.block_size) or num_blocks
+    return longest if shape.window is None else min(longest, 1 + blocks_for(shape.window - 1, shape.block_size))
 
 
 @dataclass(frozen=True)
@@ -18,7 +36,7 @@ class BlockLists:
     """The KV blocks of N sequences, concatenated. All tensors are int32, in host memory, pinned if requested."""
 
     indptr: Tensor
-    """[N + 1]: the blocks of sequence i are `indices[indptr[i]:indptr[i + 1]]`, exactly those of its context."""
+    """[N + 1]: the blocks of sequence i are `indices[indptr[i]:indptr[i + 1]]`, exactly those of `blocks_in_window`."""
     indices: Tensor
     """[indptr[N]]"""
     last_page_len: Tensor
@@ -26,15 +44,20 @@ class BlockLists:
 
 
 def block_lists(
-    context_lens: Sequence[int], block_tables: Sequence[list[int]], block_size: int, *, pinned: bool
+    shape: AttentionShape,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[list[int]],
+    *,
+    pinned: bool,
 ) -> BlockLists:
     """Flatten `block_tables`, which may have more blocks than the contexts need, never fewer."""
-    counts = [blocks_for(context_len, block_size) for context_len in context_lens]
-    used = (table[:count] for table, count in zip(block_tables, counts, strict=True))
-    last = [(context_len - 1) % block_size + 1 for context_len in context_lens]
+    entries = zip(query_lens, context_lens, block_tables, strict=True)
+    used = [blocks_in_window(shape, *entry) for entry in entries]
+    last = [(context_len - 1) % shape.block_size + 1 for _, context_len in used]
     return BlockLists(
-        indptr=host_int32([0, *accumulate(counts)], pinned=pinned),
-        indices=host_int32(list(chain.from_iterable(used)), pinned=pinned),
+        indptr=host_int32([0, *accumulate(len(blocks) for blocks, _ in used)], pinned=pinned),
+        indices=host_int32(list(chain.from_iterable(blocks for blocks, _ in used)), pinned=pinned),
         last_page_len=host_int32(last, pinned=pinned),
     )
 

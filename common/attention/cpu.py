@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
+from common.attention.block_lists import blocks_in_window
+from common.attention.scaled_attention import scaled_attention
 from common.kernels.float8 import narrow, widen, words_of
-from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
 
 _SCORE_BYTES = 2 * 2**20
@@ -37,7 +37,7 @@ class _DecodeGroup:
     blocks: Tensor
     """[2 * B * kv_heads * max_blocks] rows of a layer viewed as [2 * num_blocks * kv_heads, block_size, head_dim]."""
     bias: Tensor
-    """[B, 1, 1, max_blocks * block_size] float32, -inf past each sequence's end."""
+    """[B, 1, 1, max_blocks * block_size] float32, -inf past each sequence's end and before its window."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class _Prefill:
     row_lo: int
     row_hi: int
     context_len: int
+    """Tokens in `blocks`, which begin where the first row's window does."""
     blocks: Tensor
     """The same as `_DecodeGroup.blocks`, for this one sequence."""
 
@@ -82,8 +83,8 @@ class CpuAttention:
         decodes: list[tuple[int, int, list[int]]] = []
         row = 0
         entries = zip(metadata.query_lens, metadata.context_lens, metadata.block_tables, strict=True)
-        for index, (query_len, context_len, table) in enumerate(entries):
-            blocks = table[: blocks_for(context_len, block_size)]
+        for index, (query_len, whole, table) in enumerate(entries):
+            blocks, context_len = blocks_in_window(self._shape, query_len, whole, table)
             if index < metadata.num_decodes:
                 decodes.append((row, context_len, blocks))
             else:
@@ -101,8 +102,11 @@ class CpuAttention:
         blocks = self._rows_of_blocks([blocks + blocks[-1:] * (longest - len(blocks)) for _, _, blocks in group])
         rows = [row for row, _, _ in group]
         lens = torch.tensor([context_len for _, context_len, _ in group])
-        past = torch.arange(longest * self._shape.block_size) >= lens[:, None]
-        bias = torch.zeros(past.shape).masked_fill_(past, -math.inf)[:, None, None]
+        positions = torch.arange(longest * self._shape.block_size)
+        hidden = positions >= lens[:, None]
+        if self._shape.window is not None:
+            hidden |= positions < (lens - self._shape.window)[:, None]
+        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None]
         return _DecodeGroup(None if rows == list(range(num_rows)) else torch.tensor(rows), blocks, bias)
 
     def _rows_of_blocks(self, tables: list[list[int]]) -> Tensor:
@@ -147,24 +151,26 @@ class CpuAttention:
         """q: [B, q_heads, head_dim]. Returns the same shape, float32."""
         keys, values = self._gather(cache, group.blocks, q.size(0))
         rows = q.float().view(q.size(0), self._shape.num_kv_heads, -1, self._shape.head_dim)
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias, scale=self._scale)
+        out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap)
         if not out.sum().isfinite():
-            # A reused block may hold anything past the end, and NaN or infinity times zero is NaN. Clearing it every
+            # A reused block may hold anything past the end, a freed one before the window, and NaN or infinity times zero is NaN. Clearing it every
             # time would cost as much as attention itself where lengths differ.
-            past = group.bias.isneginf().transpose(2, 3)
-            keys, values = keys.masked_fill_(past, 0.0), values.masked_fill_(past, 0.0)
-            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.bias, scale=self._scale)
+            hidden = group.bias.isneginf().transpose(2, 3)
+            keys, values = keys.masked_fill_(hidden, 0.0), values.masked_fill_(hidden, 0.0)
+            out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap)
         return out.reshape(q.shape)
 
     def _prefill(self, seq: _Prefill, cache: Tensor, q: Tensor, out: Tensor) -> None:
         """q, out: [C, q_heads, head_dim], the last C positions of the context.
 
-        Query blocks are small enough that their scores stay in the CPU cache; none reads keys past its last row.
+        Query blocks are small enough that their scores stay in the CPU cache; none reads keys past its last row, or before
+        the window of its first.
         """
         keys, values = self._gather(cache, seq.blocks, 1)[:, 0]
         keys = keys.transpose(1, 2)
         q = q.float() * self._scale
         heads, dim = self._shape.num_kv_heads, self._shape.head_dim
+        window, soft_cap = self._shape.window, self._shape.soft_cap
         group = self._shape.num_q_heads // heads
         num_rows = q.size(0)
         before = seq.context_len - num_rows
@@ -173,11 +179,18 @@ class CpuAttention:
         for lo in range(0, num_rows, block):
             n = min(block, num_rows - lo)
             seen = before + lo + n
+            begin = 0 if window is None else max(0, before + lo + 1 - window)
             rows = q[lo : lo + n].view(n, heads, group, dim).permute(1, 2, 0, 3)
             rows = rows.reshape(heads, group * n, dim)
-            scores = torch.bmm(rows, keys[:, :, :seen])
-            scores.view(heads, group, n, seen)[..., seen - n :].add_(future[:n, :n])
-            attended = torch.bmm(scores.softmax(-1), values[:, :seen])
+            scores = torch.bmm(rows, keys[:, :, begin:seen])
+            if soft_cap is not None:
+                scores.div_(soft_cap).tanh_().mul_(soft_cap)
+            by_row = scores.view(heads, group, n, seen - begin)
+            by_row[..., seen - begin - n :].add_(future[:n, :n])
+            behind = 0 if window is None else seen - begin - window
+            if behind > 0:  # keys that the last row does not see; each row before it does not see one fewer
+                by_row[..., n - behind :, :behind].add_(future.t()[1 : behind + 1, :behind])
+            attended = torch.bmm(scores.softmax(-1), values[:, begin:seen])
             out[lo : lo + n].view(n, heads, group, dim).copy_(attended.view(heads, group, n, dim).permute(2, 0, 1, 3))
 
 

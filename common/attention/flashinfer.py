@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.attention.block_lists import block_lists, host_int32
+from common.attention.block_lists import BlockLists, block_lists, host_int32, longest_table
 from common.kernels.flashinfer_kernels import DTYPES, HEAD_DIMS
 from common.kernels.float8 import E4M3, narrow
 from common.kv.rank_layout import blocks_for
@@ -117,7 +117,7 @@ class FlashInferAttention:
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._split, _LAYOUT, use_tensor_cores=True, backend="fa2"
         )
-        self._max_blocks = blocks_for(shape.max_context, shape.block_size) or kv.num_blocks
+        self._max_blocks = longest_table(shape, kv.num_blocks)
         self._graph_blocks = torch.empty(0, dtype=torch.int32, device=device)
         self._num_decodes = 0
         self._slots = self._sequence = torch.empty(0, dtype=torch.int32, device=device)
@@ -129,9 +129,7 @@ class FlashInferAttention:
         self._num_decodes = n = metadata.num_decodes
         self._fence.wait()
         if n:
-            lists = block_lists(
-                metadata.context_lens[:n], metadata.block_tables[:n], self._shape.block_size, pinned=self._pinned
-            )
+            lists = self._lists(metadata, slice(0, n))
             indices = lists.indices.to(self._cache.device, non_blocking=True)
             plan_decode(self._decode, self._shape, self._cache.dtype, lists.indptr, indices, lists.last_page_len)
         if n < len(metadata.query_lens):
@@ -141,9 +139,7 @@ class FlashInferAttention:
     def _plan_prefill(self, metadata: AttentionMetadata, first: int) -> None:
         """Plan the sequences from `first` on, some of which may have a single row."""
         shape = self._shape
-        lists = block_lists(
-            metadata.context_lens[first:], metadata.block_tables[first:], shape.block_size, pinned=self._pinned
-        )
+        lists = self._lists(metadata, slice(first, None))
         rows = [0]
         for query_len in metadata.query_lens[first:]:
             rows.append(rows[-1] + query_len)
@@ -157,11 +153,16 @@ class FlashInferAttention:
             shape.head_dim,
             shape.block_size,
             causal=True,
-            sm_scale=shape.scale,
+            **_scores(shape),
             q_data_type=shape.dtype,
             kv_data_type=self._cache.dtype,
             non_blocking=True,
         )
+
+    def _lists(self, metadata: AttentionMetadata, part: slice) -> BlockLists:
+        """The blocks of some of the batch's entries."""
+        lens = metadata.query_lens[part], metadata.context_lens[part]
+        return block_lists(self._shape, *lens, metadata.block_tables[part], pinned=self._pinned)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append `k`, `v` to layer `layer` (counted from this rank's first), then attend causally.
@@ -232,7 +233,8 @@ class FlashInferDecode:
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Copy a batch of exactly as many decode rows as this backend was made for."""
-        lists = block_lists(metadata.context_lens, metadata.block_tables, self._shape.block_size, pinned=self._pinned)
+        lens = metadata.query_lens, metadata.context_lens
+        lists = block_lists(self._shape, *lens, metadata.block_tables, pinned=self._pinned)
         count = lists.indices.numel()
         if count > self._blocks.numel():
             raise ValueError(
@@ -293,8 +295,14 @@ def plan_decode(
         shape.num_kv_heads,
         shape.head_dim,
         shape.block_size,
-        sm_scale=shape.scale,
+        **_scores(shape),
         q_data_type=shape.dtype,
         kv_data_type=cache_dtype,
         non_blocking=True,
     )
+
+
+def _scores(shape: AttentionShape) -> dict[str, Any]:
+    """How scores are made, as arguments of flashinfer's plans. Its windows do not count a row's own position."""
+    left = -1 if shape.window is None else shape.window - 1
+    return {"sm_scale": shape.scale, "window_left": left, "logits_soft_cap": shape.soft_cap}

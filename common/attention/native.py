@@ -38,6 +38,8 @@ class NativeAttention:
                 shape.head_dim,
                 shape.block_size,
                 *kv.scales[layer],
+                shape.window or 0,
+                shape.soft_cap or 0.0,
             )
             for layer in range(data.size(0))
         ]

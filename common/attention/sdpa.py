@@ -11,12 +11,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from common.attention.base import AttentionMetadata, AttentionShape
-from common.attention.block_lists import host_int32
+from common.attention.block_lists import blocks_in_window, host_int32, longest_table
+from common.attention.scaled_attention import scaled_attention
 from common.kernels.float8 import E4M3, narrow, widen, words_of
-from common.kv.rank_layout import blocks_for
 from common.kv.storage import GroupStorage
 
 _MAX_SCORES = 2**26
@@ -31,8 +30,8 @@ class _Decodes:
 
     blocks: Tensor
     """[B, max_blocks] int64"""
-    past: Tensor
-    """[B, max_blocks * block_size] bool, true past the end of the context."""
+    hidden: Tensor
+    """[B, max_blocks * block_size] bool, true past the end of the context and before its window."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class _Prefill:
     row_lo: int
     row_hi: int
     context_len: int
+    """Tokens in `blocks`, which begin where the first row's window does."""
     blocks: Tensor
     """[num_blocks] int64"""
 
@@ -49,8 +49,8 @@ class _Prefill:
 class _Cache:
     """One rank's KV memory: appending to it, and attending to KV blocks gathered from it."""
 
-    def __init__(self, kv: GroupStorage, score_scale: float | None) -> None:
-        self.score_scale = score_scale
+    def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
+        self.shape = shape
         self.data = kv.stacked
         self.scales = kv.scales
         self.block_size = kv.block_size
@@ -71,23 +71,24 @@ class _Cache:
 
     def attend_decodes(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
         """q: [B, q_heads, head_dim]. Returns the same shape. Takes some rows at a time to bound the gathered memory."""
-        each = 2 * decodes.past.size(1) * self.data.size(3) * self.data.size(5)
+        each = 2 * decodes.hidden.size(1) * self.data.size(3) * self.data.size(5)
         parts = [
-            self._attend_gathered(layer, _Decodes(blocks, past), rows)
-            for blocks, past, rows in zip(
-                *(part.split(max(1, _MAX_GATHERED // each)) for part in (decodes.blocks, decodes.past, q)), strict=True
+            self._attend_gathered(layer, _Decodes(blocks, hidden), rows)
+            for blocks, hidden, rows in zip(
+                *(part.split(max(1, _MAX_GATHERED // each)) for part in (decodes.blocks, decodes.hidden, q)),
+                strict=True,
             )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_gathered(self, layer: int, decodes: _Decodes, q: Tensor) -> Tensor:
         gathered = self.gather(layer, decodes.blocks, q.dtype)
-        # A reused block may hold anything past the end, and NaN or infinity times zero is NaN.
-        keys, values = gathered.masked_fill_(decodes.past[:, None, :, None], 0.0)
+        # A reused block may hold anything past the end, a freed one before the window, and NaN or infinity times zero is NaN.
+        keys, values = gathered.masked_fill_(decodes.hidden[:, None, :, None], 0.0)
         k_scale, v_scale = self.scales[layer]
         rows = (q * k_scale).unflatten(1, (keys.size(1), -1))
-        seen = ~decodes.past[:, None, None]
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=self.score_scale)
+        seen = ~decodes.hidden[:, None, None]
+        out = scaled_attention(rows, keys, values, seen, self.shape.scale, self.shape.soft_cap)
         return out.mul_(v_scale).reshape(q.shape)
 
 
@@ -96,27 +97,26 @@ class SdpaAttention:
 
     def __init__(self, kv: GroupStorage, shape: AttentionShape) -> None:
         self._shape = shape
-        self._cache = _Cache(kv, shape.scale)
+        self._cache = _Cache(kv, shape)
         self._device = kv.device
-        self._max_blocks = blocks_for(shape.max_context, shape.block_size) or kv.num_blocks
+        self._max_blocks = longest_table(shape, kv.num_blocks)
         self._slots = torch.empty(0, dtype=torch.int64)
         self._decodes: _Decodes | None = None
         self._prefills: list[_Prefill] = []
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Prepare for the next step's `forward` calls, one per layer."""
-        block_size = self._shape.block_size
         self._slots = metadata.slot_mapping
         n = metadata.num_decodes
-        longest = max((blocks_for(context_len, block_size) for context_len in metadata.context_lens[:n]), default=0)
-        self._decodes = _decodes(metadata, n, longest, block_size, self._device) if n else None
+        self._decodes = _decodes(metadata, n, self._shape, self._device) if n else None
         self._prefills = []
         row = n
         for i in range(n, len(metadata.query_lens)):
-            context_len = metadata.context_lens[i]
-            table = metadata.block_tables[i][: blocks_for(context_len, block_size)]
-            blocks = _put(table, self._device)
-            self._prefills.append(_Prefill(row, row + metadata.query_lens[i], context_len, blocks))
+            query_len = metadata.query_lens[i]
+            table, context_len = blocks_in_window(
+                self._shape, query_len, metadata.context_lens[i], metadata.block_tables[i]
+            )
+            self._prefills.append(_Prefill(row, row + query_len, context_len, _put(table, self._device)))
             row += metadata.query_lens[i]
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,11 +143,14 @@ class SdpaAttention:
         for lo in range(0, num_rows, block):
             n = min(block, num_rows - lo)
             seen = seq.context_len - num_rows + lo + n
-            mask = torch.ones(n, seen, dtype=torch.bool, device=self._device).tril_(seen - n)
+            begin = 0 if shape.window is None else max(0, seen - n + 1 - shape.window)
+            mask = torch.ones(n, seen - begin, dtype=torch.bool, device=self._device).tril_(seen - begin - n)
+            if shape.window is not None:
+                mask.triu_(seen - begin - n + 1 - shape.window)
             # The query heads that share a KV head are rows of one product.
             rows = (q[lo : lo + n] * k_scale).view(n, shape.num_kv_heads, group, -1).permute(1, 2, 0, 3).flatten(1, 2)
-            out = F.scaled_dot_product_attention(
-                rows, keys[:, :seen], values[:, :seen], attn_mask=mask.repeat(group, 1), scale=shape.scale
+            out = scaled_attention(
+                rows, keys[:, begin:seen], values[:, begin:seen], mask.repeat(group, 1), shape.scale, shape.soft_cap
             )
             parts.append(out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2))
         return torch.cat(parts).mul_(v_scale)
@@ -175,10 +178,10 @@ class SdpaDecode:
     def plan(self, metadata: AttentionMetadata) -> None:
         """Copy a batch of exactly as many decode rows as this backend was made for."""
         rows, max_blocks = self._decodes.blocks.shape
-        planned = _decodes(metadata, rows, max_blocks, self._cache.block_size, self._slots.device)
+        planned = _decodes(metadata, rows, self._cache.shape, self._slots.device, max_blocks)
         self._slots.copy_(metadata.slot_mapping)
         self._decodes.blocks.copy_(planned.blocks)
-        self._decodes.past.copy_(planned.past)
+        self._decodes.hidden.copy_(planned.hidden)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same as `SdpaAttention.forward`."""
@@ -189,17 +192,23 @@ class SdpaDecode:
         raise NotImplementedError("a backend for CUDA graphs makes no others")
 
 
-def _decodes(metadata: AttentionMetadata, num: int, max_blocks: int, block_size: int, device: torch.device) -> _Decodes:
-    """The first `num` sequences, each padded with its own last block, so that no other sequence's KV is read."""
-    lens = metadata.context_lens[:num]
-    tables: list[list[int]] = []
-    for table, context_len in zip(metadata.block_tables[:num], lens, strict=True):
-        used = table[: blocks_for(context_len, block_size)]
-        tables.append(used + used[-1:] * (max_blocks - len(used)))
-    ends = _put(lens, device)[:, None]
-    past = torch.arange(max_blocks * block_size, device=device) >= ends
-    blocks = _put(list(chain.from_iterable(tables)), device).view(num, max_blocks)
-    return _Decodes(blocks, past)
+def _decodes(
+    metadata: AttentionMetadata, num: int, shape: AttentionShape, device: torch.device, max_blocks: int = 0
+) -> _Decodes:
+    """The first `num` sequences, each padded to `max_blocks`, or to as many as the longest has, with its own last block, so
+    that no other sequence's KV is read."""
+    used = [
+        blocks_in_window(shape, 1, context_len, table)
+        for table, context_len in zip(metadata.block_tables[:num], metadata.context_lens[:num], strict=True)
+    ]
+    max_blocks = max_blocks or max(len(blocks) for blocks, _ in used)
+    padded = chain.from_iterable(blocks + blocks[-1:] * (max_blocks - len(blocks)) for blocks, _ in used)
+    ends = _put([context_len for _, context_len in used], device)[:, None]
+    positions = torch.arange(max_blocks * shape.block_size, device=device)
+    hidden = positions >= ends
+    if shape.window is not None:
+        hidden |= positions < ends - shape.window
+    return _Decodes(_put(list(padded), device).view(num, max_blocks), hidden)
 
 
 def _put(values: list[int], device: torch.device) -> Tensor:

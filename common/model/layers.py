@@ -62,8 +62,6 @@ def _check_implemented(attention: AttentionDescription) -> None:
         f"heads of v of another width ({attention.v_head_dim}) than those of k ({attention.head_dim})": (
             attention.v_head_dim != attention.head_dim
         ),
-        f"a sliding window ({attention.window} tokens)": attention.window is not None,
-        f"a soft cap of scores ({attention.soft_cap})": attention.soft_cap is not None,
         "attention sinks": attention.has_sinks,
         **{
             f"a {norm.kind!r} norm of heads": norm.kind != "rms"

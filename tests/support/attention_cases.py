@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +33,29 @@ LENS: dict[str, list[tuple[int, int]]] = {
 """(rows, context length) of each sequence."""
 
 
-def reference(q: Tensor, keys: Tensor, values: Tensor, first: int, scale: float | None = None) -> Tensor:
-    """One sequence, row by row, head by head: row r attends to the first `first + r + 1` keys. All float64."""
+def reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """One sequence, row by row, head by head: row r attends to the first `first + r + 1` keys, of which it sees the last
+    `window`. All float64."""
     group = q.size(1) // keys.size(1)
     out = torch.empty(q.shape, dtype=torch.float64)
     q, keys, values = q.double(), keys.double(), values.double()
     scale = 1 / math.sqrt(q.size(2)) if scale is None else scale
     for row in range(q.size(0)):
         for head in range(q.size(1)):
-            k, v = (side[: first + row + 1, head // group] for side in (keys, values))
-            out[row, head] = (k @ q[row, head] * scale).softmax(0) @ v
+            end = first + row + 1
+            seen = slice(0 if window is None else max(0, end - window), end)
+            k, v = (side[seen, head // group] for side in (keys, values))
+            scores = k @ q[row, head] * scale
+            capped = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
+            out[row, head] = capped.softmax(0) @ v
     return out
 
 
@@ -57,9 +71,9 @@ class Case:
         scales: tuple[tuple[float, float], ...] = (),
         query_dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
-        score_scale: float | None = None,
+        **scores: Any,
     ) -> None:
-        """shape: query heads, KV heads, head size; dtype: of the cache."""
+        """shape: query heads, KV heads, head size; dtype: of the cache; scores: fields of `AttentionShape`."""
         q_heads, kv_heads, dim = shape
         generator = torch.Generator().manual_seed(len(lens))
         layout = KVLayout("f", KVSpec.uniform(LAYERS, kv_heads, dim, dtype))
@@ -68,10 +82,10 @@ class Case:
         self.cache.stacked.copy_(torch.full((), min(1e4, torch.finfo(self.cache.dtype).max)))
         self.block_size = layout.spec.block_size
         self.device = device
-        self.score_scale = score_scale
+        self.scores = scores
         self.backend = make_backend(
             self.cache,
-            AttentionShape(q_heads, kv_heads, dim, query_dtype, layout.spec.block_size, scale=score_scale),
+            AttentionShape(q_heads, kv_heads, dim, query_dtype, layout.spec.block_size, **scores),
         )
         free = list(range(NUM_BLOCKS))
         random.Random(1).shuffle(free)
@@ -106,6 +120,14 @@ class Case:
             for side, x, scale in zip(pages, self.kv[i], self.cache.scales[layer], strict=True):
                 side.index_put_(where, words_of(narrow(x[: context - n], dtype, scale)).to(self.device))
 
+    def free_behind_windows(self) -> None:
+        """Name another sequence's block, which is full of NaN, in place of each block that no row of the step sees."""
+        other = next(block for block in range(NUM_BLOCKS) if not any(block in table for table in self.tables))
+        words_of(self.cache.stacked)[:, :, other] = words_of(torch.full((), math.nan).to(self.cache.dtype))
+        for table, (n, context) in zip(self.tables, self.lens, strict=True):
+            freed = max(0, context - n + 1 - self.scores["window"]) // self.block_size
+            table[:freed] = [other] * freed
+
     def metadata(self) -> AttentionMetadata:
         slots = [slot for i, (n, context) in enumerate(self.lens) for slot in self.slots(i, context - n, context)]
         lens = [n for n, _ in self.lens]
@@ -134,4 +156,4 @@ class Case:
 
     def expected(self, i: int) -> Tensor:
         n, context = self.lens[i]
-        return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n, self.score_scale)
+        return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n, **self.scores)

@@ -101,6 +101,7 @@ class _PagedWrapper:
         assert kv_layout == "HND"
         assert float_workspace_buffer.dtype == torch.uint8
         self.is_cuda_graph_enabled = use_cuda_graph
+        self._window_left, self._soft_cap = -1, None
         self._planned = False
         self.num_plans = 0
 
@@ -144,8 +145,13 @@ class _PagedWrapper:
             k, v = (side.repeat_interleave(group, 0) for side in (k, v))
             rows = q[qo_indptr[i] : qo_indptr[i + 1]].float().transpose(0, 1)
             scores = rows @ k.transpose(1, 2) * (k_scale * self._sm_scale)
-            future = torch.ones(rows.size(1), length, dtype=torch.bool).triu_(1 + length - rows.size(1))
-            probs = scores.masked_fill_(future, -math.inf).softmax(-1)
+            if self._soft_cap is not None:
+                scores = self._soft_cap * (scores / self._soft_cap).tanh()
+            own = torch.arange(length - rows.size(1), length)[:, None]
+            hidden = torch.arange(length) > own
+            if self._window_left >= 0:
+                hidden |= torch.arange(length) < own - self._window_left
+            probs = scores.masked_fill_(hidden, -math.inf).softmax(-1)
             out[qo_indptr[i] : qo_indptr[i + 1]] = (probs @ v * v_scale).transpose(0, 1)
         return out
 
@@ -199,6 +205,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         *,
         causal: bool = False,
         sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         non_blocking: bool = True,
@@ -209,6 +217,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         assert (qo_indptr.diff() >= 1).all()
         self._qo_indptr = qo_indptr.tolist()
         self._shape(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type, sm_scale)
+        self._window_left, self._soft_cap = window_left, logits_soft_cap
         # The FA3 kernels read FP8 pages only for FP8 queries.
         assert not (self._backend == "fa3" and kv_data_type == torch.float8_e4m3fn)
         self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, None)
@@ -263,6 +272,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         page_size: int,
         *,
         sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         non_blocking: bool = True,
@@ -270,6 +281,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         # Groups that the kernel without tensor cores is compiled for.
         assert self._use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
         self._shape(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type, sm_scale)
+        self._window_left, self._soft_cap = window_left, logits_soft_cap
         self._keep(indptr, indices, last_page_len, self._buffers)
 
     def run(

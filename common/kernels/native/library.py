@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -46,6 +46,8 @@ class CacheStruct(Structure):
         *((name, c_void_p) for name in ("k", "v")),
         *((name, c_int32) for name in ("dtype", "kv_heads", "head_dim", "block_size")),
         *((name, c_float) for name in ("k_scale", "v_scale")),
+        ("window", c_int32),
+        ("soft_cap", c_float),
     ]
 
 

@@ -41,6 +41,8 @@ struct Numbers {
 void run(kv_team* team) {
     const int kv_heads = 1 + below(3), q_heads = kv_heads * one_of({1, 2, 7, 13}), block_size = one_of({1, 5, 16, 32});
     const int dim = one_of({2, 6, 16, 30, 64, 80, 128, 512}), dtype = below(2), cache_dtype = below(3);
+    const int window = one_of({0, 0, 1, 16, 100, 128, 200});
+    const float soft_cap = float(below(2)) * 30;
     std::vector<int32_t> first_rows{0}, context_lens, first_blocks{0};
     const int num_entries = 1 + below(5);
     for (int i = 0; i < num_entries; ++i) {
@@ -59,10 +61,16 @@ void run(kv_team* team) {
             slots.push_back(int64_t(block_ids[first_blocks[i] + position / block_size]) * block_size +
                             position % block_size);
         }
-    const size_t rows = slots.size(), plane = block_ids.size() * size_t(kv_heads * block_size * dim);
+    const int num_blocks = first_blocks.back();
+    for (int i = 0; window && i < num_entries; ++i) {
+        const int seen = context_lens[i] - (first_rows[i + 1] - first_rows[i]) + 1;
+        for (int block = 0; block < std::max(0, seen - window) / block_size; ++block)
+            block_ids[first_blocks[i] + block] = 1 << 30;  // not to be read
+    }
+    const size_t rows = slots.size(), plane = size_t(num_blocks) * size_t(kv_heads * block_size * dim);
     Numbers k(plane, cache_dtype), v(plane, cache_dtype), out(rows * q_heads * dim, dtype);
     Numbers q(rows * q_heads * dim, dtype), new_k(rows * kv_heads * dim, dtype), new_v(rows * kv_heads * dim, dtype);
-    const kv_cache cache{k.memory, v.memory, cache_dtype, kv_heads, dim, block_size, 1, 1};
+    const kv_cache cache{k.memory, v.memory, cache_dtype, kv_heads, dim, block_size, 1, 1, window, soft_cap};
     const kv_batch batch{num_entries,         int(rows),        first_rows.data(), context_lens.data(),
                          first_blocks.data(), block_ids.data(), slots.data()};
     kv_attention_forward(team, &cache, &batch, q_heads, 1 / std::sqrt(float(dim)), dtype, q.memory, q_heads * dim,

@@ -30,10 +30,13 @@ struct kv_cache {
     void* v;
     int32_t dtype, kv_heads, head_dim, block_size;
     float k_scale, v_scale;  // a stored number times its scale is the value; 1 unless dtype is KV_FP8
+    int32_t window;   // a row at position p attends to positions (p - window, p]; 0: all up to p
+    float soft_cap;   // c in c * tanh(score / c); 0: none
 };
 
 // The sequences of one step. Entry i has rows [first_rows[i], first_rows[i + 1]), the last positions of a context of
 // context_lens[i] tokens, which lie in blocks block_ids[first_blocks[i]...]. slots: [rows], block * block_size + offset.
+// Blocks wholly before the windows of all rows of an entry are not read.
 struct kv_batch {
     int32_t num_entries, num_rows;
     const int32_t* first_rows;

@@ -51,11 +51,12 @@ class Attention {
           partials_(w.team.buffers[kv_team::ATTENTION_PARTIALS].as<float>()),
           cache_(cache),
           batch_(batch),
-          scale_(scale * cache.k_scale * 1.44269504f),
+          scores_{scale * cache.k_scale * 1.44269504f, 0},
           q_(q),
           out_(out),
           q_stride_(q_stride),
           out_stride_(out_stride) {
+        if (cache.soft_cap != 0) scores_ = {scale * cache.k_scale / cache.soft_cap, cache.soft_cap * 1.44269504f};
         keys_ = w.team.buffers[kv_team::ATTENTION_PANELS].as<float>() + w.index * sizes_.each;
         values_ = keys_ + sizes_.panels;
         queries_ = reinterpret_cast<Act*>(values_ + sizes_.panels);
@@ -85,11 +86,16 @@ class Attention {
             Ahead ahead = fetch_ahead(next, TOKENS_PER_CALL, true);
             Ahead own_values = fetch_ahead(tokens, LANES, false);
             pack(tokens, i == task.first && !is_fetched ? own_values : ahead, ahead);
-            // Rows whose position lies before the partition see nothing of it.
-            const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group;
-            const Partial partial = item.is_split ? partial_of(item, i) : i == 0 ? merged_ : latest_;
-            attend_rows(item, first, item.seen - i * PARTITION, ahead, partial);
-            if (!item.is_split && i > 0) merge(merged_, latest_, first, item.rows, sizes_.width);
+            // Rows whose position lies before the partition see nothing of it, nor do those whose window begins behind it.
+            const int first = std::max(0, i * PARTITION + 1 - item.seen) * plan_.group, last = last_row(item, i);
+            const bool is_first = i == item.first;
+            const Partial partial = item.is_split ? partial_of(item, i) : is_first ? merged_ : latest_;
+            attend_rows(item, first, last, i * PARTITION, ahead, partial);
+            if (item.is_split) continue;
+            if (is_first)
+                clear(merged_, last, item.rows, sizes_.width);
+            else
+                merge(merged_, latest_, first, last, sizes_.width);
         }
         if (!item.is_split)
             for (int row = 0; row < item.rows; ++row) finish(item, row, merged_);
@@ -99,20 +105,28 @@ class Attention {
     void finish_split(const Task& split) {
         const Item& item = plan_.items[split.item];
         const int row = split.first, seen = item.seen + row / plan_.group;
-        for (int i = 1; i * PARTITION < seen; ++i)
-            merge(partial_of(item, 0), partial_of(item, i), row, row + 1, sizes_.width);
-        finish(item, row, partial_of(item, 0));
+        const int first = seen_from(cache_, seen) / PARTITION;
+        for (int i = first + 1; i * PARTITION < seen; ++i)
+            merge(partial_of(item, first), partial_of(item, i), row, row + 1, sizes_.width);
+        finish(item, row, partial_of(item, first));
     }
 
   private:
     Partial partial_of(const Item& item, int partition) const {
-        return sizes_.partial_at(partials_ + item.partials + partition * sizes_.partial_size(item.rows), item.rows);
+        return sizes_.partial_at(partials_ + item.partials + (partition - item.first) * sizes_.partial_size(item.rows),
+                                 item.rows);
     }
 
     void find(const Task& task, int partition, Tokens& tokens) const {
         const Item& item = plan_.items[task.item];
         tokens.find(cache_, batch_.block_ids + batch_.first_blocks[item.entry], item.head, partition * PARTITION,
-                    item.seen + item.num_rows - 1);
+                    seen_from(cache_, item.seen), item.seen + item.num_rows - 1);
+    }
+
+    // The end of the item's rows whose window begins in the partition or before it.
+    int last_row(const Item& item, int partition) const {
+        if (!cache_.window) return item.rows;
+        return std::min<int64_t>(item.num_rows, int64_t(partition + 1) * PARTITION - item.seen + cache_.window) * plan_.group;
     }
 
     int64_t column(const Item& item, int row) const {
@@ -144,15 +158,18 @@ class Attention {
         });
     }
 
-    // seen: by the item's first row, of this partition; may be less than 1 for rows before `first`.
-    void attend_rows(const Item& item, int first, int seen, Ahead& ahead, Partial out) {
-        const int tiles = (item.rows - first + TILE_ROWS - 1) / TILE_ROWS;
+    // The item's rows [first, last) and the partition that begins at position `start`.
+    void attend_rows(const Item& item, int first, int last, int start, Ahead& ahead, Partial out) {
+        const int tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
-            const int lo = first + (item.rows - first) * tile / tiles, hi = first + (item.rows - first) * (tile + 1) / tiles;
-            const auto tokens_seen = [&](int m) { return std::min(PARTITION, seen + (lo + m) / plan_.group); };
+            const int lo = first + (last - first) * tile / tiles, hi = first + (last - first) * (tile + 1) / tiles;
+            const auto seen = [&](int m) { return item.seen + (lo + m) / plan_.group; };
+            const auto tokens_seen = [&](int m) { return std::min(PARTITION, seen(m) - start); };
+            const auto tokens_from = [&](int m) { return std::max(0, seen_from(cache_, seen(m)) - start); };
             attend_tile(reinterpret_cast<const uint32_t*>(keys_), reinterpret_cast<const uint32_t*>(values_),
-                        cache_.head_dim, queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_seen, scale_,
-                        ahead, Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
+                        cache_.head_dim, queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_from,
+                        tokens_seen, scores_, ahead,
+                        Partial{out.results + int64_t(lo) * sizes_.width, out.top + lo, out.total + lo}, sizes_.width);
         }
     }
 
@@ -169,7 +186,7 @@ class Attention {
     float* partials_;
     const kv_cache& cache_;
     const kv_batch& batch_;
-    float scale_;
+    Scores scores_;
     const Act* q_;
     Act* out_;
     int64_t q_stride_, out_stride_;

@@ -24,13 +24,14 @@ constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 // Where the numbers of a partition's tokens lie, from the beginning of K or V. They are the same for both.
 struct Tokens {
     int64_t at[PARTITION];
-    int count = 0;
+    int begin = 0, count = 0;  // Tokens before `begin` are in no row's window: they are not read, and zero in panels.
 
-    void find(const kv_cache& cache, const int32_t* blocks, int head, int first, int seen) {
+    void find(const kv_cache& cache, const int32_t* blocks, int head, int first, int seen_from, int seen) {
         count = seen - first < PARTITION ? seen - first : PARTITION;
+        begin = seen_from > first ? seen_from - first : 0;
         const int size = cache.block_size;
-        int block = first / size, offset = first % size;
-        for (int i = 0; i < count; ++block, offset = 0) {
+        int block = (first + begin) / size, offset = (first + begin) % size;
+        for (int i = begin; i < count; ++block, offset = 0) {
             const int64_t start = (int64_t(blocks[block]) * cache.kv_heads + head) * size;
             for (; offset < size && i < count; ++offset, ++i) at[i] = (start + offset) * cache.head_dim;
         }
@@ -149,7 +150,7 @@ struct Ahead {
     const char* planes[2];  // either may be null
     int row_bytes, number_bytes;
     int tokens_per_call;
-    int next = 0;
+    int next = tokens.begin;
 
     KV_INLINE void fetch() {
         const int end = std::min(next + tokens_per_call, tokens.count);
@@ -167,23 +168,25 @@ struct Padded {
     Padded(const T* x, int count) { std::memcpy(numbers, x, count * sizeof(T)); }
 };
 
-// keys: [ceil(tokens / 32)][words of a head, rounded up to 16][32]. Tokens past the end are zero.
+// keys: [ceil(tokens / 32)][words of a head, rounded up to 16][32]. Tokens past the end are zero, and those before
+// `tokens.begin` in the panel where it is; panels before that one are not written.
 template <class Act, class T>
 void pack_keys(const T* k, const Tokens& tokens, int dim, Ahead& ahead, uint32_t* keys) {
     constexpr int STEP = LANES * PER_WORD<Act>;
     const int words = round_up(dim, STEP) / PER_WORD<Act>;
-    for (int first = 0; first < tokens.count; first += LANES) {
+    for (int first = tokens.begin / PANEL * PANEL; first < tokens.count; first += LANES) {
         ahead.fetch();
         uint32_t* out = keys + first / PANEL * PANEL * words + first % PANEL;
         for (int d = 0; d < dim; d += STEP, out += LANES * PANEL) {
             Words rows[LANES];
-            const int count = std::min(LANES, tokens.count - first);
+            const int begin = std::clamp(tokens.begin - first, 0, LANES), count = std::min(LANES, tokens.count - first);
+            for (int i = 0; i < begin; ++i) rows[i] = as_words(zeros());
             for (int i = count; i < LANES; ++i) rows[i] = as_words(zeros());
             if (d + STEP > dim)
-                for (int i = 0; i < count; ++i)
+                for (int i = begin; i < count; ++i)
                     rows[i] = words_of(Padded<T>(k + tokens.at[first + i] + d, dim - d).numbers, Act{});
-            else if (count < LANES)
-                for (int i = 0; i < count; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Act{});
+            else if (count - begin < LANES)
+                for (int i = begin; i < count; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Act{});
             else
                 for (int i = 0; i < LANES; ++i) rows[i] = words_of(k + tokens.at[first + i] + d, Act{});
             store_transposed(rows, out, PANEL);
@@ -195,26 +198,31 @@ void pack_keys(const T* k, const Tokens& tokens, int dim, Ahead& ahead, uint32_t
     }
 }
 
-// values: [ceil(dim / 32)][words of a partition's tokens][32]. Numbers past `dim` and tokens past the end are zero.
+// values: [ceil(dim / 32)][words of a partition's tokens][32]. Numbers past `dim` and tokens past the end are zero, and
+// those before `tokens.begin` in the panel where it is; words before that panel's are not written.
 template <class Act, class T>
 void pack_values(const T* v, const Tokens& tokens, int dim, Ahead& ahead, uint32_t* values) {
     constexpr int UNIT = PER_WORD<Act>;
-    const int whole = tokens.count / UNIT * UNIT;
+    const int begin = tokens.begin / PANEL * PANEL, first = round_up(tokens.begin, UNIT), whole = tokens.count / UNIT * UNIT;
     for (int d = 0; d < dim; d += PANEL, values += PARTITION / UNIT * PANEL) {
-        uint32_t* out = values;
-        if (d + PANEL <= dim)
-            for (int t = 0; t < whole; t += UNIT, out += PANEL) {
+        const bool is_full = d + PANEL <= dim;
+        const int count = is_full ? PANEL : dim - d;
+        const auto store_padded = [&](int t) {
+            const bool has_first = t >= tokens.begin, has_second = t + UNIT <= tokens.count;
+            const Padded<T> x(has_first ? v + tokens.at[t] + d : v, has_first ? count : 0);
+            const Padded<T> y(has_second ? v + tokens.at[t + UNIT - 1] + d : v, has_second ? count : 0);
+            store_words(x.numbers, y.numbers, values + t / UNIT * PANEL, Act{});
+        };
+        int t = begin;
+        for (; t + UNIT <= tokens.begin; t += UNIT) std::memset(values + t / UNIT * PANEL, 0, PANEL * sizeof *values);
+        for (; t < first; t += UNIT) store_padded(t);
+        if (is_full)
+            for (; t < whole; t += UNIT) {
                 if (t % PANEL == 0) ahead.fetch();
                 const T *x = v + tokens.at[t] + d, *y = v + tokens.at[t + UNIT - 1] + d;
-                store_words(x, y, out, Act{});
+                store_words(x, y, values + t / UNIT * PANEL, Act{});
             }
-        for (int t = d + PANEL <= dim ? whole : 0; t < tokens.count; t += UNIT, out += PANEL) {
-            const int count = dim - d < PANEL ? dim - d : PANEL;
-            const bool has_second = t + UNIT <= tokens.count;
-            const Padded<T> x(v + tokens.at[t] + d, count);
-            const Padded<T> y(has_second ? v + tokens.at[t + UNIT - 1] + d : v, has_second ? count : 0);
-            store_words(x.numbers, y.numbers, out, Act{});
-        }
+        for (; t < tokens.count; t += UNIT) store_padded(t);
     }
 }
 

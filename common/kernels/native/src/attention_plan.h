@@ -10,7 +10,7 @@ namespace KV_VARIANT::attention {
 // The query heads of some rows of one entry that share a KV head. Its `rows` are row-major: heads vary fastest.
 struct Item {
     int32_t entry, head, first_row, num_rows, seen;  // seen: by its first row
-    int32_t rows, partitions, is_split;
+    int32_t rows, first, partitions, is_split;       // its partitions: [first, first + partitions)
     int64_t partials;  // where its partials begin if it is split, in floats
 };
 struct Task {
@@ -44,6 +44,9 @@ struct Plan {
     Task* split_rows;  // item; first: the row
     int32_t* run_ends;  // A run of tasks is one member's: it fetches a task's first partition while it works on the last's.
 };
+
+// The first position that the row attends to which sees `seen` tokens in all, those before its window included.
+inline int seen_from(const kv_cache& cache, int seen) { return cache.window ? std::max(0, seen - cache.window) : 0; }
 
 constexpr int MOST_ROWS = 192, FEWEST_ROWS = 24, MOST_NUMBERS = 24576;
 constexpr int TASKS_PER_MEMBER = 4;
@@ -93,7 +96,8 @@ class Planner {
                     item.num_rows = std::min(rows_per_item_, hi - item.first_row);
                     item.seen = batch_.context_lens[entry] - (hi - item.first_row) + 1;
                     item.rows = item.num_rows * group_;
-                    item.partitions = (item.seen + item.num_rows - 1 + PARTITION - 1) / PARTITION;
+                    item.first = seen_from(cache_, item.seen) / PARTITION;
+                    item.partitions = (item.seen + item.num_rows - 1 + PARTITION - 1) / PARTITION - item.first;
                     f(item);
                 }
         }
@@ -125,8 +129,9 @@ class Planner {
         const int step = span(item);
         item.is_split = step < item.partitions;
         item.partials = plan.partials;
-        for (int first = 0; first < item.partitions; first += step)
-            plan.tasks[plan.num_tasks++] = {plan.num_items, first, std::min(first + step, item.partitions)};
+        const int end = item.first + item.partitions;
+        for (int first = item.first; first < end; first += step)
+            plan.tasks[plan.num_tasks++] = {plan.num_items, first, std::min(first + step, end)};
         if (item.is_split) {
             plan.partials += item.partitions * sizes_.partial_size(item.rows);
             for (int row = 0; row < item.rows; ++row) plan.split_rows[plan.num_split_rows++] = {plan.num_items, row, 0};

@@ -60,13 +60,13 @@ KV_INLINE float reduce(Lanes lanes, const Join& join) {
     return a[0];
 }
 
-// The lanes below `count`, the others minus infinity.
-KV_INLINE Lanes keep_below(Lanes a, int count) {
+// The lanes from `first` on and below `end`, the others minus infinity.
+KV_INLINE Lanes keep_between(Lanes a, int first, int end) {
     static constexpr int32_t LANE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     typedef int32_t IntPart __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     KV_PARTS {
         const IntPart lane = *(const IntPart*)(LANE + p * PART_LANES);
-        a.v[p] = lane < count ? a.v[p] : FloatPart{} - __builtin_inff();
+        a.v[p] = (lane >= first) & (lane < end) ? a.v[p] : FloatPart{} - __builtin_inff();
     }
     return a;
 }
@@ -88,16 +88,27 @@ KV_INLINE Lanes exp2(Lanes x) {
     return r;
 }
 
-// scores: [padded], of which `seen` are attended to, at least one. weights: 2^(score * scale - top), zero behind them.
+// tanh(scores * scale) of scores [first, end), which begin at whole vectors.
+KV_INLINE void take_tanh(float* scores, int first, int end, float scale) {
+    // tanh(x) = 2 / (1 + e^-2x) - 1
+    for (int t = first; t < end; t += LANES)
+        store(scores + t, splat(2.0f) / (splat(1.0f) + exp(load(scores + t) * splat(-2 * scale))) - splat(1.0f));
+}
+
+// scores: [padded], of which those in [from, seen), at least one, are attended to. weights: 2^(score * scale - top), from
+// `begin` on, which is at most `from` and begins a panel; zero outside of [from, seen).
 template <class Act>
-KV_INLINE void weigh(float* scores, int seen, int padded, float scale, Act* weights, float& top, float& total) {
-    const int last = (seen - 1) / LANES * LANES;
-    store(scores + last, keep_below(load(scores + last), seen - last));
-    Lanes largest = load(scores);
-    for (int t = LANES; t < seen; t += LANES) largest = max(largest, load(scores + t));
+KV_INLINE void weigh(float* scores, int begin, int from, int seen, int padded, float scale, Act* weights, float& top,
+                     float& total) {
+    const int first = from / LANES * LANES, last = (seen - 1) / LANES * LANES;
+    if (from > first) store(scores + first, keep_between(load(scores + first), from - first, LANES));
+    store(scores + last, keep_between(load(scores + last), 0, seen - last));
+    Lanes largest = load(scores + first);
+    for (int t = first + LANES; t < seen; t += LANES) largest = max(largest, load(scores + t));
     top = reduce(largest, [](FloatPart a, FloatPart b) { return a > b ? a : b; }) * scale;
     Lanes sums = zeros();
-    int t = 0;
+    int t = begin;
+    for (; t < first; t += LANES) store(weights + t, zeros());
     for (; t < seen; t += LANES) {
         const Lanes a = exp2(multiply_add(scale, load(scores + t), splat(-top)));
         sums = sums + a;
@@ -114,10 +125,17 @@ struct Partial {
     float* total;
 };
 
-// Up to TILE_ROWS rows; row m attends to the partition's first seen(m) tokens, at least one, and no fewer than row m - 1.
-template <class Act, class Seen>
+// How scores are made of products: scale * product, or cap * tanh(scale * product) where cap is not 0; in both cases times
+// log2(e), because weights are powers of 2.
+struct Scores {
+    float scale, cap;
+};
+
+// Up to TILE_ROWS rows; row m attends to the partition's tokens [from(m), seen(m)), at least one. Neither end is before that
+// of row m - 1.
+template <class Act, class From, class Seen>
 void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Act* queries, int64_t query_stride,
-                 int num_rows, const Seen& seen, float scale, Ahead& ahead, Partial out, int width) {
+                 int num_rows, const From& from, const Seen& seen, Scores how, Ahead& ahead, Partial out, int width) {
     constexpr auto COUNTS = std::make_integer_sequence<int, TILE_ROWS>{};
     alignas(64) float scores[TILE_ROWS * PARTITION];
     alignas(64) Act weights[TILE_ROWS * PARTITION];
@@ -125,20 +143,32 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
     const int words = (dim + PER_WORD<Act> - 1) / PER_WORD<Act>;
     const int padded_words = round_up(dim, LANES * PER_WORD<Act>) / PER_WORD<Act>;
     const int most = seen(num_rows - 1), padded = round_up(most, LANES);
-    for (int t = 0; t < most; t += PANEL) {
+    const int begin = from(0) / PANEL * PANEL;
+    for (int t = begin; t < most; t += PANEL) {
         ahead.fetch();
         multiply(keys + t * padded_words, words, queries, query_stride, scores + t, PARTITION);
     }
     for (int m = 0; m < num_rows; ++m) {
         ahead.fetch();
-        weigh(scores + m * PARTITION, seen(m), padded, scale, weights + m * PARTITION, out.top[m], out.total[m]);
+        float* own = scores + m * PARTITION;
+        if (how.cap != 0) take_tanh(own, from(m) / LANES * LANES, seen(m), how.scale);
+        weigh(own, begin, from(m), seen(m), padded, how.cap != 0 ? how.cap : how.scale, weights + m * PARTITION, out.top[m],
+              out.total[m]);
     }
-    const int token_words = (most + PER_WORD<Act> - 1) / PER_WORD<Act>;
+    const int token_words = (most - begin + PER_WORD<Act> - 1) / PER_WORD<Act>;
     for (int d = 0; d < dim; d += PANEL) {
         ahead.fetch();
         ahead.fetch();
-        multiply(values + d * (PARTITION / PER_WORD<Act>), token_words, weights, PARTITION, out.results + d, width);
+        multiply(values + (d * PARTITION + begin * PANEL) / PER_WORD<Act>, token_words, weights + begin, PARTITION,
+                 out.results + d, width);
     }
+}
+
+// What rows [first, last) have before the first partition that they see.
+inline void clear(Partial partial, int first, int last, int width) {
+    std::fill(partial.top + first, partial.top + last, -__builtin_inff());
+    std::fill(partial.total + first, partial.total + last, 0.0f);
+    std::fill(partial.results + int64_t(first) * width, partial.results + int64_t(last) * width, 0.0f);
 }
 
 // Adds rows [first, last) of a later partition to what earlier ones gave.

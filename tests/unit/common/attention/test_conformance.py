@@ -56,8 +56,47 @@ def test_attends_causally_over_blocks(backend: str, shape: tuple[int, int, int],
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_take_the_models_own_scale(backend: str) -> None:
-    case = make_case(backend, (4, 2, 32), LENS["decode and chunks interleaved"], "float32", score_scale=0.4)
+    case = make_case(backend, (4, 2, 32), LENS["decode and chunks interleaved"], "float32", scale=0.4)
     for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 16, 17, 100, 1000])
+def test_rows_see_no_more_than_their_window_and_blocks_behind_it_are_not_read(backend: str, window: int) -> None:
+    lens = [(1, 30), (1, 600), (1, 5), (1, 128), (40, 300), (33, 33), (7, 100)]
+    case = make_case(backend, (4, 2, 16), lens, "float32", window=window, scale=0.4)
+    case.put(1)
+    case.free_behind_windows()
+    case.backend.plan(case.metadata())
+    for i, out in enumerate(case.split(case.backend.forward(1, *case.rows()))):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("soft_cap", [0.5, 50.0])
+@pytest.mark.parametrize("window", [None, 20])
+def test_scores_are_capped(backend: str, soft_cap: float, window: int | None) -> None:
+    lens = LENS["decode and chunks interleaved"]
+    case = make_case(backend, (4, 2, 32), lens, "float32", scale=1.5, soft_cap=soft_cap, window=window)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_windows_and_caps_over_an_fp8_cache(backend: str) -> None:
+    scales = ((1.0, 1.0), (8.0, 64.0))
+    lens = [(1, 40), (20, 60), (1, 300)]
+    case = make_case(backend, (4, 2, 32), lens, "float8_e4m3", scales=scales, window=24, soft_cap=3.0)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [30, 200])
+def test_windows_of_a_large_chunk_begin_in_several_query_blocks(backend: str, window: int) -> None:
+    case = make_case(backend, (14, 2, 16), [(150, 700), (300, 300)], "float32", window=window)
+    for i, out in enumerate(case.run(layer=0)):
         torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
 
 
@@ -131,10 +170,15 @@ def test_fp8_cache_multiplies_what_it_holds_by_the_layers_scales(backend: str) -
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
-@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3"])
-def test_a_backend_for_graphs_reads_each_step_from_the_same_memory(backend: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "window", "soft_cap"), [("float32", None, None), ("float8_e4m3", None, None), ("float32", 20, 2.0)]
+)
+def test_a_backend_for_graphs_reads_each_step_from_the_same_memory(
+    backend: str, dtype: str, window: int | None, soft_cap: float | None
+) -> None:
     scales = ((1.0, 1.0), (0.5, 2.0)) if dtype == "float8_e4m3" else ()
-    case = make_case(backend, (14, 2, 64), [(1, 40), (1, 3), (1, 300)], dtype, scales=scales)
+    lens = [(1, 40), (1, 3), (1, 300)]
+    case = make_case(backend, (14, 2, 64), lens, dtype, scales=scales, window=window, soft_cap=soft_cap)
     planned = case.backend.for_graph(3)
     # A replayed graph runs no Python of later plans: it sees only what they wrote to memory.
     captured = copy.copy(planned)

@@ -1,4 +1,5 @@
-"""Native paged attention against float64, over random shapes, in every variant. Blocks hold NaN past each context."""
+"""Native paged attention against float64, over random shapes, in every variant. Blocks hold NaN past each context,
+and so do blocks wholly before the windows of a step's rows."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ class Shape:
     rows: torch.dtype = torch.float32
     cache: torch.dtype = torch.float32
     scales: tuple[float, float] = (1.0, 1.0)
+    window: int = 0
+    soft_cap: float = 0.0
 
 
 @dataclass
@@ -76,6 +79,9 @@ class Step:
                 stored = narrow(seq.kv[plane, : seq.before], shape.cache, shape.scales[plane])
                 at = slots[: seq.before]
                 words_of(self.data)[plane, at // size, :, at % size] = words_of(stored)
+            if shape.window:
+                freed = max(0, seq.before + 1 - shape.window) // size
+                words_of(self.data)[:, blocks[:freed]] = words_of(torch.full((), math.nan).to(shape.cache))
 
     def run(self, library: NativeLibrary) -> list[Tensor]:
         """Each sequence's rows, without those before."""
@@ -95,7 +101,7 @@ class Step:
         cache = CacheStruct(
             *(plane.data_ptr() for plane in self.data),
             DTYPES[shape.cache],
-            *(shape.kv_heads, shape.dim, shape.block_size, *shape.scales),
+            *(shape.kv_heads, shape.dim, shape.block_size, *shape.scales, shape.window, shape.soft_cap),
         )
         out = torch.empty_like(q)
         pointers = [number for x in (q, k, v) for number in (x.data_ptr(), x.stride(0))]
@@ -113,9 +119,14 @@ class Step:
         seq = self.sequences[index]
         keys, values = (side.repeat_interleave(self.shape.group, 1) for side in self.stored(index))
         scores = torch.einsum("qhd,thd->hqt", seq.q[seq.before :].double(), keys) * self.shape.dim**-0.5
+        if self.shape.soft_cap:
+            scores = self.shape.soft_cap * (scores / self.shape.soft_cap).tanh()
         positions = torch.arange(len(seq.q))
-        future = positions > positions[seq.before :, None]
-        return torch.einsum("hqt,thd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), values)
+        hidden = positions > positions[seq.before :, None]
+        if self.shape.window:
+            hidden |= positions <= positions[seq.before :, None] - self.shape.window
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return torch.einsum("hqt,thd->qhd", weights, values.nan_to_num())  # NaN: in blocks before the windows
 
 
 def random_step(rng: random.Random, rows: torch.dtype, cache: torch.dtype) -> Step:
@@ -127,6 +138,8 @@ def random_step(rng: random.Random, rows: torch.dtype, cache: torch.dtype) -> St
         rows,
         cache,
         (0.5, 2.0) if cache == E4M3 else (1.0, 1.0),
+        rng.choice([0, 0, 1, 2, 15, 16, 33, 100, 127, 128, 129, 250]),
+        rng.choice([0.0, 0.0, 1.0, 30.0]),
     )
     sequences: list[Sequence] = []
     for _ in range(rng.randint(1, 5)):
@@ -144,7 +157,7 @@ def test_equals_float64_and_does_not_depend_on_the_number_of_threads(
     rng = random.Random(f"{rows} {cache}")
     torch.manual_seed(1)
     tolerance = 1e-5 if rows == torch.float32 else 2e-2
-    for _ in range(16):
+    for _ in range(24):
         step = random_step(rng, rows, cache)
         one, two, four = (step.run(native(variant, threads)) for threads in (1, 2, 4))
         for i, out in enumerate(one):
@@ -156,10 +169,11 @@ def test_equals_float64_and_does_not_depend_on_the_number_of_threads(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rows", ROW_DTYPES, ids=str)
-def test_a_row_depends_on_its_own_context_only(variant: str, rows: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [0, 40, 200])
+def test_a_row_depends_on_its_own_context_only(variant: str, rows: torch.dtype, window: int) -> None:
     """Whole, in chunks, one by one, beside others: a prompt's rows are the same numbers."""
     torch.manual_seed(2)
-    shape, library = Shape(rows=rows, cache=rows), native(variant)
+    shape, library = Shape(rows=rows, cache=rows, window=window, soft_cap=2.0 if window else 0.0), native(variant)
     prompt = sequence(shape, 400)
     [whole] = Step(shape, [prompt]).run(library)
     cuts = [0, 1, 30, 127, 128, 257, 399, 400]

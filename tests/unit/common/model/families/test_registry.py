@@ -78,8 +78,6 @@ def test_a_new_family_is_one_description_and_generates_what_transformers_does(
     ("attention", "mlp", "norm", "says"),
     [
         ({"v_head_dim": 8}, {}, {}, r"heads of v of another width \(8\)"),
-        ({"window": 64}, {}, {}, r"a sliding window \(64 tokens\)"),
-        ({"soft_cap": 50.0}, {}, {}, "a soft cap"),
         ({"has_sinks": True}, {}, {}, "attention sinks"),
         ({"head_norm": NormDescription(1e-6, "layer")}, {}, {}, "'layer' norm of heads"),
         ({}, {"activation": "tanh"}, {}, "activation 'tanh', which is not implemented; implemented: silu, gelu"),
