@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from common.kv.spec import KVPlane, KVSpec, LayerGroup
 from common.model.config import ModelConfig
 
+_MANY_TABLES = 8
+"""Layers are not cut into more block tables than about this many: each costs some planning in every step."""
+
 
 def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
-    """K and V over the KV heads; layers that cache the same planes and have the same sliding window are one group.
+    """K and V over the KV heads; layers that cache the same planes and have the same sliding window are one group, or
+    several where windows differ: then groups have block tables of their own.
 
     `dtype`: of the KV cache, a key of `common.kv.spec.DTYPE_BYTES`. Raises: ConfigError.
     """
@@ -17,8 +23,25 @@ def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
         kept = attention.head_dim, attention.v_head_dim, attention.num_kv_heads, attention.window
         members.setdefault(kept, []).append(number)
     return KVSpec(
-        tuple(
-            LayerGroup(tuple(layers), (KVPlane("k", k_width), KVPlane("v", v_width)), num_heads, dtype, window)
-            for (k_width, v_width, num_heads, window), layers in members.items()
+        _with_tables(
+            [
+                LayerGroup(tuple(layers), (KVPlane("k", k_width), KVPlane("v", v_width)), num_heads, dtype, window)
+                for (k_width, v_width, num_heads, window), layers in members.items()
+            ]
         )
     )
+
+
+def _with_tables(groups: list[LayerGroup]) -> tuple[LayerGroup, ...]:
+    """`groups` of layers with different windows, cut to about equal sizes, each with a block table of its own; groups of
+    different shapes cannot share memory and keep one table (docs/decisions/0010-block-tables-for-windows.md)."""
+    if len({group.window for group in groups}) == 1 or len({group.shape for group in groups}) > 1:
+        return tuple(groups)
+    sizes = [len(group.layers) for group in groups]
+    most = max(min(sizes), -(-sum(sizes) // _MANY_TABLES))
+    cut: list[LayerGroup] = []
+    for group in groups:
+        parts = -(-len(group.layers) // most)
+        # Dealt out in turn, so that each stage of a pipeline has about as many layers of every part.
+        cut += [replace(group, layers=group.layers[i::parts], table=len(cut) + i) for i in range(parts)]
+    return tuple(cut)

@@ -16,6 +16,7 @@ from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.config.option_groups import Quantization
 from common.control.messages import PromptLogprobs, SamplingParams
+from common.engine.kv_allocator import first_seen
 from common.engine.runner import ModelRunner
 from common.engine.step import SampleSpec, ScoredRows, StepInput, StepOutput
 from common.kv.rank_layout import KVLayout, blocks_for
@@ -63,7 +64,8 @@ class Sequence:
     """One request as a scheduler would see it."""
 
     tokens: list[int]
-    blocks: list[int]
+    tables: list[list[int]]
+    """[block tables][blocks]"""
     want: int = NUM_TOKENS
     prompt_len: int = 0
     computed: int = 0
@@ -73,10 +75,14 @@ class Sequence:
 
 
 def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_TOKENS) -> list[Sequence]:
-    """All prompts together, at most `chunk` prompt tokens of each per step, greedy, in scattered blocks."""
+    """All prompts together, at most `chunk` prompt tokens of each per step, greedy, in scattered blocks; those behind a
+    sliding window are taken away."""
+    windows = kv_spec(runner._model.config, "float32").windows if isinstance(runner, ModelRunner) else (None,)
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(len(prompts))).tolist()
+    unused = free.pop()
     sequences = [
-        Sequence(list(p), [free.pop() for _ in range(blocks_for(len(p) + want) + 1)], want, len(p)) for p in prompts
+        Sequence(list(p), [[free.pop() for _ in range(blocks_for(len(p) + want) + 1)] for _ in windows], want, len(p))
+        for p in prompts
     ]
     while running := [s for s in sequences if len(s.generated) < s.want]:
         running.sort(key=lambda s: len(s.tokens) - s.computed != 1)
@@ -99,10 +105,12 @@ def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_
                 step_id=1,
                 token_ids=[s.tokens[p] for s, p in places],
                 positions=[p for _, p in places],
-                slot_mapping=[[s.blocks[p // BLOCK] * BLOCK + p % BLOCK for s, p in places]],
+                slot_mapping=[
+                    [s.tables[t][p // BLOCK] * BLOCK + p % BLOCK for s, p in places] for t in range(len(windows))
+                ],
                 query_lens=lens,
                 context_lens=[s.computed + n for s, n in zip(running, lens, strict=True)],
-                block_tables=[[s.blocks for s in running]],
+                block_tables=[[s.tables[t] for s in running] for t in range(len(windows))],
                 num_decodes=sum(len(s.tokens) - s.computed == 1 for s in running),
                 samples=samples,
                 scored=scored,
@@ -110,6 +118,9 @@ def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_
         )
         for s, n in zip(running, lens, strict=True):
             s.computed += n
+            for table, window in zip(s.tables, windows, strict=True):
+                behind = first_seen(s.computed, window)
+                table[:behind] = [unused] * behind
         for rows, found in zip(scored, output.prompt_logprobs, strict=True):
             running[rows.seq_index].scored += found
         for spec, drawn in zip(samples, output.sampled, strict=True):

@@ -32,7 +32,7 @@ VOCAB = 256
 def make_runner(path: Path, *, overlaps: bool, sampler: Sampler | None = None) -> ModelRunner:
     config = load_model_config(path)
     layout = KVLayout("f", kv_spec(config, "float32"))
-    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS)
+    storage = KVStorage(layout, layout.shard(0, 0), NUM_BLOCKS * layout.spec.num_tables)
     model = load_model(path, config, dtype="float32", load_format="auto", seed=0, small_batches=True)
     return ModelRunner(
         model,
@@ -71,7 +71,9 @@ def answers(
 
     `propose`: drafts for a sequence whose tokens are all known.
     """
-    scheduler = Scheduler(SchedulerConfig(128, 6, 32, 8, depth=depth), BlockPool(NUM_BLOCKS))
+    spec = kv_spec(load_model_config(path), "float32")
+    pool = BlockPool(NUM_BLOCKS * spec.num_tables, spec.num_tables)
+    scheduler = Scheduler(SchedulerConfig(128, 6, 32, 8, depth=depth), pool, spec.windows)
     runner = make_runner(path, overlaps=depth > 1, sampler=sampler)
     got: dict[AttemptKey, list[SampledToken]] = {}
     for seq in sequences():
