@@ -14,13 +14,14 @@ from common.base.errors import BadRequest, NotFound
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminRoute, Call
+from router.http.model_choice import model_for
 from router.index.kv_event_subscriber import KvEventSubscriber
-from router.model_catalog import ServedModel
 from router.nodes.node import Node
 from router.policy import Fleet
 from router.requests.admission import Objectives
 from router.requests.placement import HashChain, PlacementRequest
 from router.router import Router
+from router.served_model import ServedModel
 
 _MAX_LISTED = 1000
 
@@ -45,31 +46,49 @@ class RouterAdmin:
         ]
 
     def _status(self, call: Call) -> Mapping[str, Any]:
-        dispatcher, model = self._router.dispatcher, self._router.catalog.model
-        placer = dispatcher.placer
+        dispatcher, index = self._router.dispatcher, self._router.index
         subscriber = self._router.subscriber
         return {
             "role": "router",
             "pid": os.getpid(),
             "up_s": round(monotonic() - self._started_s, 1),
             "cluster": self._config.cluster,
-            "model": None if model is None else model.name,
+            "models": [self._model(model) for model in self._router.catalog.models],
             "policy": self._config.policy,
             "requests_running": dispatcher.running,
             "requests_waiting": dispatcher.waiting,
-            "requests_held_back": len(dispatcher.admission_queue),
+            "requests_held_back": dispatcher.queued,
             "objectives": {"ttft_s": self._config.slo_ttft or None, "tpot_s": self._config.slo_tpot or None},
             "breakers_opened": dispatcher.breakers.times_opened,
             "redis": self._router.degraded(self._directory) or "ok",
             "index": {
-                "blocks": len(placer.index),
-                "max_blocks": placer.index.max_blocks,
-                "evicted": placer.index.evicted,
-                "nodes": len(placer.index.incarnations),
+                "blocks": len(index),
+                "max_blocks": index.max_blocks,
+                "evicted": index.evicted,
+                "nodes": len(index.incarnations),
                 **({} if subscriber is None else _feed(subscriber, self._name)),
             },
-            "costs": {role: dataclasses.asdict(model.costs) for role, model in placer.models.items()},
+            "costs": {name: self._costs(name) for name in {model.base for model in self._router.catalog.models}},
         }
+
+    def _model(self, model: ServedModel) -> Mapping[str, Any]:
+        """What `/status` says about a model."""
+        state = self._router.dispatcher.state(model.base)
+        fleets = state.fleets.by_role
+        return {
+            "name": model.name,
+            "registered_as": model.base,
+            "task": model.task,
+            "max_model_len": model.max_model_len,
+            "prefill_nodes": len(fleets["prefill"]),
+            "decode_nodes": len(fleets["decode"]),
+            "requests_waiting": state.table.waiting,
+            "requests_held_back": len(state.admission_queue),
+        }
+
+    def _costs(self, model: str) -> Mapping[str, Any]:
+        placer = self._router.dispatcher.state(model).placer
+        return {role: dataclasses.asdict(learned.costs) for role, learned in placer.models.items()}
 
     def _name(self, incarnation: str) -> str:
         node = self._router.dispatcher.nodes.get(incarnation)
@@ -82,8 +101,10 @@ class RouterAdmin:
             {
                 **describe_node(node, now_s),
                 "breaker": dataclasses.asdict(dispatcher.breakers.view(node.incarnation)),
-                "index_blocks": dispatcher.placer.index.tiers(node.incarnation),
-                "routing": _routing(dispatcher.nodes.fleets[node.record.role], node.incarnation),
+                "index_blocks": self._router.index.tiers(node.incarnation),
+                "routing": _routing(
+                    dispatcher.nodes.fleets(node.record.model.name).by_role[node.record.role], node.incarnation
+                ),
             }
             for node in nodes
         ]
@@ -102,15 +123,18 @@ class RouterAdmin:
         return story
 
     async def _route(self, call: Call) -> Mapping[str, Any]:
-        """Body: `prompt` (text or token ids); optional `chat` (as a user's message), `max_tokens`, `cache_salt`,
-        `session`."""
+        """Body: `prompt` (text or token ids); optional `model`, `chat` (as a user's message), `max_tokens`,
+        `cache_salt`, `session`."""
         prompt, max_tokens = call.body.get("prompt"), call.body.get("max_tokens", 16)
         salt, session = call.body.get("cache_salt", ""), call.body.get("session", "")
         if type(max_tokens) is not int or not 0 <= max_tokens < 2**31:
             raise BadRequest("max_tokens must be a number", param="max_tokens")
         if not isinstance(salt, str) or not isinstance(session, str):
             raise BadRequest("cache_salt and session must be strings")
-        model = self._router.catalog.get(None)
+        name = call.body.get("model")
+        if name is not None and not isinstance(name, str):
+            raise BadRequest("model must be a string", param="model")
+        model = model_for(self._router.catalog, name, "generate")
         if isinstance(prompt, str) and prompt:
             # Tokenizing may take a while, so it runs on a thread.
             chat = call.body.get("chat") is True
@@ -123,7 +147,8 @@ class RouterAdmin:
         avoid = dispatcher.breakers.not_admitted()
         wanted = PlacementRequest(prompt_ids, HashChain(salt), max_tokens, session, avoid)
         objectives = Objectives(self._config.slo_ttft, self._config.slo_tpot)
-        return dispatcher.placer.explain(wanted, objectives, len(dispatcher.admission_queue))
+        state = dispatcher.state(model.base)
+        return state.placer.explain(wanted, objectives, len(state.admission_queue))
 
 
 def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:

@@ -107,26 +107,26 @@ class Metrics:
             return Histogram(name, text, named, buckets=buckets, registry=registry)
 
         success = ["model_name", "finished_reason"]
-        self._success_all = Counter("vllm:request_success", "Requests answered.", success, registry=registry)
-        self._prompt_all = Counter(
+        self.success = Counter("vllm:request_success", "Requests answered.", success, registry=registry)
+        self.prompt_tokens = Counter(
             "vllm:prompt_tokens", "Prompt tokens of answered requests.", named, registry=registry
         )
-        self._generated_all = Counter("vllm:generation_tokens", "Tokens sent to clients.", named, registry=registry)
-        self._ttft_all = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
-        self._itl_all = histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _INTER_TOKEN_S)
-        self._e2e_all = histogram("vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end.")
-        self._queue_all = histogram("vllm:request_queue_time_seconds", "Time in a node's queue.")
-        self._prefill_all = histogram("vllm:request_prefill_time_seconds", "Prefill time.")
-        self._pooled = Counter(
+        self.generated = Counter("vllm:generation_tokens", "Tokens sent to clients.", named, registry=registry)
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _INTER_TOKEN_S)
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end.")
+        self.queue = histogram("vllm:request_queue_time_seconds", "Time in a node's queue.")
+        self.prefill = histogram("vllm:request_prefill_time_seconds", "Prefill time.")
+        self.pooled = Counter(
             "kvrelay_pooled_inputs", "Inputs of pooling models that were answered.", named, registry=registry
         )
-        self._failed = Counter("kvrelay_request_failed", "Requests that failed.", ["code"], registry=registry)
-        self._cancelled = Counter(
+        self.failed = Counter("kvrelay_request_failed", "Requests that failed.", ["code"], registry=registry)
+        self.cancelled = Counter(
             "kvrelay_request_cancelled", "Requests whose client disconnected.", registry=registry
         ).labels()
-        self._relayed = Counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.", registry=registry).labels()
+        self.relayed = Counter("kvrelay_relayed_bytes", "KV bytes relayed for requests.", registry=registry).labels()
         self._attempts = Counter("kvrelay_attempts", "Attempts placed, by prefill mode.", ["mode"], registry=registry)
-        self._retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry).labels()
+        self.retries = Counter("kvrelay_retries", "Attempts beyond a request's first.", registry=registry).labels()
         self._http_errors = Counter("kvrelay_http_errors", "Error responses, by status.", ["status"], registry=registry)
         self._ignored_fields = Counter(
             "kvrelay_ignored_fields", "Fields of requests that no known API has, and were ignored.", registry=registry
@@ -138,23 +138,15 @@ class Metrics:
             "kvrelay_requests_waiting", "Generations that have no token yet.", registry=registry
         )
         self._held = Gauge("kvrelay_requests_held", "Generations in the admission queue.", registry=registry)
-        self._attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local", "pooled")}
-        self._model_name = ""
-        self._use_model("unknown")
+        self.attempts_by_mode = {mode: self._attempts.labels(mode) for mode in ("relayed", "local", "pooled")}
+        self._by_model: dict[str, ModelMetrics] = {}
 
-    def set_model(self, name: str) -> None:
-        """Label metrics with this model from now on. A label look-up per token would cost too much."""
-        if name != self._model_name:
-            self._use_model(name)
-
-    def _use_model(self, name: str) -> None:
-        self._model_name = name
-        self._success = {reason: self._success_all.labels(name, reason) for reason in ("stop", "length")}
-        self._prompt_tokens = self._prompt_all.labels(name)
-        self._generated = self._generated_all.labels(name)
-        self._ttft, self._itl = self._ttft_all.labels(name), self._itl_all.labels(name)
-        self._e2e = self._e2e_all.labels(name)
-        self._queue, self._prefill = self._queue_all.labels(name), self._prefill_all.labels(name)
+    def of_model(self, name: str) -> ModelMetrics:
+        """The metrics of requests for the model that nodes registered under this name."""
+        found = self._by_model.get(name)
+        if found is None:
+            found = self._by_model[name] = ModelMetrics(self, name)
+        return found
 
     def watch_nodes(self, nodes: Callable[[], Iterable[Node]], breakers: Breakers) -> None:
         """Export the nodes that `nodes` returns at each scrape."""
@@ -166,11 +158,45 @@ class Metrics:
         self._pending_first.set_function(waiting)
         self._held.set_function(held)
 
+    def ignored_fields(self, count: int) -> None:
+        self._ignored_fields.value += count
+
+    def http_error(self, status: int) -> None:
+        """An error response was sent."""
+        self._http_errors.labels(str(status)).value += 1
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+
+class ModelMetrics:
+    """The metrics of requests for one model. A label look-up per token would cost too much."""
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self._all = metrics
+        self._use(name)
+
+    def set_name(self, name: str) -> None:
+        """Label metrics with this name of the model from now on."""
+        if name != self._name:
+            self._use(name)
+
+    def _use(self, name: str) -> None:
+        metrics, self._name = self._all, name
+        self._success = {reason: metrics.success.labels(name, reason) for reason in ("stop", "length")}
+        self._prompt_tokens = metrics.prompt_tokens.labels(name)
+        self._generated = metrics.generated.labels(name)
+        self._ttft, self._itl = metrics.ttft.labels(name), metrics.itl.labels(name)
+        self._e2e = metrics.e2e.labels(name)
+        self._queue, self._prefill = metrics.queue.labels(name), metrics.prefill.labels(name)
+        self._pooled = metrics.pooled.labels(name)
+
     def attempt(self, mode: str, number: int) -> None:
         """An attempt was placed."""
-        self._attempts_by_mode[mode].value += 1
+        self._all.attempts_by_mode[mode].value += 1
         if number > 1:
-            self._retries.value += 1
+            self._all.retries.value += 1
 
     def first_tokens(self, count: int, ttft_s: float) -> None:
         """The first `count` tokens of a request were sent to the client, `ttft_s` after its arrival."""
@@ -189,15 +215,15 @@ class Metrics:
             self._queue.observe(stats.queue_s)
             self._prefill.observe(stats.prefill_s)
         if not role_is_prefill:  # both legs may count the bytes of one relay; the receiver's count is used
-            self._relayed.value += max(stats.relayed_bytes, 0)
+            self._all.relayed.value += max(stats.relayed_bytes, 0)
 
     def failed(self, code: str) -> None:
         """A generation ended with an error."""
-        self._failed.labels(code).value += 1
+        self._all.failed.labels(code).value += 1
 
     def cancelled(self) -> None:
         """The client of a generation disconnected."""
-        self._cancelled.value += 1
+        self._all.cancelled.value += 1
 
     def finished(self, reason: FinishReason, prompt_tokens: int, duration_s: float) -> None:
         """A generation ended with an answer."""
@@ -205,20 +231,7 @@ class Metrics:
         self._prompt_tokens.value += prompt_tokens
         self._e2e.observe(duration_s)
 
-    def pooled(self, model: str, inputs: int, tokens: int, duration_s: float) -> None:
+    def pooled(self, inputs: int, tokens: int, duration_s: float) -> None:
         """A pooling call was answered."""
-        self._pooled.labels(model).value += inputs
-        self._success_all.labels(model, "stop").value += 1
-        self._prompt_all.labels(model).value += tokens
-        self._e2e_all.labels(model).observe(duration_s)
-
-    def ignored_fields(self, count: int) -> None:
-        self._ignored_fields.value += count
-
-    def http_error(self, status: int) -> None:
-        """An error response was sent."""
-        self._http_errors.labels(str(status)).value += 1
-
-    def render(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self.registry)
+        self._pooled.value += inputs
+        self.finished("stop", tokens, duration_s)

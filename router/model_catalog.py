@@ -1,115 +1,37 @@
-"""The model that this router serves: name, limits and tokenizer, from the router's configuration and from the nodes.
+"""The models that this router serves: the one that its configuration names, and all that nodes register.
 
-Runs on the router's event loop; tokenizers are loaded on a thread.
+Runs on the router's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from dataclasses import dataclass, field, replace
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from llguidance import LLTokenizer
-
-from common.base.errors import ConfigError, NotFound, Unavailable
+from common.base.errors import BadRequest, NotFound, Unavailable
 from common.config.fields import listed
 from common.config.option_groups import GenerationConfig
-from common.control.messages import ModelInfo, NodeRecord, Task
-from common.engine.grammar.compile import load_tokenizer
-from common.model.config import load_model_config
-from common.model.fingerprint import tokenizer_digest
-from common.model.hub import model_folder, model_name, resolve_model
-from router.output.formats import OutputFormats, check_names, choose_formats
-from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
-from router.structured.checker import GrammarChecker
-from router.text.tokenizer import Tokenizer
+from common.control.messages import NodeRecord, Task
+from common.model.hub import model_name
+from router import served_model
+from router.output.formats import check_names
+from router.registered_model import RegisteredModel
+from router.served_model import LoadOptions, ServedModel
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A loaded model. `max_model_len`: maximum length of prompt and answer together, in tokens."""
-
-    name: str
-    folder: Path
-    tokenizer: Tokenizer
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    sampling_defaults: SamplingDefaults = NEUTRAL
-    tokenizer_digest: str = ""
-    """As `common.model.fingerprint.tokenizer_digest`."""
-    output_formats: OutputFormats = field(default_factory=OutputFormats)
-    marker_ids: frozenset[int] = frozenset()
-    """The special tokens that the parsers of `output_formats` must see."""
-    grammars: GrammarChecker = field(default_factory=lambda: GrammarChecker(ConfigError("its tokenizer is not loaded")))
-    task: Task = "generate"
-    base: str = ""
-    """Name under which its nodes registered it."""
-    hidden_size: int = 0
-    """Width of a vector, for models that embed."""
-
-
-class LoadOptions(NamedTuple):
-    """How the files of a model are used; the parsers are as in `router.output.formats.choose_formats`."""
-
-    chat_template: str | None = None
-    generation_config: GenerationConfig = "auto"
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-
-
-def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedModel:
-    """Read config, tokenizer and sampling defaults from a model folder. Takes a second for a large vocabulary.
-
-    Raises: ConfigError with one sentence.
-    """
-    path = resolve_model(name_or_path)
-    folder = model_folder(path)
-    config = load_model_config(path)
-    tokenizer = Tokenizer(folder, chat_template=options.chat_template)
-    formats = choose_formats(
-        tokenizer.template_source,
-        lambda token: tokenizer.token_id(token) is not None,
-        tool_call_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser,
-    )
-    log.info("format of tool calls: %s; of reasoning: %s", *formats.names)
-    eos = set(config.eos_token_ids)
-    if tokenizer.eos_token_id is not None:
-        eos.add(tokenizer.eos_token_id)
-    shown = name or model_name(Path(name_or_path))
-    defaults = read_sampling_defaults(folder) if options.generation_config == "auto" else NEUTRAL
-    digest = tokenizer_digest(path)
-    eos_ids = frozenset(eos)
-    return ServedModel(
-        shown,
-        folder,
-        tokenizer,
-        config.max_context,
-        config.vocab_size,
-        eos_ids,
-        defaults,
-        digest,
-        formats,
-        frozenset(marker for each in formats.markers if (marker := tokenizer.special_id(each)) is not None),
-        GrammarChecker(_grammar_tokenizer(folder, config.vocab_size, eos_ids)),
-    )
-
-
-def _grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: frozenset[int]) -> LLTokenizer | ConfigError:
-    try:
-        return load_tokenizer(folder, vocab_size, eos_ids)
-    except ConfigError as error:
-        log.warning("structured output is refused: %s", error)
-        return error
+REMEMBERED_S = 600.0
+"""How long a model without nodes is known: requests for it get 503 that long, then 404."""
 
 
 class ModelCatalog:
-    """The content of `/v1/models`: one model under each of its names, or none until the configuration or a node names one."""
+    """The content of `/v1/models`.
+
+    One model is the *main* one: the configured model, else the oldest that generates. The options on names, templates and
+    parsers are for it, and it stays the main one as long as it is known.
+    """
 
     def __init__(
         self,
@@ -120,19 +42,25 @@ class ModelCatalog:
         generation_config: GenerationConfig = "auto",
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        remembered_s: float = REMEMBERED_S,
     ) -> None:
         self._configured = model
         self._served_names = listed("served_model_name", served_model_name)
         check_names(tool_call_parser, reasoning_parser)
-        self._load_options = LoadOptions(chat_template, generation_config, tool_call_parser, reasoning_parser)
-        self._model: ServedModel | None = None
+        self._main_options = LoadOptions(chat_template, generation_config, tool_call_parser, reasoning_parser)
+        self._other_options = LoadOptions(generation_config=generation_config)
+        self._remembered_s = remembered_s
+        self._given: ServedModel | None = None
+        """The configured model."""
+        self._registered: dict[str, RegisteredModel] = {}
+        """All that nodes registered, by that name; the oldest first."""
+        self._main: RegisteredModel | None = None
+        self._main_model: ServedModel | None = None
+        """The main model under the first of its names, once it is loaded."""
         self._by_name: dict[str, ServedModel] = {}
-        """The model under each name that clients may use; the first is the main one."""
-        self._nodes_name: str | None = None
-        """Model name of the nodes in use."""
-        self._loading: asyncio.Task[None] | None = None
-        self._loaded_path: str | None = None
-        self._problem = "no node has registered a model yet"
+        """The loaded models under each name that clients may use; those of the main one first."""
+        self._forget_timers: dict[str, asyncio.TimerHandle] = {}
+        """One for each registered model without nodes."""
 
     async def load_configured(self) -> None:
         """Load the configured model, if there is one.
@@ -140,123 +68,133 @@ class ModelCatalog:
         Raises: ConfigError when it cannot be used.
         """
         if self._configured is not None:
-            name = self._served_names[0] if self._served_names else None
-            self._serve(await asyncio.to_thread(load, self._configured, name, self._load_options))
+            self._given = await asyncio.to_thread(served_model.load, self._configured, None, self._main_options)
+            self._publish()
 
     def accept(self, records: list[NodeRecord]) -> list[NodeRecord]:
-        """Return the nodes that serve this router's model. Settings that the configuration leaves open come from them."""
-        names = [record.model.name for record in sorted(records, key=lambda record: record.started_at)]
-        if names and self._nodes_name not in names:
-            self._nodes_name = names[0]
-        mine = [record for record in records if record.model.name == self._nodes_name]
-        for record in records:
-            if record.model.name != self._nodes_name:
-                log.warning(
-                    "%s is ignored: it serves %s, not %s", record.peer.node_id, record.model.name, self._nodes_name
-                )
-        mine = self._with_our_tokenizer(mine)
-        infos = [record.model for record in mine if record.role == "decode"] or [record.model for record in mine]
-        if infos:
-            self._learn(infos)
-        return mine
+        """Return the nodes whose models this router can serve. What the configuration leaves open comes from them."""
+        found: defaultdict[str, list[NodeRecord]] = defaultdict(list)
+        for record in sorted(records, key=lambda record: record.started_at):
+            found[record.model.name].append(record)
+        for name in found:
+            if name not in self._registered:
+                self._registered[name] = RegisteredModel(name, self._other_options, self._publish)
+        self._choose_main(found)
+        used: set[str] = set()
+        for name, model in self._registered.items():
+            used.update(record.peer.incarnation for record in model.update(found[name]))
+            self._remember(model)
+        self._publish()
+        return [record for record in records if record.peer.incarnation in used]
 
-    def _with_our_tokenizer(self, records: list[NodeRecord]) -> list[NodeRecord]:
-        """The nodes with the same tokenizer as this router.
+    def _choose_main(self, found: Mapping[str, list[NodeRecord]]) -> None:
+        """Find the main model. `found`: the records of each name, the oldest first."""
+        given = self._given
+        names = {*self._served_names, *([] if given is None else [model_name(Path(given.path)), given.path])}
 
-        If there is none and the model was not configured here, all nodes: the router then loads their tokenizer.
-        """
-        if self._model is None:
-            return records
-        ours = self._model.tokenizer_digest
-        same = [record for record in records if record.model.tokenizer in (ours, "")]
-        if not same and self._configured is None:
-            return records
-        for record in records:
-            if record not in same:
-                log.error("%s is ignored: its tokenizer.json differs from this router's", record.peer.node_id)
-        return same
+        def fits(model: RegisteredModel) -> bool:
+            if given is None or model.name in names or model is self._main:
+                return True
+            digests = {record.model.tokenizer for record in found.get(model.name, [])}
+            return not digests.isdisjoint((given.tokenizer_digest, ""))
+
+        def rank(model: RegisteredModel) -> tuple[bool, bool, bool, float]:
+            oldest = next(iter(found.get(model.name, [])), None)
+            task, started_at = (model.task, math.inf) if oldest is None else (oldest.model.task, oldest.started_at)
+            return model.name in names, task == "generate", model is self._main, -started_at
+
+        main = max(filter(fits, self._registered.values()), key=rank, default=None)
+        if self._main is not None and self._main is not main:
+            self._main.use(self._other_options, None)
+        if main is not None:
+            main.use(self._main_options, given)
+        self._main = main
+
+    def _remember(self, model: RegisteredModel) -> None:
+        """Forget the model some time after its last node vanished, unless another one comes."""
+        name, timer = model.name, self._forget_timers.get(model.name)
+        if timer is None and not model.records:
+            loop = asyncio.get_running_loop()
+            self._forget_timers[name] = loop.call_later(self._remembered_s, self._forget, name)
+        elif timer is not None and model.records:
+            self._forget_timers.pop(name).cancel()
+
+    def _forget(self, name: str) -> None:
+        del self._forget_timers[name]
+        model = self._registered.pop(name)
+        model.close()
+        self._main = None if model is self._main else self._main
+        self._publish()
 
     def get(self, name: str | None) -> ServedModel:
-        """The model that a client named (None: the served one).
+        """The model that a client named; None: the one to use if the client names none.
 
-        Raises: NotFound for another name, Unavailable when nothing is known yet.
+        Raises: NotFound for an unknown name; Unavailable for a model that is not loaded; BadRequest if a name is needed.
         """
-        main = self._model
-        if main is None:
-            raise Unavailable(f"the model is not known yet: {self._problem}")
-        model = main if name is None else self._by_name.get(name)
+        if name is None:
+            return self.default("generate")
+        model = self._by_name.get(name)
         if model is None:
-            raise NotFound(
-                f"the model {str(name)[:200]!r} does not exist; this server has {', '.join(map(repr, self._by_name))}",
-                param="model",
-                code="model_not_found",
-            )
+            raise self._unknown(name)
         return model
+
+    def default(self, *tasks: Task) -> ServedModel:
+        """The model for a call that names none and needs one of `tasks`, the first if there is such a model: the only one with
+        nodes, else the main one.
+
+        Raises: Unavailable while none is known; BadRequest when there are several.
+        """
+        main = self._main_model
+        for task in tasks:
+            fitting = [each for each in map(self._shown, self._registered.values()) if each and each.task == task]
+            if len(fitting) == 1:
+                return fitting[0]
+            if main is not None and main.task == task and (self._given is not None or not fitting):
+                return main
+            if fitting:
+                names = ", ".join(repr(each.name) for each in fitting)
+                raise BadRequest(f"model is required: this server has {names}", param="model", code="model_required")
+        if main is None:
+            raise self._unknown(None)
+        return main
+
+    def _shown(self, model: RegisteredModel) -> ServedModel | None:
+        """The model under the first of its names, if it has nodes and is loaded."""
+        return None if not model.records else self._main_model if model is self._main else model.served
+
+    def _unknown(self, name: str | None) -> NotFound | Unavailable:
+        """Why there is no model of this name, or (None) none at all."""
+        registered = [each for each in self._registered.values() if name in (None, each.name) and each.served is None]
+        if registered:
+            return Unavailable(f"the model {registered[0].name!r} is not known yet: {registered[0].problem}")
+        if not self._by_name:
+            return Unavailable("the model is not known yet: no node has registered a model yet")
+        shown = ", ".join(map(repr, self._by_name))
+        return NotFound(
+            f"the model {str(name)[:200]!r} does not exist; this server has {shown}",
+            param="model",
+            code="model_not_found",
+        )
 
     @property
     def models(self) -> list[ServedModel]:
-        """The served model under each of its names; the main one first."""
+        """The loaded models under each of their names; the main one first."""
         return list(self._by_name.values())
-
-    @property
-    def model(self) -> ServedModel | None:
-        """The served model, once it is known."""
-        return self._model
 
     def close(self) -> None:
         """Stop loading."""
-        if self._loading is not None:
-            self._loading.cancel()
+        for timer in self._forget_timers.values():
+            timer.cancel()
+        for model in self._registered.values():
+            model.close()
 
-    def _learn(self, infos: list[ModelInfo]) -> None:
-        max_len = min(info.max_model_len for info in infos)
-        if self._configured is not None:
-            if self._model is not None:
-                self._adopt(self._model, infos[0], max_len)
-            return
-        path = infos[0].path
-        if (
-            self._model is not None
-            and self._loaded_path == path
-            and infos[0].tokenizer in (self._model.tokenizer_digest, "")
-        ):
-            self._adopt(self._model, infos[0], max_len)
-        elif self._loading is None or self._loading.done():
-            self._loading = asyncio.get_running_loop().create_task(self._load_from_node(infos[0], max_len))
-
-    async def _load_from_node(self, info: ModelInfo, max_len: int) -> None:
-        try:
-            model = await asyncio.to_thread(load, info.path, info.name, self._load_options)
-        except ConfigError as error:
-            self._problem = f"{error}; give the router a folder with --model"
-            log.error("cannot use the model that the nodes registered: %s", self._problem)
-            return
-        except Exception as error:  # a model folder can hold anything; clients must be told that it cannot be loaded
-            self._problem = f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log"
-            log.exception("cannot load the model that the nodes registered")
-            return
-        if info.tokenizer not in (model.tokenizer_digest, ""):
-            self._problem = f"tokenizer.json in {info.path} on this machine differs from that of the nodes"
-            log.error("cannot use the model that the nodes registered: %s", self._problem)
-            return
-        self._loaded_path = info.path
-        self._adopt(model, info, max_len)
-        log.info("serving %s from %s", info.name, info.path)
-
-    def _adopt(self, model: ServedModel, info: ModelInfo, max_len: int) -> None:
-        name = self._served_names[0] if self._served_names else info.name
-        self._serve(
-            replace(
-                model,
-                name=name,
-                max_model_len=max_len,
-                vocab_size=info.vocab_size,
-                task=info.task,
-                base=info.name,
-                hidden_size=info.hidden_size,
-            )
-        )
-
-    def _serve(self, model: ServedModel) -> None:
-        self._model = model
-        self._by_name = {name: replace(model, name=name) for name in self._served_names or [model.name]}
+    def _publish(self) -> None:
+        """Make `_by_name` from what is known now."""
+        main = self._given if self._main is None else self._main.served
+        names = [] if main is None else self._served_names or [main.name]
+        by_name = {name: replace(main, name=name, root=names[0]) for name in names if main is not None}
+        self._main_model = by_name[names[0]] if names else None
+        for model in self._registered.values():
+            if model is not self._main and model.served is not None:
+                by_name.setdefault(model.name, model.served)
+        self._by_name = by_name

@@ -36,7 +36,7 @@ class Router:
         self.metrics.watch_queue(
             lambda: self.dispatcher.running,
             lambda: self.dispatcher.waiting,
-            lambda: len(self.dispatcher.admission_queue),
+            lambda: self.dispatcher.queued,
         )
 
     def set_nodes(self, records: list[NodeRecord]) -> None:

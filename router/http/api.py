@@ -68,7 +68,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         chat = await prepare_chat(request, services, body, size)
         options = format_options(request, body, chat.model)
         form = ChatFormat(options, chat.model.tokenizer, chat.parsers(body.n or 1))
-        return await serve(request, services, [chat.generation.request], form, stream=bool(body.stream))
+        return await serve(request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream))
 
     @app.post("/v1/completions", openapi_extra=_generates(Completion, CompletionRequest))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -77,12 +77,12 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         body, size = await parse(request, services, CompletionRequest)
         model = model_for(services.catalog, body.model, "generate")
         caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
-        services.dispatcher.check_room(len(body.prompt) * body.num_samples, caller.tenant)
+        services.dispatcher.check_room(model.base, len(body.prompt) * body.num_samples, caller.tenant)
         generations = await maybe_on_thread(
             size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]
         )
         form = CompletionFormat(format_options(request, body, model), model.tokenizer, len(generations) * (body.n or 1))
-        return await serve(request, services, generations, form, stream=bool(body.stream))
+        return await serve(request, services, model, generations, form, stream=bool(body.stream))
 
 
 def _allowed(app: FastAPI, path: str) -> str:

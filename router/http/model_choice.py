@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from common.base.errors import BadRequest
 from common.control.messages import Task
-from router.model_catalog import ModelCatalog, ServedModel
+from router.model_catalog import ModelCatalog
+from router.served_model import ServedModel
 
 _DOES = {"generate": "generates text", "embed": "embeds texts", "score": "scores pairs of texts"}
 
 
 def model_for(catalog: ModelCatalog, name: str | None, *tasks: Task) -> ServedModel:
-    """The model `name`, which must do one of `tasks`; without a name, the first model that does one.
+    """The model `name`, which must do one of `tasks`; without a name, as `ModelCatalog.default`.
 
     Raises: NotFound, Unavailable; BadRequest for a model that does something else, with those that would do.
     """
-    model = catalog.get(name)
+    model = catalog.default(*tasks) if name is None else catalog.get(name)
     if model.task in tasks:
         return model
-    fitting = [each for task in tasks for each in catalog.models if each.task == task]
-    if name is None and fitting:
-        return fitting[0]
     wanted = " or ".join(_DOES[task] for task in tasks)
-    names = ", ".join(repr(each.name) for each in fitting)
+    names = ", ".join(repr(each.name) for each in catalog.models if each.task in tasks)
     raise BadRequest(
         f"the model {model.name!r} {_DOES[model.task]}; this call needs one that {wanted}: "
         + (names or "this server has none"),

@@ -9,11 +9,13 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.responses import FileResponse, Response
 
+from common.control.messages import Role
 from router.http.answer_types import Health, Load, ModelCard, ModelList, Ready, ServerInfo, Version
 from router.http.openapi import described
 from router.http.responses import JsonResponse
 from router.http.services import Services
-from router.model_catalog import ServedModel
+from router.nodes.node_table import NodeTable
+from router.served_model import ServedModel
 
 _STARTED_S = int(time.time())
 _DOCS_PAGE = Path(__file__).parent / "docs.html"
@@ -50,12 +52,12 @@ def add_operator_routes(app: FastAPI, services: Services) -> None:
 def _add_model_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models", openapi_extra=described(ModelList))
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The served model, under each of its names."""
+        """The served models, under each of their names."""
         return JsonResponse({"object": "list", "data": [_model_card(model) for model in services.catalog.models]})
 
     @app.get("/v1/models/{name:path}", openapi_extra=described(ModelCard, errors=(404, 503)))
     async def one_model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The served model, by name."""
+        """A served model, by name."""
         return JsonResponse(_model_card(services.catalog.get(name)))
 
 
@@ -63,7 +65,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
     nodes = services.dispatcher.nodes
 
     def is_ready() -> bool:
-        return (bool(nodes.usable("decode")) or nodes.num_pooling > 0) and services.catalog.model is not None
+        return any(_is_served(nodes, model) for model in services.catalog.models)
 
     @app.get("/health", openapi_extra=described(Health, also=(503,)))
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -106,6 +108,12 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
         return JsonResponse({"version": version(), "models": cards, "nodes": counts, "settings": services.settings})
 
 
+def _is_served(nodes: NodeTable, model: ServedModel) -> bool:
+    """Whether there is a node that can answer requests for the model alone."""
+    role: Role = "decode" if model.task == "generate" else "prefill"
+    return len(nodes.fleets(model.base).by_role[role]) > 0
+
+
 def _model_card(model: ServedModel) -> dict[str, object]:
     return {
         "id": model.name,
@@ -113,6 +121,7 @@ def _model_card(model: ServedModel) -> dict[str, object]:
         "created": _STARTED_S,
         "owned_by": "kvrelay",
         "root": model.folder.name,
+        "parent": None,
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,
     }

@@ -26,9 +26,9 @@ from router.http.request_headers import header
 from router.http.response_headers import RawHeaders, RequestIds, headers, printable
 from router.http.responses import EventStream, JsonResponse, error_response
 from router.http.services import Services
-from router.model_catalog import ServedModel
 from router.output.base import OutputParser
 from router.requests.request import GenerationRequest
+from router.served_model import ServedModel
 
 _T = TypeVar("_T")
 
@@ -120,7 +120,7 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     """
     model = model_for(services.catalog, body.model, "generate")
     caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
-    services.dispatcher.check_room(body.num_samples, caller.tenant)
+    services.dispatcher.check_room(model.base, body.num_samples, caller.tenant)
     return PreparedChat(model, await maybe_on_thread(size, lambda: chat_generation(body, model, caller)))
 
 
@@ -146,6 +146,7 @@ def format_options(request: Request, body: CompletionRequestBase, model: ServedM
 async def serve(
     request: Request,
     services: Services,
+    model: ServedModel,
     wanted: list[GenerationRequest],
     form: Format,
     *,
@@ -158,7 +159,7 @@ async def serve(
     for each in wanted:
         grammar = each.engine.sampling.grammar
         if grammar is not None:
-            await services.catalog.get(None).grammars.check(grammar.source, each.grammar_param)
+            await model.grammars.check(grammar.source, each.grammar_param)
     options = form.options
     ranked = options.returned < options.samples
     wanted = [sample for each in wanted for sample in samples(each, options.samples, ranked=ranked)]
@@ -167,10 +168,10 @@ async def serve(
     ids: RequestIds = request.scope[_IDS]
     warnings = warnings_of(request)
     handed_over = False
-    services.metrics.set_model(services.catalog.get(None).name)
+    services.dispatcher.state(model.base).metrics.set_name(model.root)
     try:
         answer.generations = services.dispatcher.submit(
-            ids.own, wanted, form.tokenizer.pieces, answer.on_news, ids.client
+            model.base, ids.own, wanted, model.tokenizer.pieces, answer.on_news, ids.client
         )
         answer.watch(request.receive)
         if stream:

@@ -19,7 +19,7 @@ from router.http.openapi import OF_BODIES, described
 from router.http.responses import JsonResponse
 from router.http.serve import maybe_on_thread, read_and
 from router.http.services import Services
-from router.model_catalog import ServedModel
+from router.served_model import ServedModel
 
 
 class _Request(BaseModel):

@@ -1,44 +1,34 @@
-"""Which fleet a node belongs to: the fleets of nodes that generate, by role, and those of pooling models, by name.
-
-Runs on the router's event loop.
-"""
+"""Which fleet a node belongs to: that of its model and role. Runs on the router's event loop."""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 from common.control.messages import Role
 from router.nodes.node import Node
 from router.policy import Fleet
 
 
-class Fleets:
-    """The usable nodes as the policies see them. Invariant: a node is in at most one fleet."""
+class ModelFleets:
+    """The usable nodes of one model as the policies see them. Invariant: a node is in at most one fleet."""
 
     def __init__(self) -> None:
         self.by_role: dict[Role, Fleet] = {"prefill": Fleet("prefill"), "decode": Fleet("decode")}
-        """Nodes that generate."""
+        """The nodes of pooling models have the role prefill."""
         self.finishing = Fleet("decode")
         """Decode nodes that drain and still work: a stream whose node is lost continues here if no other is left."""
-        self.pooling: dict[str, Fleet] = {}
-        """Nodes of pooling models, by the model's name; a fleet stays when its last node is gone."""
 
     def of(self, node: Node) -> Fleet:
-        """The fleet of this node."""
-        record = node.record
-        if node.pools:
-            if record.model.name not in self.pooling:
-                self.pooling[record.model.name] = Fleet(record.role)
-            return self.pooling[record.model.name]
-        return self.finishing if node.incarnation in self.finishing else self.by_role[record.role]
+        """The fleet of this node of the model."""
+        return self.finishing if node.incarnation in self.finishing else self.by_role[node.record.role]
 
     def sync(self, node: Node) -> None:
         """Update the node's row. It has one exactly while it is usable, or a draining decode node that works."""
-        fleet, finishes = self.of(node), False
-        if not node.pools:
-            fleet, other = self.by_role[node.record.role], self.finishing
-            finishes = node.works and node.load.draining and node.record.role == "decode"
-            if finishes:
-                fleet, other = other, fleet
-            other.drop(node.incarnation)
+        fleet, other = self.by_role[node.record.role], self.finishing
+        finishes = node.works and node.load.draining and node.record.role == "decode"
+        if finishes:
+            fleet, other = other, fleet
+        other.drop(node.incarnation)
         if not node.usable and not finishes:
             fleet.drop(node.incarnation)
             return
@@ -60,3 +50,22 @@ class Fleets:
             in_flight_tokens=sum([leg.tokens for leg in legs]),
             in_flight_blocks=sum([leg.blocks for leg in legs]),
         )
+
+
+class Fleets:
+    """The fleets of all models."""
+
+    def __init__(self) -> None:
+        self._by_model: defaultdict[str, ModelFleets] = defaultdict(ModelFleets)
+
+    def of_model(self, name: str) -> ModelFleets:
+        """The fleets of the model that nodes registered under this name; they stay when its last node is gone."""
+        return self._by_model[name]
+
+    def of(self, node: Node) -> Fleet:
+        """The fleet of this node."""
+        return self._by_model[node.record.model.name].of(node)
+
+    def sync(self, node: Node) -> None:
+        """As `ModelFleets.sync`."""
+        self._by_model[node.record.model.name].sync(node)

@@ -26,7 +26,7 @@ from common.control.messages import (
 )
 from common.control.pooling import PoolRequest
 from common.kv.rank_layout import check_compatible
-from router.nodes.fleets import Fleets
+from router.nodes.fleets import Fleets, ModelFleets
 from router.nodes.node import Node, NodeLink, OpenLeg
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,6 @@ class NodeTable:
         """When a stall of this event loop for longer than the lease was last detected."""
         self._nodes: dict[str, Node] = {}
         self._fleets = Fleets()
-        self.fleets, self.finishing, self.pooling = self._fleets.by_role, self._fleets.finishing, self._fleets.pooling
-        """As in `Fleets`."""
 
     # -- membership
 
@@ -188,7 +186,11 @@ class NodeTable:
     @property
     def num_pooling(self) -> int:
         """Number of usable nodes of pooling models."""
-        return sum(len(fleet) for fleet in self.pooling.values())
+        return sum(node.usable and node.pools for node in self._nodes.values())
+
+    def fleets(self, model: str) -> ModelFleets:
+        """The nodes of the model that they registered under this name."""
+        return self._fleets.of_model(model)
 
     def known(self) -> Iterable[Node]:
         """Every node, usable or not."""

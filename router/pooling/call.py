@@ -17,7 +17,8 @@ class PoolCall:
 
     def __init__(self, dispatcher: Dispatcher, request_id: str, client_id: str, work: PoolWork) -> None:
         """Nothing runs before `run`. Raises: BadRequest if there are more parts than a router's queue takes."""
-        ranges = split(work, len(dispatcher.pools.get(work.model).fleet))
+        state = dispatcher.state(work.model)
+        ranges = split(work, len(state.fleets.by_role["prefill"]))
         if len(ranges) > dispatcher.max_waiting:
             raise BadRequest(
                 f"the inputs have {work.num_tokens} tokens, which is too much for one request: send fewer in one",
@@ -33,8 +34,7 @@ class PoolCall:
             part = PoolPart(
                 part_id,
                 part_work,
-                lambda: dispatcher.pools.get(work.model),
-                dispatcher.state,
+                state,
                 max_attempts=dispatcher.max_attempts,
                 deadline_s=deadline_s,
                 on_end=self._on_end,
@@ -42,6 +42,7 @@ class PoolCall:
             )
             self.parts.append(part)
         self._dispatcher = dispatcher
+        self._model = work.model
         self._tenant = work.tenant
         self._running = len(self.parts)
         self._ended = asyncio.Event()
@@ -57,7 +58,7 @@ class PoolCall:
 
         Raises: the error of the first part that failed; Overloaded, Unavailable if none was started.
         """
-        self._dispatcher.run_parts(self.parts, self._tenant)
+        self._dispatcher.run_parts(self._model, self.parts, self._tenant)
         if self.parts:
             await self._ended.wait()
         vectors: list[bytes] = []

@@ -26,7 +26,6 @@ from router.pooling.work import PoolWork
 from router.requests import flow_events as f
 from router.requests.attempt_placing import REPLACEMENT_WAIT_S
 from router.requests.flow import backoff_s
-from router.requests.pools import Pool
 from router.requests.router_state import RouterState
 from router.requests.story import Story
 
@@ -54,7 +53,6 @@ class PoolPart:
         self,
         request_id: str,
         work: PoolWork,
-        pool: Callable[[], Pool],
         router: RouterState,
         *,
         max_attempts: int,
@@ -62,13 +60,12 @@ class PoolPart:
         on_end: Callable[[PoolPart], None],
         story: Story,
     ) -> None:
-        """`pool()`: the nodes of the model, as they are now."""
         self.request_id = request_id
         self.work = work
         self.outcome: PoolOutcome | None = None
         self.attempt = 0
-        self._pool = pool
         self._router = router
+        self._fleet = router.fleets.by_role["prefill"]
         self._max_attempts = max_attempts
         self._deadline_s = deadline_s
         self._node_deadline_s: float | None = None
@@ -147,7 +144,7 @@ class PoolPart:
     # -- placing
 
     def _place(self) -> None:
-        router, fleet = self._router, self._pool().fleet
+        router, fleet = self._router, self._fleet
         at = pick(fleet, self.work.longest, self._avoid | router.breakers.not_admitted())
         node = None if at is None else router.nodes.get(at)
         if node is None:
@@ -183,7 +180,7 @@ class PoolPart:
     def _enter_queue(self) -> bool:
         """Whether the part may go to a node at once; if not, it was refused or waits in the admission queue."""
         work = self.work
-        entry = self._pool().admission_queue.enter(
+        entry = self._router.admission_queue.enter(
             self.request_id,
             None,
             prompt_tokens=work.num_tokens,
@@ -259,7 +256,7 @@ class PoolPart:
             self._end(PoolOutcome(error=type(error)(error.message + tries)))
         else:
             self._story.add("retry", error.message, {"failures_in_a_row": self._failures})
-            others = any(each not in self._avoid for each in self._pool().fleet.incarnations)
+            others = any(each not in self._avoid for each in self._fleet.incarnations)
             if self._failures == 1 and others:
                 self._events.append(_PlaceNow())
                 return
@@ -271,7 +268,7 @@ class PoolPart:
         peer, self._peer = self._peer, None
         assert peer is not None
         self._router.nodes.release(peer.incarnation, AttemptKey(self.request_id, self.attempt))
-        self._pool().admission_queue.release_soon()
+        self._router.admission_queue.release_soon()
         return peer
 
     def _abort(self) -> None:
@@ -284,7 +281,7 @@ class PoolPart:
         self.outcome = outcome
         self._abort()
         router, work = self._router, self.work
-        for registry in (*router.registries, self._pool().admission_queue):
+        for registry in router.registries:
             registry.remove(self.request_id)
         data = {"inputs": len(work.inputs), "prompt_tokens": work.num_tokens}
         if outcome.error is not None:

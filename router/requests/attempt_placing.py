@@ -91,7 +91,7 @@ class Attempts:
         request = self._placement_request(wanted)
         shared = self._shared_prompt()
         if shared is not None:
-            decode = self._router.nodes.fleets["decode"]
+            decode = self._router.fleets.by_role["decode"]
             usable = shared.holder not in request.avoid and decode.row(shared.holder) is not None
             again = partial(self._place_again, wanted, answer)
             if not shared.may_place(self.request_id, holder_usable=usable, wake=again):
@@ -181,7 +181,7 @@ class Attempts:
 
     def _on_no_node(self, wanted: f.Place, answer: Answer, error: Unavailable) -> None:
         nodes = self._router.nodes
-        if nodes.finishing.nodes:
+        if self._router.fleets.finishing.nodes:
             error = Unavailable("every decode node that is left is draining; try again later")
         else:
             error.__traceback__ = None  # its frames refer to the request, which would wait for the garbage collector

@@ -24,13 +24,13 @@ from router.metrics import Metrics
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
+from router.policy import check_policy
 from router.requests import flow_events as f
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.deadlines import Deadlines
 from router.requests.generation import Generation
 from router.requests.placement import Placer
-from router.requests.pools import Pools
 from router.requests.request import GenerationRequest
 from router.requests.request_table import RequestTable
 from router.requests.retry_wait import RetryWait
@@ -80,7 +80,10 @@ class Dispatcher:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._table = RequestTable[RunningRequest]()
+        self._metrics = metrics
+        self._index = PrefixIndex(clock=clock) if index is None else index  # an empty one is false, too
+        self._requests: dict[str, RunningRequest] = {}
+        self._states: dict[str, RouterState] = {}
         self._retry_wait = RetryWait()
         self._deadlines = Deadlines(config.request_timeout_s, self._on_deadline)
         self._fresh: list[RunningRequest] = []
@@ -99,47 +102,58 @@ class Dispatcher:
             clock=clock,
             open_link=partial(Link, credentials=open_credentials(config.tls_dir)),
         )
-        self.admission_queue = AdmissionQueue(
-            self.nodes.fleets,
+        check_policy(config.policy)
+
+    def state(self, model: str) -> RouterState:
+        """What the requests for the model share that nodes registered under this name."""
+        known = self._states.get(model)
+        if known is not None:
+            return known
+        config, clock, fleets = self._config, self._clock, self.nodes.fleets(model)
+        placer = Placer(
+            self.nodes, fleets, self._index, policy=config.policy, local_prefill_tokens=config.local_prefill_tokens
+        )
+        queue = AdmissionQueue(
+            fleets.by_role,
             Objectives(config.slo_ttft, config.slo_tpot),
             max_wait_s=config.max_queue_wait_s,
             clock=clock,
         )
-        self.pools = Pools(self.nodes.pooling, max_wait_s=config.max_queue_wait_s, clock=clock)
-        self.placer = Placer(
+        made = self._states[model] = RouterState(
             self.nodes,
-            PrefixIndex(clock=clock) if index is None else index,  # an empty one is false, too
-            policy=config.policy,
-            local_prefill_tokens=config.local_prefill_tokens,
-        )
-        self.state = RouterState(
-            self.nodes,
+            fleets,
             self.breakers,
-            self.placer,
-            metrics,
+            placer,
+            self._metrics.of_model(model),
             self.stories,
-            self._table,
+            RequestTable(self._requests),
             self._deadlines,
-            self.admission_queue,
+            queue,
             self._retry_wait,
             clock,
         )
+        return made
 
     # -- for the HTTP side
 
     @property
     def running(self) -> int:
-        """Number of generations that have not ended."""
-        return len(self._table)
+        """Number of requests that have not ended."""
+        return len(self._requests)
 
     @property
     def waiting(self) -> int:
-        """Number of generations without a token."""
-        return self._table.waiting
+        """Number of requests without a token."""
+        return sum(state.table.waiting for state in self._states.values())
+
+    @property
+    def queued(self) -> int:
+        """Number of requests in admission queues."""
+        return sum(len(state.admission_queue) for state in self._states.values())
 
     @property
     def max_waiting(self) -> int:
-        """Most requests that may wait at once."""
+        """Most requests that may wait at once for one model."""
         return self._config.max_waiting
 
     @property
@@ -153,26 +167,29 @@ class Dispatcher:
 
     def submit(
         self,
+        model: str,
         request_id: str,
         requests: list[GenerationRequest],
         pieces: TokenPieces,
         on_news: Callable[[], None],
         client_id: str = "",
     ) -> list[Generation]:
-        """Start the generations of one client request: all of them or none. `client_id`: the client's id of the request.
+        """Start the generations of one client request: all of them or none. `model`: the name under which its nodes
+        registered it. `client_id`: the client's id of the request.
 
         They are placed a moment later, in a row with others submitted now, for the reason given in `router.fast.yield_turn`.
 
         Raises: as `check_room`.
         """
-        self.check_room(len(requests), requests[0].tenant)
-        if self._table.waiting + len(requests) > self._config.max_waiting:
-            self.admission_queue.make_room(requests[0].tenant)
+        self.check_room(model, len(requests), requests[0].tenant)
+        state = self.state(model)
+        if state.table.waiting + len(requests) > self._config.max_waiting:
+            state.admission_queue.make_room(requests[0].tenant)
         generations: list[Generation] = []
         try:
             for index, request in enumerate(requests):
                 own_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-                generations.append(self._enter(own_id, request, pieces, on_news, client_id))
+                generations.append(self._enter(state, own_id, request, pieces, on_news, client_id))
         except Exception:
             for generation in generations:
                 generation.feed(f.GiveUp(KvRelayError("internal error in the router")))
@@ -180,12 +197,12 @@ class Dispatcher:
         self._start_soon(generations)
         return generations
 
-    def run_parts(self, parts: Sequence[RunningRequest], tenant: str) -> None:
+    def run_parts(self, model: str, parts: Sequence[RunningRequest], tenant: str) -> None:
         """Start the parts of a pooling call: all of them or none.
 
         Raises: as `check_room`.
         """
-        self.check_room(len(parts), tenant)
+        self.check_room(model, len(parts), tenant)
         for part in parts:
             part.enter()
         self._start_soon(parts)
@@ -196,7 +213,13 @@ class Dispatcher:
         self._fresh += requests
 
     def _enter(
-        self, request_id: str, request: GenerationRequest, pieces: TokenPieces, on_news: Callable[[], None], client: str
+        self,
+        state: RouterState,
+        request_id: str,
+        request: GenerationRequest,
+        pieces: TokenPieces,
+        on_news: Callable[[], None],
+        client: str,
     ) -> Generation:
         story, engine = Story(request_id, client), request.engine
         story.add("arrived", data={"prompt_tokens": len(engine.prompt_ids), "max_tokens": engine.sampling.max_tokens})
@@ -204,7 +227,7 @@ class Dispatcher:
             request_id,
             request,
             pieces,
-            self.state,
+            state,
             max_attempts=self.max_attempts,
             deadline_s=self.new_deadline_s(),
             on_news=on_news,
@@ -224,16 +247,16 @@ class Dispatcher:
         for generation in portion:
             generation.start()
 
-    def _is_full(self, count: int) -> bool:
+    def _is_full(self, table: RequestTable[Any], count: int) -> bool:
         """Whether there is no room for `count` more requests. Submitted requests are started first, because which request a
         new one may replace depends on how many each tenant has in the admission queue.
         """
         most = self._config.max_waiting
-        if self._table.waiting + count > most:
+        if table.waiting + count > most:
             self._start(len(self._fresh))
-        return self._table.waiting + count > most
+        return table.waiting + count > most
 
-    def check_room(self, count: int, tenant: str = "") -> None:
+    def check_room(self, model: str, count: int, tenant: str = "") -> None:
         """Refuse early what `submit` would refuse.
 
         Raises: BadRequest for more prompts than the whole queue takes; Overloaded when it has no room for `count` more
@@ -243,9 +266,10 @@ class Dispatcher:
             raise Unavailable(self._stopping.message)
         if count > self._config.max_waiting:
             raise BadRequest(f"a request may have at most {self._config.max_waiting} prompts", param="prompt")
-        if self._is_full(count) and (count > 1 or not self.admission_queue.has_victim(tenant)):
+        state = self.state(model)
+        if self._is_full(state.table, count) and (count > 1 or not state.admission_queue.has_victim(tenant)):
             raise Overloaded(
-                f"{self._table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
+                f"{state.table.waiting} requests are waiting already; try again shortly", retry_after_s=1.0
             )
 
     async def run(self) -> None:
@@ -254,8 +278,8 @@ class Dispatcher:
             await asyncio.sleep(self.nodes.tick_s)
             try:
                 self.nodes.tick()
-                self.admission_queue.expire()
-                self.pools.expire()
+                for state in self._states.values():
+                    state.admission_queue.expire()
             except Exception:
                 log.exception("a tick failed")
 
@@ -264,18 +288,18 @@ class Dispatcher:
         self.nodes.update(records)
         self.breakers.keep(node.incarnation for node in self.nodes.known())
         known = {node.incarnation for node in self.nodes.known()}
-        self.placer.keep(known)
-        self.pools.keep(known)
+        for state in self._states.values():
+            state.placer.keep(known)
 
     def fail_all(self, error: Unavailable) -> None:
         """End every generation, and every later one, with this error."""
         self._stopping = error
-        for generation in self._table.all():
+        for generation in list(self._requests.values()):
             generation.feed(f.GiveUp(error))
 
     def close(self) -> None:
         """End everything and close all links."""
-        for generation in self._table.all():
+        for generation in list(self._requests.values()):
             generation.cancel()
         self._retry_wait.close()
         self._deadlines.close()
@@ -299,26 +323,24 @@ class Dispatcher:
     def _on_lost(self, incarnation: str, reason: str) -> None:
         if not self.nodes.rejoining:  # otherwise this router stalled, and the node did not fail
             self.breakers.failed(incarnation, Unavailable(reason))
-        for generation in self._table.all():
+        for generation in list(self._requests.values()):
             generation.feed(f.NodeLost(incarnation, reason))
 
     def _on_load(self, node: Node) -> None:
-        if node.pools:
-            self.pools.load_changed(node)
-            return
-        self.placer.load_changed(node)
-        self.admission_queue.release_soon()
+        state = self.state(node.record.model.name)
+        state.placer.load_changed(node)
+        state.admission_queue.release_soon()
 
     def _on_usable(self) -> None:
         self._retry_wait.wake_soon()
-        self.admission_queue.release_soon()
-        self.pools.release_soon()
+        for state in self._states.values():
+            state.admission_queue.release_soon()
 
     def _on_deadline(self, request_id: str) -> None:
         timeout_s = self._config.request_timeout_s
         self._feed(request_id, f.GiveUp(DeadlineExceeded(f"the request took longer than its limit of {timeout_s:g} s")))
 
     def _feed(self, request_id: str, event: f.Event | f.Pooled) -> None:
-        generation = self._table.get(request_id)
+        generation = self._requests.get(request_id)
         if generation is not None:
             generation.feed(event)

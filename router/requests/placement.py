@@ -13,6 +13,7 @@ from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
 from common.control.messages import AttemptStats, NodeLoad, Role
 from router.index.block_table import KeyArray
 from router.index.prefix_index import PrefixIndex, block_keys
+from router.nodes.fleets import ModelFleets
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
 from router.policy import Decision, Memory, Query, check_policy, place
@@ -91,7 +92,7 @@ class Placement(NamedTuple):
 
 
 class Placer:
-    """Places attempts over the fleets of a `NodeTable`.
+    """Places attempts over the nodes of one model.
 
     Raises: ConfigError for an unknown policy.
     """
@@ -99,6 +100,7 @@ class Placer:
     def __init__(
         self,
         nodes: NodeTable,
+        fleets: ModelFleets,
         index: PrefixIndex,
         *,
         policy: str,
@@ -110,23 +112,24 @@ class Placer:
         self.index = index
         self.models: dict[Role, CostModel] = {"prefill": CostModel(), "decode": CostModel()}
         self._nodes = nodes
+        self._fleets = fleets
         self._local_prefill_tokens = local_prefill_tokens
         self._memory = memory or Memory()
         self._block_size = block_size
         self._loads: dict[str, NodeLoad] = {}
         for role, model in self.models.items():
-            nodes.fleets[role].costs = model.costs
-        nodes.finishing.costs = nodes.fleets["decode"].costs
+            fleets.by_role[role].costs = model.costs
+        fleets.finishing.costs = self.models["decode"].costs
 
     def decide(self, request: PlacementRequest, *, shown_count: int | None = SHOWN_CANDIDATES) -> Placement:
         """Pick nodes. `shown_count`: candidates that the decision names per leg; None: all.
 
         Raises: Unavailable when there is no decode node.
         """
-        fleets = self._nodes.fleets
+        fleets = self._fleets.by_role
         decode = fleets["decode"]
         if request.begun and not decode.nodes:
-            decode = self._nodes.finishing
+            decode = self._fleets.finishing
         query, keys = self._query(request)
         decision = place(
             query,
@@ -144,7 +147,7 @@ class Placer:
         """What `decide` would decide now, with every candidate, and whether a new request would be admitted with `queued`
         requests in the admission queue. Changes neither the policies' memory nor the index.
         """
-        fleets = self._nodes.fleets
+        fleets = self._fleets.by_role
         return dry_run(
             self._query(request, touch=False)[0],
             fleets["prefill"],
@@ -185,7 +188,7 @@ class Placer:
 
     def _fingerprint(self) -> str:
         for role in ("decode", "prefill"):
-            incarnations = self._nodes.fleets[role].incarnations
+            incarnations = self._fleets.by_role[role].incarnations
             node = self._nodes.get(incarnations[0]) if incarnations else None
             if node is not None:
                 return node.record.layout.fingerprint
@@ -225,4 +228,4 @@ class Placer:
 
     def _update_fleet(self, role: Role, incarnation: str) -> None:
         """Copy a node's learned factors into the fleet."""
-        self._nodes.fleets[role].set_slowness(incarnation, *self.models[role].factors(incarnation))
+        self._fleets.by_role[role].set_slowness(incarnation, *self.models[role].factors(incarnation))

@@ -1,4 +1,4 @@
-"""The requests of a router that have not ended. Router process, event loop."""
+"""The requests for one model that have not ended. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _Request = TypeVar("_Request")
 class RequestTable(Generic[_Request]):
     """Requests by id, and which of them have no token yet."""
 
-    def __init__(self) -> None:
-        self._requests: dict[str, _Request] = {}
+    def __init__(self, requests: dict[str, _Request]) -> None:
+        """`requests`: the router's requests for all models."""
+        self._requests = requests
         self._waiting: set[str] = set()
 
     def __len__(self) -> int:
@@ -38,11 +39,3 @@ class RequestTable(Generic[_Request]):
         """The request is over; one that is not here is ignored."""
         self._waiting.discard(request_id)
         self._requests.pop(request_id, None)
-
-    def get(self, request_id: str) -> _Request | None:
-        """The request with this id, if it has not ended."""
-        return self._requests.get(request_id)
-
-    def all(self) -> list[_Request]:
-        """A copy of the list of all requests: requests may end while it is iterated."""
-        return list(self._requests.values())

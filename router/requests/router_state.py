@@ -1,4 +1,4 @@
-"""The objects that all requests of a router share. Router process, event loop."""
+"""The objects that all requests for one model share. Router process, event loop."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.base.clock import Clock
-from router.metrics import Metrics
+from router.metrics import ModelMetrics
 from router.nodes.breaker import Breakers
+from router.nodes.fleets import ModelFleets
 from router.nodes.node_table import NodeTable
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.deadlines import Deadlines
@@ -27,12 +28,17 @@ class RequestRegistry(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RouterState:
-    """The nodes, what is known of them, and the registries that know requests by id."""
+    """The nodes, what is known of them, and the registries that know requests by id.
+
+    `fleets`, `placer`, `metrics`, `table` and `admission_queue` are the model's own, so that requests for one model never go
+    to nodes of another, nor wait or are refused because of its load. The rest is the router's.
+    """
 
     nodes: NodeTable
+    fleets: ModelFleets
     breakers: Breakers
     placer: Placer
-    metrics: Metrics
+    metrics: ModelMetrics
     stories: Stories
     table: RequestTable[Any]
     deadlines: Deadlines[str]

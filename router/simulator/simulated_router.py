@@ -44,6 +44,7 @@ from router.simulator.request import SimRequest
 _LEARNED = 20_000
 """Number of requests after which costs count as known."""
 _LEASE_S = 3.0
+_MODEL = "simulated"
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,10 @@ class SimulatedRouter:
             clock=clock,
             open_link=lambda name, on_message, _: _NodeLink(self._nodes[name], on_message),
         )
+        fleets = self._table.fleets(_MODEL)
         self._placer = Placer(
             self._table,
+            fleets,
             self.index,
             policy=settings.policy,
             local_prefill_tokens=settings.local_prefill_tokens,
@@ -137,7 +140,7 @@ class SimulatedRouter:
         )
         admission = settings.admission or Admission()
         self._queue = AdmissionQueue(
-            self._table.fleets,
+            fleets.by_role,
             admission.objectives,
             max_wait_s=admission.max_queue_wait_s,
             clock=clock,
@@ -160,7 +163,7 @@ class SimulatedRouter:
         return NodeRecord(
             role,
             PeerRef(name, name, name, []),
-            ModelInfo("simulated", "", vocab_size=1, max_model_len=ANY_CONTEXT),
+            ModelInfo(_MODEL, "", vocab_size=1, max_model_len=ANY_CONTEXT),
             KVLayout("simulated", KVSpec((LayerGroup((0,), (plane,), 1, "float8_e4m3"),))),
             kv_blocks_total=self._nodes[name].cache.capacity,
             started_at=0.0,

@@ -86,7 +86,7 @@ def test_nodes_are_listed_and_shown(system: System) -> None:
     assert (about["node"]["attempts"], about["node"]["redis"], about["node"]["draining"]) == ([], "ok", False)
     assert any(lease["holder"].startswith("router-") for lease in about["node"]["leases"])
 
-    assert system.admin("router")["model"] == "demo"
+    assert [model["name"] for model in system.admin("router")["models"]] == ["demo"]
     assert "decode-0, decode-1" in system.admin("node", "dec", code=1)
     assert "known: " in system.admin("drain", "nobody", code=1)
 

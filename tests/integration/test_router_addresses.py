@@ -55,7 +55,7 @@ def test_state_is_shown_and_every_get_answers_head(model_folder: Path) -> None:
             assert (await http.get("/ready")).json() == {"ready": True}
             assert (await http.get("/load")).json() == {"server_load": 0}
             info = (await http.get("/server_info")).json()
-            assert info["nodes"] == {"prefill": 1, "decode": 1}
+            assert info["nodes"] == {"prefill": 1, "decode": 1, "pooling": 0}
             assert info["settings"]["policy"] == "kv_aware"
             assert "api_key" not in info["settings"]
             page = (await http.get("/docs")).text

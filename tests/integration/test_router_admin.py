@@ -70,7 +70,7 @@ def test_route_shows_the_hits_of_the_last_request_and_tells_tenants_apart(model_
         assert {row["hit_tokens"] for row in other["prefill"]} == {0}
         status = (await bench.admin.get("/status")).json()
         assert status["index"]["nodes"] == 2  # expected of both legs, published by nobody
-        assert status["costs"]["prefill"]["prefill_token_s"] > 0
+        assert status["costs"]["stub-model"]["prefill"]["prefill_token_s"] > 0
         # Asking has changed nothing.
         assert (await bench.route(prompt=PROMPT)).json()["reason"] == warm["reason"]
 
@@ -82,7 +82,7 @@ def test_what_nodes_publish_reaches_the_decisions(model_folder: Path) -> None:
 
     async def scene(bench: Bench) -> None:
         router = bench.stack.router
-        assert router.index is router.dispatcher.placer.index
+        assert router.index is router.dispatcher.state("stub-model").placer.index
         hashes = HashChain().hashes(bench.nodes["p1"].fingerprint, PROMPT)
         router.index.stored(bench.nodes["p1"].incarnation, hashes)
         told = (await bench.route(prompt=PROMPT)).json()

@@ -38,7 +38,7 @@ def play(folder: Path, scene: Scene, *, prefill: bool = False, **config: Any) ->
             await scene(stack, nodes[0], client)
             nodes[0].gate.set()
             await stack.settled()
-            assert len(stack.router.dispatcher.admission_queue) == 0
+            assert stack.router.dispatcher.queued == 0
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -58,7 +58,7 @@ class Asker:
 
     async def ask(self, mark: int, **body: Any) -> asyncio.Task[httpx.Response]:
         dispatcher = self.stack.router.dispatcher
-        seen = len(dispatcher.admission_queue) + sum(len(node.requests()) for node in self.stack.nodes)
+        seen = dispatcher.queued + sum(len(node.requests()) for node in self.stack.nodes)
         ended = sum(task.done() for task in self.tasks)
         prompt = [mark % 200 + 10] * 20
         task = asyncio.create_task(
@@ -67,7 +67,7 @@ class Asker:
         self.tasks.append(task)
         await until(
             lambda: (
-                len(dispatcher.admission_queue) + sum(len(node.requests()) for node in self.stack.nodes) > seen
+                dispatcher.queued + sum(len(node.requests()) for node in self.stack.nodes) > seen
                 or sum(each.done() for each in self.tasks) > ended
             )
         )
@@ -86,7 +86,7 @@ def test_what_no_node_can_use_yet_waits_and_leaves_by_priority(folder: Path) -> 
         for mark, priority in ((10, 1), (11, 0), (12, 7), (13, -3), (14, 0)):
             await asker.ask(mark, priority=priority)
         assert marks(node) == [0, 1, 2, 3, 4], "a quarter more than it can run"
-        assert len(stack.router.dispatcher.admission_queue) == 5
+        assert stack.router.dispatcher.queued == 5
         assert "kvrelay_requests_held 5.0" in (await client.get("/metrics")).text
         node.gate.set()
         answers = await asyncio.gather(*asker.tasks)
@@ -140,7 +140,7 @@ def test_who_waits_too_long_or_leaves_is_let_go(folder: Path) -> None:
             await asker.ask(mark)
         late, gone = await asker.ask(6), await asker.ask(7)
         gone.cancel()
-        await until(lambda: len(stack.router.dispatcher.admission_queue) == 1)
+        await until(lambda: stack.router.dispatcher.queued == 1)
         answer = await late
         assert answer.status_code == 429
         assert "no node had room for 0.2 s" in answer.json()["error"]["message"]

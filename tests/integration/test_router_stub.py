@@ -283,7 +283,7 @@ def test_stream_goes_on_token_exact_when_the_decode_node_dies(
             bench.decode.step()
         bench.stack.list_nodes(bench.prefill, bench.decode, other)
         await bench.stack.usable(1, 1 if draining else 2)
-        while draining and not bench.stack.router.dispatcher.nodes.finishing.nodes:
+        while draining and not bench.stack.router.dispatcher.nodes.fleets("stub-model").finishing.nodes:
             await asyncio.sleep(0.002)
         await bench.decode.close()
         text, usage = await reader

@@ -329,20 +329,25 @@ class Stack:
         self.router.set_nodes([node.record for node in nodes])
 
     async def pools(self, count: int) -> None:
-        """Wait until exactly this many nodes of pooling models are usable and the model is known."""
+        """Wait until exactly this many nodes of pooling models are usable and their models are known."""
         table = self.router.dispatcher.nodes
         async with asyncio.timeout(10):
-            while sum(map(len, table.pooling.values())) != count or self.router.catalog.model is None:
+            while table.num_pooling != count or not self._models_known():
                 await asyncio.sleep(0.002)
 
+    def _models_known(self) -> bool:
+        router = self.router
+        names = {node.record.model.name for node in router.dispatcher.nodes.known() if node.usable}
+        return bool(router.catalog.models) and names <= {model.base for model in router.catalog.models}
+
     async def usable(self, prefill: int, decode: int) -> None:
-        """Wait until exactly this many nodes are usable and the model is known."""
+        """Wait until exactly this many nodes are usable and their models are known."""
         table = self.router.dispatcher.nodes
         async with asyncio.timeout(10):
             while (
                 len(table.usable("prefill")) != prefill
                 or len(table.usable("decode")) != decode
-                or self.router.catalog.model is None
+                or not self._models_known()
             ):
                 await asyncio.sleep(0.002)
 

@@ -18,7 +18,7 @@ from common.tools.local_cluster import LocalCluster
 from kvrelay.engine import load_options
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
-from router import model_catalog
+from router import served_model
 from router.http.openai.logprobs import LOWEST
 
 _MOST_IN_FLIGHT = 128
@@ -40,7 +40,7 @@ class ClusterEngine:
         self._config = config
         # Read before anything is started: what is wrong with the model's folder is said in one sentence.
         options = load_options(config)
-        served = model_catalog.load(config.model, None, options)
+        served = served_model.load(config.model, None, options)
         self._cluster = LocalCluster(arguments)
         try:
             card = asyncio.run(self._model_card())

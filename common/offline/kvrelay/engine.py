@@ -8,7 +8,7 @@ from typing import Protocol
 from common.config.option_groups import ClientOptions
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
-from router.model_catalog import LoadOptions, ServedModel
+from router.served_model import LoadOptions, ServedModel
 
 
 class Engine(Protocol):

@@ -21,7 +21,7 @@ from kvrelay.engine import Engine, load_options
 from kvrelay.outputs import RequestOutput, completion_output, prompt_logprobs
 from kvrelay.progress import progress_bar
 from kvrelay.prompts import Conversation, Job, Params, Prompt, chat_jobs, generate_jobs
-from router.model_catalog import LoadOptions
+from router.served_model import LoadOptions
 
 _IN_PROCESS = {
     *(

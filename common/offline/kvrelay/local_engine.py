@@ -18,9 +18,9 @@ from common.node.events import OutgoingMessage
 from kvrelay.answer_text import AnswerInProgress
 from kvrelay.outputs import Answer
 from kvrelay.prompts import Job
-from router import model_catalog
+from router import served_model
 from router.http.openai.samples import samples
-from router.model_catalog import LoadOptions, ServedModel
+from router.served_model import LoadOptions, ServedModel
 from router.text.detokenizer import TokenPieces
 
 
@@ -29,7 +29,7 @@ class LocalEngine:
 
     def __init__(self, config: DecodeConfig, options: LoadOptions) -> None:
         """Load the model. Raises: ConfigError in one sentence for what cannot start."""
-        served = model_catalog.load(config.model, None, options)
+        served = served_model.load(config.model, None, options)
         if config.device != "cuda":
             build_library(min(COMPILE_S, config.start_timeout_s / 2))
         prepare_compute(config.threads, config.nice)

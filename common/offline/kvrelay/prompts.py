@@ -11,8 +11,8 @@ from kvrelay.sampling_params import SamplingParams, to_request
 from router.http.openai.build_request import Caller, chat_generation, chat_prompt, completion_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
-from router.model_catalog import ServedModel
 from router.requests.request import GenerationRequest
+from router.served_model import ServedModel
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or as in vLLM `{"prompt": text}` or `{"prompt_token_ids": ids}`."""

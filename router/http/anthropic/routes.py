@@ -37,7 +37,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         body, size = await read_and(request, services, lambda data: _chat_request(data, MessagesRequest))
         chat = await prepare_chat(request, services, body, size)
         form = MessagesFormat(format_options(request, body, chat.model), chat.model.tokenizer, chat.parsers())
-        return await serve(request, services, [chat.generation.request], form, stream=bool(body.stream))
+        return await serve(request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream))
 
     @app.post(
         "/v1/messages/count_tokens",

@@ -22,7 +22,7 @@ from router.http.openapi import OF_GENERATION, described
 from router.http.responses import JsonResponse
 from router.http.serve import assign_ids, format_options, maybe_on_thread, prepare_chat, read_and, serve
 from router.http.services import Services
-from router.model_catalog import ServedModel
+from router.served_model import ServedModel
 
 _LINES = "application/x-ndjson"
 
@@ -48,14 +48,14 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
         raw = completion_request(body.completion_request(), CompletionRequest)
         model = model_for(services.catalog, raw.model, "generate")
         caller = caller_of(request.scope, raw, with_keys=bool(services.api_keys))
-        services.dispatcher.check_room(1, caller.tenant)
+        services.dispatcher.check_room(model.base, 1, caller.tenant)
         wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))
         form = OllamaFormat(format_options(request, raw, model), model.tokenizer, [], chat=False)
-        return await serve(request, services, [wanted], form, stream=bool(raw.stream))
+        return await serve(request, services, model, [wanted], form, stream=bool(raw.stream))
 
     @app.get("/api/tags", openapi_extra=described(OllamaModels, error=OllamaError))
     async def ollama_tags() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The served model, under each of its names."""
+        """The served models, under each of their names."""
         return JsonResponse({"models": [_card(model) for model in services.catalog.models]})
 
 
@@ -70,7 +70,9 @@ async def _serve_chat(
     prepared = await prepare_chat(request, services, wanted, size)
     options = format_options(request, wanted, prepared.model)
     form = OllamaFormat(options, prepared.model.tokenizer, prepared.parsers(), chat=chat)
-    return await serve(request, services, [prepared.generation.request], form, stream=bool(wanted.stream))
+    return await serve(
+        request, services, prepared.model, [prepared.generation.request], form, stream=bool(wanted.stream)
+    )
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.sampling_params import sampling_params
 from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.request_headers import api_key, header
-from router.model_catalog import ServedModel
 from router.output.base import OutputParser
 from router.requests.request import GenerationRequest
+from router.served_model import ServedModel
 from router.text.bad_words import bad_word_ids
 from router.text.continue_message import before_mark, with_mark
 

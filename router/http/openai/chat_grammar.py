@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.control.messages import Grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.tool_choice import call_grammar
-from router.model_catalog import ServedModel
+from router.served_model import ServedModel
 from router.structured.reasoning import behind_reasoning
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from common.base.errors import BadRequest
 from common.control.pooling import PoolInput
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
-from router.model_catalog import ServedModel
 from router.pooling.work import MAX_PART_RESULT_BYTES, PoolWork
+from router.served_model import ServedModel
 
 _MAX_RESULT_BYTES = 256 * 2**20
 """Bytes of all vectors of one call."""

@@ -73,27 +73,27 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, "rerank")
         body, size = await parse_as(request, services, RerankRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
-        ids, tenant = admitted_caller(request, services, body)
+        ids, tenant = admitted_caller(request, services, body, model)
         work = await maybe_on_thread(size, lambda: comparison_work(body, model, tenant))
 
         def answer(vectors: list[bytes]) -> Json:
             results = ranking(body, scores(body, model, vectors))
             return {"id": ids.own, "model": model.name, "results": results, "usage": usage(work)}
 
-        return await serve_pooled(request, services, model.name, work, answer)
+        return await serve_pooled(request, services, model, work, answer)
 
     async def score(request: Request) -> Response:
         """How well pairs of texts fit: by a cross-encoder, or the cosine of their embeddings; like vLLM's endpoint."""
         assign_ids(request, "score")
         body, size = await parse_as(request, services, ScoreRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
-        ids, tenant = admitted_caller(request, services, body)
+        ids, tenant = admitted_caller(request, services, body, model)
         work = await maybe_on_thread(size, lambda: comparison_work(body, model, tenant))
 
         def answer(vectors: list[bytes]) -> Json:
             return {**head(ids.own, model.name, work), "data": shown_scores(scores(body, model, vectors))}
 
-        return await serve_pooled(request, services, model.name, work, answer)
+        return await serve_pooled(request, services, model, work, answer)
 
     _add(app, rerank, ("/v1/rerank", "/rerank", "/v2/rerank"), _pools(Ranking, RerankRequest))
     _add(app, score, ("/v1/score", "/score"), _pools(Scores, ScoreRequest))

@@ -21,9 +21,9 @@ from router.http.response_headers import RawHeaders, RequestIds
 from router.http.responses import JsonResponse, error_response
 from router.http.serve import maybe_on_thread, warnings_of, with_client_id
 from router.http.services import Services
-from router.model_catalog import ServedModel
 from router.pooling.call import PoolCall
 from router.pooling.work import PoolWork
+from router.served_model import ServedModel
 
 _FEW_VALUES = 65_536
 """Answers with more values are made on a thread."""
@@ -49,44 +49,48 @@ async def serve_embeddings(
 ) -> Response:
     """Embed the inputs of a body of `size` bytes, and answer with `answer(...)`."""
     model = model_for(services.catalog, body.model, "embed")
-    ids, tenant = admitted_caller(request, services, body)
+    ids, tenant = admitted_caller(request, services, body, model)
     work = await maybe_on_thread(size, lambda: embedding_work(body, model, tenant, per_token=per_token))
     return await serve_pooled(
-        request, services, model.name, work, lambda vectors: answer(EmbeddedInputs(ids, model, work, vectors))
+        request, services, model, work, lambda vectors: answer(EmbeddedInputs(ids, model, work, vectors))
     )
 
 
-def admitted_caller(request: Request, services: Services, body: PoolingFields) -> tuple[RequestIds, str]:
+def admitted_caller(
+    request: Request, services: Services, body: PoolingFields, model: ServedModel
+) -> tuple[RequestIds, str]:
     """The request's ids and its tenant. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
     tenant = tenant_of(request.scope, body.user, with_keys=bool(services.api_keys))
-    services.dispatcher.check_room(1, tenant)
+    services.dispatcher.check_room(model.base, 1, tenant)
     return with_client_id(request, body.request_id), tenant
 
 
 async def serve_pooled(
     request: Request,
     services: Services,
-    model: str,
+    model: ServedModel,
     work: PoolWork,
     answer: Callable[[list[bytes]], Json],
 ) -> Response:
-    """Compute the vectors of `work`, and answer with `answer(vectors)`. `model`: name in metrics."""
+    """Compute the vectors of `work`, and answer with `answer(vectors)`."""
     began_s, ids = time.perf_counter(), with_client_id(request, None)
+    metrics = services.dispatcher.state(model.base).metrics
+    metrics.set_name(model.root)
     call = PoolCall(services.dispatcher, ids.own, ids.client, work)
     watching = asyncio.create_task(cancel_on_disconnect(request.receive, call.cancel))
     try:
         vectors = await call.run()
     except KvRelayError as error:
-        services.metrics.failed(error.code)
+        metrics.failed(error.code)
         services.metrics.http_error(error.http_status)
         return error_response(error, request.scope, _headers(request, ids, call))
     finally:
         watching.cancel()
         call.cancel()
     if vectors is None:
-        services.metrics.cancelled()
+        metrics.cancelled()
         return Response(status_code=499)
-    services.metrics.pooled(model, len(vectors), work.num_tokens, time.perf_counter() - began_s)
+    metrics.pooled(len(vectors), work.num_tokens, time.perf_counter() - began_s)
     if sum(map(len, vectors)) > 4 * _FEW_VALUES:
         body = await asyncio.to_thread(lambda: to_json(answer(vectors)))
     else:

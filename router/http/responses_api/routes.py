@@ -54,7 +54,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         if services.responses is not None and body.store is not False:
             keep = partial(_keep, services.responses, tenant_of(request), form, [*earlier, *body.chat_messages()])
         return await serve(
-            request, services, [chat.generation.request], form, stream=bool(body.stream), before_end=keep
+            request, services, chat.model, [chat.generation.request], form, stream=bool(body.stream), before_end=keep
         )
 
     @app.get("/v1/responses/{response_id}", openapi_extra=described(ResponseObject, errors=(404, 503)))

@@ -7,11 +7,11 @@ from kvrelay.prompts import Job, generate_jobs
 
 from common.base.errors import EngineError
 from common.tools.api_client import ApiAnswer
-from router import model_catalog
+from router import served_model
 
 
 def job(params: SamplingParams) -> Job:
-    return generate_jobs(model_catalog.load("demo", None, model_catalog.LoadOptions()), [[5, 6, 7]], params)[0]
+    return generate_jobs(served_model.load("demo", None, served_model.LoadOptions()), [[5, 6, 7]], params)[0]
 
 
 def test_the_body_fixes_everything_that_a_server_would_choose() -> None:

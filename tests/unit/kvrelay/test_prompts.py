@@ -6,13 +6,13 @@ import pytest
 from kvrelay import BadRequest, SamplingParams
 from kvrelay.prompts import chat_jobs, generate_jobs
 
-from router import model_catalog
-from router.model_catalog import ServedModel
+from router import served_model
+from router.served_model import ServedModel
 
 
 @pytest.fixture(scope="module")
 def model() -> ServedModel:
-    return model_catalog.load("demo", None, model_catalog.LoadOptions())
+    return served_model.load("demo", None, served_model.LoadOptions())
 
 
 def ids(model: ServedModel, prompts: Any) -> list[list[int]]:

@@ -18,8 +18,9 @@ from router.http.openai.build_request import Caller, _generation_request
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.shared_fields import CompletionRequestBase
-from router.model_catalog import LoadOptions, ModelCatalog, ServedModel, load
+from router.model_catalog import ModelCatalog
 from router.sampling_defaults import NEUTRAL, SamplingDefaults, read_sampling_defaults
+from router.served_model import LoadOptions, ServedModel, load
 
 QWEN25 = {
     "do_sample": True,

@@ -54,7 +54,7 @@ async def _disconnected() -> Message:
 
 def _begin(dispatcher: Dispatcher, name: str, receive: Receive = _connected) -> Answer:
     answer, request = Answer(), GenerationRequest(EngineRequest([0] * 100, SamplingParams(seed=0, max_tokens=2)))
-    answer.generations = dispatcher.submit(name, [request], PIECES, answer.on_news)
+    answer.generations = dispatcher.submit("m", name, [request], PIECES, answer.on_news)
     answer.watch(receive)
     return answer
 

@@ -64,7 +64,7 @@ def test_requests_count_as_in_flight_until_a_pong_that_includes_them(monkeypatch
         table.send(node.incarnation, ask(1))
         table.tick()  # its pong will include request 1 ...
         table.send(node.incarnation, ask(2))  # ... but not request 2
-        at = table.fleets["decode"].node(node.incarnation)
+        at = table.fleets("stub-model").by_role["decode"].node(node.incarnation)
         assert (at.in_flight, at.backlog) == (2, 200)
         async with asyncio.timeout(20):
             while table.usable("decode")[0].load.running != 1:

@@ -41,7 +41,7 @@ def play(
             await scene(stack, nodes)
             await stack.settled()
             router = stack.router.dispatcher
-            assert not router.pools.queued
+            assert not router.queued
             assert not [each for each in router.stories.recent(100) if each["outcome"] == "running"]
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -181,7 +181,7 @@ def test_parts_wait_in_the_admission_queue_and_tenants_take_turns(model_folder: 
 
         first = asyncio.create_task(noted("long", long))
         await node.until(lambda: bool(node.pooling))
-        assert stack.router.dispatcher.pools.queued
+        assert stack.router.dispatcher.queued
         second = asyncio.create_task(noted("short", short))
         await asyncio.sleep(0)
         node.gate.set()

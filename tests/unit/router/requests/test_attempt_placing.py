@@ -41,7 +41,9 @@ class World:
         self.finishing = Fleet("decode")
         self.story = Story("r")
         self.token_ids: list[int] = []
-        parts = dict.fromkeys(("nodes", "breakers", "placer", "metrics", "admission_queue", "retry_wait"), self)
+        parts = dict.fromkeys(
+            ("nodes", "fleets", "breakers", "placer", "metrics", "admission_queue", "retry_wait"), self
+        )
         state = RouterState(
             **cast("dict[str, Any]", parts),
             stories=cast("Any", None),

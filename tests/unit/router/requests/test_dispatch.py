@@ -29,17 +29,18 @@ def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 2
     async def main() -> None:
         dispatcher = Dispatcher(RouterConfig(max_waiting=max_waiting), Metrics(), clock=clock)
         seen: set[str] = set()
-        add = dispatcher._table.add
+        table = dispatcher.state("m").table
+        add = table.add
 
         def noted(request_id: str, generation: Generation) -> None:
             seen.add(request_id)
             add(request_id, generation)
 
-        dispatcher._table.add = noted  # type: ignore[method-assign]
+        table.add = noted  # type: ignore[method-assign]
         try:
             await scene(dispatcher)
             assert dispatcher.running == dispatcher.waiting == 0
-            parts = [part for part in vars(dispatcher.state).values() if hasattr(part, "__contains__")]
+            parts = [part for part in vars(dispatcher.state("m")).values() if hasattr(part, "__contains__")]
             assert len(parts) == 4
             assert not [(part, each) for part in parts for each in seen if each in part]
         finally:
@@ -49,7 +50,7 @@ def play(scene: Callable[[Dispatcher], Awaitable[None]], *, max_waiting: int = 2
 
 
 async def submit(dispatcher: Dispatcher, name: str) -> Generation:
-    generation = dispatcher.submit(name, [REQUEST], cast("Any", None), lambda: None)[0]
+    generation = dispatcher.submit("m", name, [REQUEST], cast("Any", None), lambda: None)[0]
     await asyncio.sleep(0)  # it is placed
     return generation
 
@@ -74,7 +75,7 @@ def test_a_bug_in_placing_a_request_that_waited_ends_it_and_the_others_are_place
             asked.append(order)
             raise ZeroDivisionError
 
-        monkeypatch.setattr(dispatcher.placer, "decide", decide)
+        monkeypatch.setattr(dispatcher.state("m").placer, "decide", decide)
         dispatcher._on_usable()
         async with asyncio.timeout(20):
             while dispatcher.running:
@@ -150,17 +151,17 @@ def test_a_request_that_waited_for_a_node_and_then_in_the_queue_waits_its_whole_
 
     async def scene(dispatcher: Dispatcher) -> None:
         waiting = await submit(dispatcher, "a")
-        decide = dispatcher.placer.decide
+        decide = dispatcher.state("m").placer.decide
         placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
-        monkeypatch.setattr(dispatcher.placer, "decide", lambda _: placement)
+        monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
         dispatcher._on_usable()
         async with asyncio.timeout(20):
-            while not len(dispatcher.admission_queue):
+            while not len(dispatcher.state("m").admission_queue):
                 await asyncio.sleep(0.001)
         clock.advance(20.0)
-        monkeypatch.setattr(dispatcher.placer, "decide", decide)
+        monkeypatch.setattr(dispatcher.state("m").placer, "decide", decide)
         monkeypatch.setattr("router.requests.admission_queue.crowded", lambda *_: "")
-        dispatcher.admission_queue._release()
+        dispatcher.state("m").admission_queue._release()
         assert waiting.outcome is None
         assert len(dispatcher._retry_wait) == 1
         waiting.cancel()
@@ -203,12 +204,12 @@ def test_a_request_that_fails_and_cannot_be_ended_in_order_does_not_block_those_
         raise ZeroDivisionError
 
     async def scene(dispatcher: Dispatcher) -> None:
-        monkeypatch.setattr(dispatcher.placer, "decide", broken)
-        metrics, broken_ends = dispatcher.state.metrics, [True]
+        monkeypatch.setattr(dispatcher.state("m").placer, "decide", broken)
+        metrics, broken_ends = dispatcher.state("m").metrics, [True]
         failed = metrics.failed
         monkeypatch.setattr(metrics, "failed", lambda code: broken() if broken_ends.pop() else failed(code))
         broken_ends[:0] = [False] * 40
-        burst = [dispatcher.submit(f"r{i}", [REQUEST], cast("Any", None), lambda: None)[0] for i in range(40)]
+        burst = [dispatcher.submit("m", f"r{i}", [REQUEST], cast("Any", None), lambda: None)[0] for i in range(40)]
         async with asyncio.timeout(20):
             while dispatcher.running:
                 await asyncio.sleep(0)
@@ -220,8 +221,8 @@ def test_a_request_that_fails_and_cannot_be_ended_in_order_does_not_block_those_
 def test_more_prompts_than_the_queue_takes_are_the_clients_mistake() -> None:
     async def scene(dispatcher: Dispatcher) -> None:
         with pytest.raises(BadRequest, match="at most 256 prompts"):
-            dispatcher.check_room(257)
-        dispatcher.check_room(256)
+            dispatcher.check_room("m", 257)
+        dispatcher.check_room("m", 256)
 
     play(scene)
 
@@ -236,8 +237,8 @@ def test_a_burst_is_placed_in_portions_and_a_request_cancelled_before_its_turn_i
             asked.append(order)
             raise ZeroDivisionError  # of one request, and not of those behind it
 
-        monkeypatch.setattr(dispatcher.placer, "decide", decide)
-        burst = [dispatcher.submit(f"r{i}", [REQUEST], cast("Any", None), lambda: None)[0] for i in range(80)]
+        monkeypatch.setattr(dispatcher.state("m").placer, "decide", decide)
+        burst = [dispatcher.submit("m", f"r{i}", [REQUEST], cast("Any", None), lambda: None)[0] for i in range(80)]
         assert not asked
         burst[40].cancel()
         turns = list[int]()
@@ -258,13 +259,13 @@ def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytes
 
     async def scene(dispatcher: Dispatcher) -> None:
         placement = Placement(cast("Any", None), cast("Any", None), 3, 4)
-        monkeypatch.setattr(dispatcher.placer, "decide", lambda _: placement)
+        monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
         early = [await submit(dispatcher, f"a{i}") for i in range(6)]
         late: list[Generation] = []
         request = REQUEST._replace(tenant="b")
         for i in range(6):
             with contextlib.suppress(Overloaded):
-                late += dispatcher.submit(f"b{i}", [request], cast("Any", None), lambda: None)
+                late += dispatcher.submit("m", f"b{i}", [request], cast("Any", None), lambda: None)
         await asyncio.sleep(0)
         assert [sum(each.outcome is None for each in those) for those in (early, late)] == [3, 3]
         for generation in early + late:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.stub_node import StubNode, make_model_folder
 
-import router.model_catalog
+import router.served_model
 from common.base.errors import BadRequest, ConfigError, Unavailable
 from common.model.fingerprint import tokenizer_digest
 from router.http.openai.chat_messages import Message
@@ -242,7 +242,7 @@ def test_model_that_fails_to_load_in_any_way_is_told_to_clients(monkeypatch: pyt
             catalog.get(None)
         return told.value.message
 
-    monkeypatch.setattr(router.model_catalog, "load", fail)
+    monkeypatch.setattr(router.served_model, "load", fail)
     asyncio.run(main())
 
 
@@ -270,7 +270,7 @@ def test_nodes_with_another_tokenizer_are_ignored_and_named(
                 await node.close()
 
     asyncio.run(main())
-    assert "other is ignored: its tokenizer.json differs" in caplog.text
+    assert "other is ignored: its tokenizer.json for stub-model differs" in caplog.text
 
 
 def test_a_router_without_the_nodes_tokenizer_says_so_to_clients(folder: Path) -> None:

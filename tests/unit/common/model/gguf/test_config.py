@@ -16,7 +16,7 @@ from common.model.files import weight_files
 from common.model.gguf.config import GGUF_NAMES
 from common.model.hub import resolve_model
 from common.node.plan import plan_node
-from router.model_catalog import LoadOptions, load
+from router.served_model import LoadOptions, load
 from router.text.tokenizer import Tokenizer
 
 

@@ -1,0 +1,139 @@
+"""A model that nodes registered: what their records say of it, and its files as this router loaded them.
+
+Runs on the router's event loop; files are loaded on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from common.base.errors import ConfigError
+from common.control.messages import ModelInfo, NodeRecord, Task
+from router import served_model
+from router.served_model import LoadOptions, ServedModel
+
+log = logging.getLogger(__name__)
+
+
+class RegisteredModel:
+    """All nodes of one model, known by the name under which they registered. `on_loaded()` is called when `served` was
+    loaded.
+    """
+
+    def __init__(self, name: str, options: LoadOptions, on_loaded: Callable[[], None]) -> None:
+        self.name = name
+        self.records: list[NodeRecord] = []
+        """The nodes that serve it now."""
+        self.served: ServedModel | None = None
+        self.problem = "its files are being loaded"
+        """Why `served` is None."""
+        self._options = options
+        self._on_loaded = on_loaded
+        self._given: ServedModel | None = None
+        self._files: ServedModel | None = None
+        """As loaded from the nodes' path."""
+        self._loading: asyncio.Task[None] | None = None
+        self._told: set[str] = set()
+        """Incarnations that are ignored; logged once each."""
+
+    @property
+    def task(self) -> Task:
+        """What its nodes do."""
+        return self.records[0].model.task if self.records else "generate" if self.served is None else self.served.task
+
+    def use(self, options: LoadOptions, given: ServedModel | None) -> None:
+        """Load its files with these options from now on; or use those of `given`, which the configuration names."""
+        if (options, given) != (self._options, self._given):
+            self.close()
+            self._options, self._given = options, given
+            self._files = self.served = self._loading = None
+
+    def update(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        """Take the nodes that registered this name now, the oldest first. Returns those that can be used."""
+        self._told &= {record.peer.incarnation for record in records}
+        self.records = self._with_our_tokenizer(self._with_one_task(records))
+        decodes = [record.model for record in self.records if record.role == "decode"]
+        infos = decodes or [record.model for record in self.records]
+        if infos:
+            self._learn(infos)
+        return self.records
+
+    def close(self) -> None:
+        """Stop loading."""
+        if self._loading is not None:
+            self._loading.cancel()
+
+    def _with_one_task(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        same = [record for record in records if record.model.task == records[0].model.task]
+        for record in records:
+            if record not in same:
+                task, ours = record.model.task, records[0].model.task
+                self._ignore(record, f"its model {self.name} is for {task!r}, that of an older node for {ours!r}")
+        return same
+
+    def _with_our_tokenizer(self, records: list[NodeRecord]) -> list[NodeRecord]:
+        """The nodes with the same tokenizer as this router.
+
+        If there is none and the configuration does not name the model, all nodes: the router then loads their tokenizer.
+        """
+        ours = self._given or self._files
+        if ours is None:
+            return records
+        same = [record for record in records if record.model.tokenizer in (ours.tokenizer_digest, "")]
+        if not same and self._given is None:
+            return records
+        for record in records:
+            if record not in same:
+                self._ignore(record, f"its tokenizer.json for {self.name} differs from this router's")
+        return same
+
+    def _ignore(self, record: NodeRecord, why: str) -> None:
+        if record.peer.incarnation not in self._told:
+            self._told.add(record.peer.incarnation)
+            log.error("%s is ignored: %s", record.peer.node_id, why)
+
+    def _learn(self, infos: list[ModelInfo]) -> None:
+        info = replace(infos[0], max_model_len=min(each.max_model_len for each in infos))
+        files = self._given or self._files
+        if files is not None and (self._given is not None or self._is_of(files, info)):
+            self._serve(files, info)
+        elif self._loading is None or self._loading.done():
+            self._loading = asyncio.get_running_loop().create_task(self._load(info))
+
+    def _is_of(self, files: ServedModel, info: ModelInfo) -> bool:
+        return files.path == info.path and info.tokenizer in (files.tokenizer_digest, "")
+
+    async def _load(self, info: ModelInfo) -> None:
+        try:
+            model = await asyncio.to_thread(served_model.load, info.path, info.name, self._options)
+        except ConfigError as error:
+            self.problem = f"{error}; give the router a folder with --model"
+            log.error("cannot use the model that the nodes registered: %s", self.problem)
+            return
+        except Exception as error:  # a model folder can hold anything; clients must be told that it cannot be loaded
+            self.problem = f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log"
+            log.exception("cannot load the model that the nodes registered")
+            return
+        if info.tokenizer not in (model.tokenizer_digest, ""):
+            self.problem = f"tokenizer.json in {info.path} on this machine differs from that of the nodes"
+            log.error("cannot use the model that the nodes registered: %s", self.problem)
+            return
+        self._files = model
+        self._serve(model, info)
+        log.info("serving %s from %s", info.name, info.path)
+        self._on_loaded()
+
+    def _serve(self, files: ServedModel, info: ModelInfo) -> None:
+        self.served = replace(
+            files,
+            name=info.name,
+            root=info.name,
+            base=info.name,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            task=info.task,
+            hidden_size=info.hidden_size,
+        )

@@ -1,0 +1,185 @@
+"""Which models a router serves: those that nodes register, under which names, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from common.base.errors import BadRequest, NotFound, Unavailable
+from common.control.identities import PeerRef
+from common.control.messages import ModelInfo, NodeRecord, Role, Task
+from common.kv.rank_layout import KVLayout
+from common.kv.spec import KVSpec
+from router import served_model
+from router.model_catalog import ModelCatalog
+from router.served_model import LoadOptions, ServedModel
+
+LAYOUT = KVLayout("f", KVSpec.uniform(1, 1, 16, "float32"))
+
+
+@dataclass
+class Folders:
+    """Stands for the files of models: what was loaded, with which options, and the digests of tokenizers."""
+
+    loaded: list[tuple[str, LoadOptions]] = field(default_factory=list[tuple[str, LoadOptions]])
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+
+    def load(self, path: str, name: str | None, options: LoadOptions) -> ServedModel:
+        self.loaded.append((path, options))
+        shown = name or Path(path).name
+        return ServedModel(
+            shown,
+            Path(path),
+            cast("Any", None),
+            64,
+            100,
+            frozenset(),
+            tokenizer_digest=self.digests.get(path, "t-" + path),
+            base=shown,
+            root=shown,
+            path=path,
+        )
+
+
+def record(
+    node: str, model: str, *, started_at: float = 0.0, task: Task = "generate", role: Role = "decode", **info: Any
+) -> NodeRecord:
+    about = ModelInfo(model, info.pop("path", f"/m/{model}"), 100, info.pop("max_model_len", 64), task=task, **info)
+    return NodeRecord(role, PeerRef(node, node, f"tcp://{node}", []), about, LAYOUT, 10, started_at)
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch, scene: Callable[[ModelCatalog, Folders], Awaitable[None]], **settings: Any
+) -> None:
+    """Run `scene` with a catalog of these settings, whose configured model is loaded."""
+    folders = Folders(digests=settings.pop("digests", {}))
+    monkeypatch.setattr(served_model, "load", folders.load)
+
+    async def main() -> None:
+        catalog = ModelCatalog(**{"model": None, "served_model_name": None, "chat_template": None, **settings})
+        try:
+            await catalog.load_configured()
+            await scene(catalog, folders)
+        finally:
+            catalog.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def listed(catalog: ModelCatalog, *names: str) -> None:
+    """Wait until exactly these names are listed."""
+    async with asyncio.timeout(10):
+        while [model.name for model in catalog.models] != list(names):
+            await asyncio.sleep(0.001)
+
+
+def ids(records: list[NodeRecord]) -> list[str]:
+    return [each.peer.node_id for each in records]
+
+
+def test_every_registered_model_is_served_by_its_own_name_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        records = [record("a0", "a", max_model_len=60), record("b0", "b", started_at=1.0), record("a1", "a")]
+        assert ids(catalog.accept(records)) == ["a0", "b0", "a1"]
+        await listed(catalog, "a", "b")
+        a, b = catalog.get("a"), catalog.get("b")
+        assert (a.base, a.path, a.max_model_len) == ("a", "/m/a", 60)
+        assert (b.base, b.path, b.max_model_len) == ("b", "/m/b", 64)
+        with pytest.raises(NotFound, match=r"'c' does not exist; this server has 'a', 'b'"):
+            catalog.get("c")
+
+    play(monkeypatch, scene)
+
+
+def test_options_on_names_and_templates_are_for_the_main_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        catalog.accept([record("b0", "b"), record("a0", "a", started_at=5.0, tokenizer="t-/x/a")])
+        await listed(catalog, "prod", "prod-alias", "b")
+        assert (catalog.get("prod").base, catalog.get("prod-alias").root) == ("a", "prod")
+        assert [(path, options.chat_template) for path, options in folders.loaded] == [("/x/a", "T"), ("/m/b", None)]
+
+    play(monkeypatch, scene, model="/x/a", served_model_name="prod,prod-alias", chat_template="T")
+
+
+def test_a_configured_model_serves_nodes_of_another_name_with_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        catalog.accept([record("n0", "renamed", tokenizer="t-/x/a")])
+        await listed(catalog, "renamed")
+        assert len(folders.loaded) == 1
+
+    play(monkeypatch, scene, model="/x/a")
+
+
+def test_a_request_without_a_name_gets_the_only_generating_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        embeds = record("e0", "e", task="embed", role="prefill")
+        catalog.accept([embeds, record("a0", "a", started_at=1.0)])
+        await listed(catalog, "a", "e")
+        assert (catalog.get(None).name, catalog.default("score", "embed").name) == ("a", "e")
+        catalog.accept([embeds, record("a0", "a", started_at=1.0), record("b0", "b", started_at=2.0)])
+        await listed(catalog, "a", "e", "b")
+        with pytest.raises(BadRequest, match="model is required: this server has 'a', 'b'"):
+            catalog.get(None)
+        catalog.accept([embeds, record("b0", "b", started_at=2.0)])  # "a" is known, but nobody serves it now
+        assert catalog.get(None).name == "b"
+
+    play(monkeypatch, scene)
+
+
+def test_a_request_without_a_name_gets_the_configured_model_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        catalog.accept([record("a0", "a", tokenizer="t-/x/a"), record("b0", "b")])
+        await listed(catalog, "a", "b")
+        assert catalog.get(None).name == "a"
+
+    play(monkeypatch, scene, model="/x/a")
+
+
+def test_a_model_without_nodes_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        a, b = record("a0", "a"), record("b0", "b", started_at=1.0)
+        catalog.accept([a, b])
+        await listed(catalog, "a", "b")
+        catalog.accept([b])
+        assert catalog.get("a").name == "a"  # the dispatcher answers 503
+        catalog.accept([a, b])
+        await asyncio.sleep(0.1)
+        assert catalog.get("a").name == "a"
+        catalog.accept([b])
+        await listed(catalog, "b")
+        with pytest.raises(NotFound):
+            catalog.get("a")
+        catalog.accept([])
+        await listed(catalog)
+        with pytest.raises(Unavailable, match="no node has registered a model yet"):
+            catalog.get("b")
+
+    play(monkeypatch, scene, remembered_s=0.05)
+
+
+def test_nodes_of_one_name_with_another_task_are_ignored_and_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        records = [record("a0", "a"), record("odd", "a", task="embed", role="prefill", started_at=1.0)]
+        assert ids(catalog.accept(records)) == ["a0"]
+        assert ids(catalog.accept(records)) == ["a0"]
+
+    play(monkeypatch, scene)
+    assert caplog.text.count("odd is ignored: its model a is for 'embed', that of an older node for 'generate'") == 1
+
+
+def test_a_model_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        catalog.accept([record("b0", "b", tokenizer="another"), record("a0", "a", started_at=1.0)])
+        await listed(catalog, "a")
+        with pytest.raises(Unavailable, match=r"'b' is not known yet: tokenizer.json in /m/b on this machine differs"):
+            catalog.get("b")
+        assert catalog.get(None).name == "a"
+
+    play(monkeypatch, scene)
