@@ -478,7 +478,7 @@ def test_bug_on_the_last_chunk_is_an_error_and_no_endless_wait(
             raise RuntimeError("a bug")
 
         with monkeypatch.context() as patch:
-            patch.setattr(bench.stack.router.metrics, "leg", fail)
+            patch.setattr(bench.stack.router.dispatcher.state("stub-model").metrics, "leg", fail)
             with pytest.raises(openai.InternalServerError, match="internal error"):
                 await asyncio.wait_for(
                     bench.client.completions.create(model="stub-model", prompt="hi", max_tokens=1), timeout=5
