@@ -43,6 +43,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
             scored += _scored_rows(seq, index, start, stop, row_of)
         for end in range(known, stop + 1):  # `end`: number of tokens up to the row that is sampled
             samples.append(_draw(seq, index, end - 1 + row_of, end, num_drafts=end - known))
+    adapters = [seq.adapter_id for seq, _ in rows]
     return StepInput(
         step_id=step_id,
         token_ids=token_ids,
@@ -59,6 +60,7 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
         placeholder_step=placeholder_step,
         placeholders=placeholders,
         scored=scored,
+        adapters=adapters if any(adapters) else [],
     )
 
 

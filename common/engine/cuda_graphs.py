@@ -146,8 +146,9 @@ class DecodeGraphs:
         return _CapturedStep(rows, hidden, attention, capture.capture(run))
 
     def takes(self, step: StepInput) -> bool:
-        """Whether all sequences of `step` decode, in not too many rows, and none is to be relayed."""
-        return step.num_decodes == len(step.query_lens) and len(step.token_ids) <= self.sizes[-1] and not step.relay
+        """Whether all sequences of `step` decode, in not too many rows, and none has an adapter or is to be relayed."""
+        few = len(step.token_ids) <= self.sizes[-1]
+        return few and step.num_decodes == len(step.query_lens) and not (step.relay or step.adapters)
 
     def size_for(self, num_rows: int) -> int:
         """The size that `num_rows` rows are padded to."""

@@ -96,6 +96,7 @@ class ModelRunner:
         try:
             if several or self._device.type != "cpu":
                 self._check(step)
+            self._model.adapters.plan(step.adapters, step.query_lens)
             graphs = self._graphs if self._graphs is not None and self._graphs.takes(step) else None
             rows = graphs.load(step) if graphs is not None else self._plan(step)
             self._fill_placeholders(step, rows.token_ids)

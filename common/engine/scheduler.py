@@ -74,6 +74,7 @@ class Scheduler:
         self.prefix_hits = 0
         self.num_wasted_rows = 0
         """Rows computed for sequences that had already ended when the step was done."""
+        self._has_adapters = False
         self._steps = 0
         self._in_flight = [0] * config.num_groups
         self._next_group = 0
@@ -196,6 +197,9 @@ class Scheduler:
         return self._start(decodes, prompts, admitted, group)
 
     def _start(self, decodes: list[Rows], prompts: list[Rows], admitted: list[Sequence], group: int) -> Plan:
+        if self._has_adapters:  # neighbours with the same adapter share its products
+            decodes.sort(key=lambda row: row[0].adapter_id)
+            prompts.sort(key=lambda row: row[0].adapter_id)
         rows = decodes + prompts
         self._steps += 1
         step = build_step(self._steps, rows, len(decodes))
@@ -349,6 +353,7 @@ class Scheduler:
     def _run(self, seq: Sequence, group: int) -> None:
         seq.group = group
         self.running[seq.key] = seq
+        self._has_adapters |= seq.adapter_id > 0
 
     def _lightest_group(self) -> int:
         weights = group_weights(self.running.values(), self.config.num_groups)

@@ -63,6 +63,8 @@ class Sequence:
     """It has ended or was aborted, and leaves with the last of its steps in flight."""
     grammar: GrammarState | None = None
     """Set by `set_grammar`, for a request with a grammar before its first draw."""
+    adapter_id: int = 0
+    """As in `StepInput.adapters`."""
     given_up: bool = False
     """The owner no longer needs the blocks, but a step in flight still writes to them."""
     _counter: TokenCounter | None = None

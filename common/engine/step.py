@@ -85,6 +85,8 @@ class StepInput:
     placeholders: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(row, index in that step's `samples`): the row's token is the one drawn there; `token_ids` has 0 in its place."""
     scored: list[ScoredRows] = field(default_factory=list[ScoredRows])
+    adapters: list[int] = field(default_factory=list[int])
+    """[num_seqs], the id of each sequence's LoRA adapter in the ranks' memory, 0 without; empty: none has one."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from common.kernels.native.kernels import NativeKernels
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.layers import Embedding, LearnedPositions, LMHead
-from common.model.native_layer import NativeLayer, as_native
+from common.model.lora.adapters import Adapters
+from common.model.native_layer import as_native
 from common.model.norms import Norm, make_norm
 from common.model.rotary import Rotaries, make_rotary
 
@@ -47,12 +48,17 @@ class DecoderModel:
         self._positions = LearnedPositions(build, learned) if place.is_first_stage and learned is not None else None
         on_progress(1, parts)
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
-        layers: list[DecoderLayer | NativeLayer] = []
+        self.adapters = Adapters(build)
+        """LoRA adapters that steps can name."""
+        layers: list[Layer] = []
+        kv_scales: list[tuple[float, float]] = []
         for i, number in enumerate(build.layer_numbers):
             layer = DecoderLayer(build, number, i)
-            layers.append(layer if native is None else as_native(layer, native, build.mesh, build.precision.wide))
+            whole = layer if native is None else as_native(layer, native, build.mesh, build.precision.wide)
+            layers.append(self.adapters.attach(layer, whole, number))
+            kv_scales.append(layer.kv_scales)
             on_progress(i + 2, parts)
-        self.kv_scales = tuple(layer.kv_scales for layer in layers)
+        self.kv_scales = tuple(kv_scales)
         """(K, V) of each layer of this rank, for an FP8 cache."""
         self._norm: Norm | None = None
         self._lm_head: LMHead | None = None
@@ -117,7 +123,7 @@ class DecoderModel:
         return self._lm_head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))
 
 
-def _with_rotary(build: Build, layers: list[DecoderLayer | NativeLayer]) -> tuple[Rotary, list[Layer]]:
+def _with_rotary(build: Build, layers: list[Layer]) -> tuple[Rotary, list[Layer]]:
     """What rotates q and k of this rank's layers, and the layers that take it."""
     config = build.config
     ropes = [config.layers[number].rope for number in build.layer_numbers]
@@ -126,7 +132,7 @@ def _with_rotary(build: Build, layers: list[DecoderLayer | NativeLayer]) -> tupl
         make_rotary(rope, config.head_dim, config.max_context, build.kernels, build.device) for rope in distinct
     ]
     if len(rotaries) == 1:
-        return rotaries[0], [*layers]
+        return rotaries[0], layers
     return Rotaries(rotaries), [
         RotatedLayer(layer, distinct.index(rope)) for layer, rope in zip(layers, ropes, strict=True)
     ]

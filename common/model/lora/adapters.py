@@ -1,0 +1,209 @@
+"""The LoRA adapters in one rank's memory, and how they change its linear layers.
+
+`load` runs on any thread and ends by entering the adapter in a dict; everything else runs on the rank's engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.attention.base import AttentionBackend
+from common.base.errors import ConfigError
+from common.kernels.base import Rotation
+from common.model.build import Build
+from common.model.decoder_layer import DecoderLayer, Layer
+from common.model.formats.base import Linear
+from common.model.lora.checkpoint import LoraCheckpoint
+from common.model.mlp import GatedMlp
+
+
+@dataclass(frozen=True)
+class Term:
+    """What an adapter adds to some outputs of a linear layer: scale * (x A^T) B^T, this rank's part of it."""
+
+    a: Tensor
+    """[rank, in]"""
+    b: Tensor
+    """[rank, out], B transposed."""
+    scale: float
+    first: int
+    """The first of the outputs."""
+
+    def add_(self, y: Tensor, x: Tensor) -> None:
+        """x: [T, in]; y: [T, outputs of the whole layer]."""
+        part = y[:, self.first : self.first + self.b.size(1)]
+        inner = (x.to(self.a.dtype) @ self.a.t()).mul_(self.scale)
+        part += inner @ self.b
+
+
+class Run(NamedTuple):
+    """Neighbouring rows of a step with the same adapter."""
+
+    adapter_id: int
+    lo: int
+    hi: int
+
+
+class _Part(NamedTuple):
+    """A named linear layer, or outputs of it, in a merged one."""
+
+    name: str
+    outputs: tuple[int, int]
+    """This rank's range of the named layer's outputs."""
+    inputs: tuple[int, int]
+    first: int
+    """Where its outputs begin in the merged layer."""
+
+
+class AdaptedLinear:
+    """A linear layer to whose outputs the adapters of a step's rows are added."""
+
+    def __init__(self, base: Linear, adapters: Adapters, number: int, parts: list[_Part]) -> None:
+        """`number`: of its layer in the model."""
+        self._base = base
+        self._adapters = adapters
+        self.number = number
+        self.parts = parts
+        self.terms: dict[int, list[Term]] = {}
+        """By adapter id; adapters without this layer are not in it."""
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As `Linear.forward`."""
+        y = self._base.forward(x, dtype)
+        for run in self._adapters.runs:
+            for term in self.terms.get(run.adapter_id, ()):
+                term.add_(y[run.lo : run.hi], x[run.lo : run.hi])
+        return y
+
+
+class _SwitchedLayer:
+    """`whole`, which knows no adapters, for steps without them; else `layer`."""
+
+    def __init__(self, whole: Layer, layer: DecoderLayer, adapters: Adapters) -> None:
+        self._whole = whole
+        self._layer = layer
+        self._adapters = adapters
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: Rotation,
+        backend: AttentionBackend,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        """As `DecoderLayer.forward`."""
+        layer = self._layer if self._adapters.runs else self._whole
+        return layer.forward(x, delta, rope, backend, on_layer)
+
+
+class Adapters:
+    """One rank's adapters by id, and those of the present step's rows."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._linears: list[AdaptedLinear] = []
+        self._ids: set[int] = set()
+        self.runs: list[Run] = []
+        """Of the present step; rows without an adapter are in none."""
+
+    def attach(self, layer: DecoderLayer, whole: Layer, number: int) -> Layer:
+        """Have `layer`, the model's layer `number`, apply adapters. Returns what replaces `whole`, which computes the
+        same without them."""
+        build, names = self._build, self._build.names
+        description = build.config.layers[number]
+        hidden, dim, heads = (
+            build.config.hidden_size,
+            description.attention.head_dim,
+            build.heads(description.attention),
+        )
+        q, kv = (heads.q_lo * dim, heads.q_hi * dim), (heads.kv_lo * dim, heads.kv_hi * dim)
+        sizes = [description.attention.num_q_heads * dim, *[description.attention.num_kv_heads * dim] * 2]
+        inner = build.inner(description.mlp)
+        own = (inner.lo, inner.hi)
+        attention, mlp = layer.attention, layer.mlp
+
+        def column(base: Linear, merged: list[tuple[str, tuple[int, int], int]]) -> AdaptedLinear:
+            return self._adapt(base, number, _column_parts(merged, hidden))
+
+        def row(base: Linear, name: str, inputs: tuple[int, int]) -> AdaptedLinear:
+            return self._adapt(base, number, [_Part(name, (0, hidden), inputs, 0)])
+
+        attention.qkv = column(attention.qkv, list(zip((names.q, names.k, names.v), (q, kv, kv), sizes, strict=True)))
+        attention.out = row(attention.out, names.output, q)
+        if isinstance(mlp, GatedMlp):
+            mlp.gate_up = column(mlp.gate_up, [(names.gate, own, inner.size), (names.up, own, inner.size)])
+        else:
+            mlp.up = column(mlp.up, [(names.up, own, inner.size)])
+        mlp.down = row(mlp.down, names.down, own)
+        return whole if whole is layer else _SwitchedLayer(whole, layer, self)
+
+    def _adapt(self, base: Linear, number: int, parts: list[_Part]) -> AdaptedLinear:
+        linear = AdaptedLinear(base, self, number, parts)
+        self._linears.append(linear)
+        return linear
+
+    def load(self, adapter_id: int, checkpoint: LoraCheckpoint, digest: str) -> None:
+        """Read this rank's part of an adapter, which steps may name from then on. `adapter_id`: never used before.
+
+        Raises: ConfigError if it cannot be read, or its weights are no longer those of `digest`.
+        """
+        tensors = checkpoint.read()
+        if checkpoint.digest(tensors) != digest:
+            raise ConfigError(f"{checkpoint.path} has changed since it was registered: unload it and load it again")
+        for linear in self._linears:
+            terms = [
+                self._term(part, checkpoint.modules[place].scale, *tensors[place])
+                for part in linear.parts
+                if (place := (linear.number, part.name)) in tensors
+            ]
+            if terms:
+                linear.terms[adapter_id] = terms
+        self._ids.add(adapter_id)
+
+    def _term(self, part: _Part, scale: float, a: Tensor, b: Tensor) -> Term:
+        dtype, device = self._build.precision.wide, self._build.device
+        own_a, own_b = a[:, slice(*part.inputs)], b[slice(*part.outputs)].t()
+        return Term(own_a.to(device, dtype).contiguous(), own_b.to(device, dtype).contiguous(), scale, part.first)
+
+    def drop(self, adapter_id: int) -> None:
+        """Free an adapter's memory. No later step names it."""
+        self._ids.discard(adapter_id)
+        for linear in self._linears:
+            linear.terms.pop(adapter_id, None)
+
+    def plan(self, adapter_ids: list[int], query_lens: list[int]) -> None:
+        """The adapters of the step that comes next: one for each sequence, 0 for none; empty: none has one.
+
+        Raises: ValueError for an adapter that is not in memory.
+        """
+        self.runs = []
+        if not adapter_ids:
+            return
+        first = 0
+        for adapter_id, count in zip(adapter_ids, query_lens, strict=True):
+            if adapter_id and adapter_id not in self._ids:
+                raise ValueError(f"adapter {adapter_id} is not in memory")
+            if adapter_id and self.runs and self.runs[-1].adapter_id == adapter_id and self.runs[-1].hi == first:
+                self.runs[-1] = Run(adapter_id, self.runs[-1].lo, first + count)
+            elif adapter_id:
+                self.runs.append(Run(adapter_id, first, first + count))
+            first += count
+
+
+def _column_parts(merged: list[tuple[str, tuple[int, int], int]], inputs: int) -> list[_Part]:
+    """merged: (name, this rank's outputs, all outputs) of each; parts of one name lie in it one after the other."""
+    parts: list[_Part] = []
+    before: dict[str, int] = {}
+    first = 0
+    for name, (lo, hi), size in merged:
+        start = before.get(name, 0)
+        parts.append(_Part(name, (start + lo, start + hi), (0, inputs), first))
+        before[name] = start + size
+        first += hi - lo
+    return parts

@@ -1,0 +1,214 @@
+"""LoRA adapters as peft stores them: `adapter_config.json` and `adapter_model.safetensors`. Any thread.
+
+Everything that can be wrong with an adapter is found here, from the headers of its files and the model's description.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.base.errors import ConfigError
+from common.model.config import ModelConfig
+
+MAX_RANK = 256
+"""Highest rank of an adapter."""
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_CHANGES_BASE = ("pissa", "olora", "corda")
+"""Values of `init_lora_weights` whose adapters belong to base weights that were changed too."""
+_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """The adapter's part of one linear layer: scale * (x A^T) B^T."""
+
+    a: str
+    """Name of the tensor [rank, in]."""
+    b: str
+    """Name of the tensor [out, rank]."""
+    rank: int
+    scale: float
+
+
+Place = tuple[int, str]
+"""Number of a layer, and the name of a linear layer in it."""
+
+
+@dataclass(frozen=True)
+class LoraCheckpoint:
+    """A checked adapter: every tensor exists, in the shape that the model needs."""
+
+    path: Path
+    modules: dict[Place, LoraModule]
+
+    def read(self) -> dict[Place, tuple[Tensor, Tensor]]:
+        """(A, B) of every module. Raises: ConfigError if the file cannot be read."""
+        file = self.path / _WEIGHTS
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return {
+                    place: (opened.get_tensor(module.a), opened.get_tensor(module.b))
+                    for place, module in self.modules.items()
+                }
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+
+    def digest(self, tensors: dict[Place, tuple[Tensor, Tensor]]) -> str:
+        """Hexadecimal SHA-256 of what the adapter adds: its places, scales and weights. `tensors`: of `read`."""
+        digest = hashlib.sha256()
+        for place in sorted(tensors):
+            digest.update(f"{place} {self.modules[place].scale!r}".encode())
+            for tensor in tensors[place]:
+                digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def open_adapter(path: Path, config: ModelConfig, max_rank: int = MAX_RANK) -> LoraCheckpoint:
+    """The adapter in the folder `path`, for the model of `config`.
+
+    Raises: ConfigError in one sentence if it is unreadable, unsupported, larger than `max_rank` or for another model.
+    """
+    settings = _read_settings(path / _CONFIG)
+    _check_supported(settings, path)
+    shapes = _read_shapes(path / _WEIGHTS)
+    modules = _find_modules(shapes, settings, config, path)
+    expected = [linear_shapes(config, number) for number in range(config.num_layers)]
+    for (number, name), module in modules.items():
+        out, inputs = expected[number][name]
+        if shapes[module.a][1] != inputs or shapes[module.b][0] != out:
+            found = f"[{shapes[module.b][0]}, {shapes[module.a][1]}]"
+            raise ConfigError(
+                f"{path} is for another base model ({settings.get('base_model_name_or_path') or 'not named'}): it adapts "
+                f"{name} of shape {found}, and this model's is [{out}, {inputs}]"
+            )
+        if module.rank > max_rank:
+            raise ConfigError(f"{path} has rank {module.rank}, and this node accepts at most {max_rank}")
+    return LoraCheckpoint(path, modules)
+
+
+def linear_shapes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
+    """[out, in] of each linear layer in layer `number`, by the name of its weights."""
+    layer, names, hidden = config.layers[number], config.weight_names, config.hidden_size
+    attention, inner = layer.attention, layer.mlp.inner_size
+    q, kv = attention.num_q_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    outputs = [(names.q, q), (names.k, kv), (names.v, kv), (names.up, inner)]
+    if layer.mlp.kind == "gated":
+        outputs.insert(3, (names.gate, inner))
+    shapes = {names.output: (hidden, q), names.down: (hidden, inner)}
+    for name, out in outputs:  # parts of one name lie one after the other
+        shapes[name] = (shapes.get(name, (0, hidden))[0] + out, hidden)
+    return shapes
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        found: object = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return cast("dict[str, Any]", found)
+
+
+def _check_supported(settings: dict[str, Any], path: Path) -> None:
+    """Raises: ConfigError naming what the adapter needs and nodes do not have."""
+    kind, bias, init = settings.get("peft_type"), settings.get("bias", "none"), settings.get("init_lora_weights")
+    if kind != "LORA":
+        raise ConfigError(f"{path} is no LoRA adapter: its peft_type is {kind!r}")
+    reasons = {
+        "DoRA": settings.get("use_dora"),
+        f"biases (bias {bias!r})": bias != "none" or settings.get("lora_bias"),
+        f"modules trained whole (modules_to_save {settings.get('modules_to_save')})": settings.get("modules_to_save"),
+        "trained tokens": settings.get("trainable_token_indices"),
+        "trained parameters (target_parameters)": settings.get("target_parameters"),
+        "repeated layers (layer_replication)": settings.get("layer_replication"),
+        "activation by tokens (aLoRA)": settings.get("alora_invocation_tokens"),
+        "quantization-aware LoRA": settings.get("use_qalora"),
+        f"changed base weights (init_lora_weights {init!r})": isinstance(init, str) and init.startswith(_CHANGES_BASE),
+    }
+    for what, is_needed in reasons.items():
+        if is_needed:
+            raise ConfigError(f"{path} needs {what}, which is not supported")
+
+
+def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the file's tensors. Raises: ConfigError."""
+    if not file.exists():
+        raise ConfigError(f"{file} does not exist: adapters are read from safetensors files only")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            dtypes = {name: part.get_dtype() for name, part in slices.items()}
+            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise ConfigError(f"{file}: tensor {name} has type {dtype}; known: {', '.join(_DTYPES)}")
+    return shapes
+
+
+def _find_modules(
+    shapes: dict[str, tuple[int, ...]], settings: dict[str, Any], config: ModelConfig, path: Path
+) -> dict[Place, LoraModule]:
+    """Raises: ConfigError for tensors that belong to no linear layer of the model, and where one of a pair lacks."""
+    container = config.weight_names.layer.removesuffix(".{number}").rpartition(".")[2]
+    in_layer = re.compile(rf"(?:.*\.)?{re.escape(container)}\.(\d+)\.(.+)")
+    known = [linear_shapes(config, number) for number in range(config.num_layers)]
+    pairs: dict[Place, dict[str, str]] = {}
+    full_names: dict[Place, str] = {}
+    for tensor in shapes:
+        found = _TENSOR.fullmatch(tensor)
+        if found is None:
+            raise ConfigError(f"{path} has the tensor {tensor}, which is no A or B of a linear layer")
+        place = in_layer.fullmatch(found[1])
+        number = int(place[1]) if place else -1
+        if place is None or number >= config.num_layers or place[2] not in known[number]:
+            raise ConfigError(f"{path} adapts {found[1]}, which is no linear layer of {config.architecture} here")
+        pairs.setdefault((number, place[2]), {})[found[2]] = tensor
+        full_names[number, place[2]] = found[1]
+    if not pairs:
+        raise ConfigError(f"{path} adapts no linear layer")
+    modules: dict[Place, LoraModule] = {}
+    for at, pair in pairs.items():
+        if len(pair) < 2 or any(len(shapes[name]) != 2 for name in pair.values()):
+            raise ConfigError(f"{path} has no matrices A and B for {full_names[at]}")
+        rank = shapes[pair["A"]][0]
+        modules[at] = LoraModule(pair["A"], pair["B"], rank, _scale(settings, full_names[at], rank, path))
+        if rank < 1 or shapes[pair["B"]][1] != rank:
+            raise ConfigError(f"{path}: A of {full_names[at]} has rank {rank}, its B {shapes[pair['B']][1]}")
+    return modules
+
+
+def _scale(settings: dict[str, Any], name: str, rank: int, path: Path) -> float:
+    """Raises: ConfigError if the rank is not the one that adapter_config.json promises, or alpha is no number."""
+    promised = _by_pattern(settings.get("rank_pattern"), name, settings.get("r"))
+    alpha = _by_pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha"))
+    if promised != rank:
+        raise ConfigError(f"{path}: {name} has rank {rank}, and {_CONFIG} says {promised}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConfigError(f"{path}: lora_alpha {alpha!r} is no number")
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _by_pattern(patterns: object, name: str, default: Any) -> Any:
+    """The value whose pattern matches the end of `name`, as peft reads `rank_pattern` and `alpha_pattern`."""
+    for pattern, value in cast("dict[str, Any]", patterns).items() if isinstance(patterns, dict) else ():
+        try:
+            if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name):
+                return value
+        except re.error as error:
+            raise ConfigError(f"{_CONFIG}: {pattern!r} is no pattern: {error}") from error
+    return default
