@@ -108,7 +108,10 @@ class RegisteredModel:
 
     async def _load(self, info: ModelInfo) -> None:
         try:
-            model = await asyncio.to_thread(served_model.load, info.path, info.name, self._options)
+            if info.task == "generate":
+                model = await asyncio.to_thread(served_model.load, info.path, info.name, self._options)
+            else:
+                model = await asyncio.to_thread(served_model.load_pooling, info, self._options)
         except ConfigError as error:
             self.problem = f"{error}; give the router a folder with --model"
             log.error("cannot use the model that the nodes registered: %s", self.problem)

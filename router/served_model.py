@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 
 from common.base.errors import ConfigError
 from common.config.option_groups import GenerationConfig
-from common.control.messages import Task
+from common.control.messages import ModelInfo, Task
 from common.engine.grammar.compile import load_tokenizer
 from common.model.config import load_model_config
 from common.model.fingerprint import tokenizer_digest
@@ -100,6 +100,25 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         base=shown,
         root=shown,
         path=name_or_path,
+    )
+
+
+def load_pooling(info: ModelInfo, options: LoadOptions) -> ServedModel:
+    """The pooling model of a node: its tokenizer and chat template. All else that the router needs is in `info`.
+
+    Raises: ConfigError with one sentence.
+    """
+    path = resolve_model(info.path)
+    folder = model_folder(path)
+    return ServedModel(
+        info.name,
+        folder,
+        Tokenizer(folder, chat_template=options.chat_template),
+        info.max_model_len,
+        info.vocab_size,
+        frozenset(),
+        tokenizer_digest=tokenizer_digest(path),
+        path=info.path,
     )
 
 

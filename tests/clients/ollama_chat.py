@@ -28,7 +28,12 @@ def main(url: str) -> None:
         client.chat(model="stub-model", messages=turn, tools=TOOLS, options={"num_predict": 3}).done_reason == "length"
     )
     assert client.generate(model="stub-model", prompt="hi").response.startswith("Let me look.")
-    assert [model.model for model in client.list().models] == ["stub-model"]
+    assert [model.model for model in client.list().models] == ["stub-model", "stub-embed"]
+    assert [len(vector) for vector in client.embed(model="stub-embed", input=["a", "b"], dimensions=8).embeddings] == [
+        8,
+        8,
+    ]
+    assert len(client.embeddings(model="stub-embed", prompt="a").embedding) == 64
     try:
         client.chat(model="other", messages=ASKED)
         raise AssertionError("a model that does not exist answered")

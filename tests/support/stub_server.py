@@ -1,7 +1,7 @@
 """Runs a command against a router on stub nodes: `python -m support.stub_server COMMAND...`; the exit code is the command's.
 
 In the command, `{url}` is replaced by the router's address, `{document}` by a file with its /openapi.json. The router wants
-the API key `key` and answers every request with `support.tool_model.CALLS`.
+the API key `key` and answers every request for text with `support.tool_model.CALLS`; the model `stub-embed` embeds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 from support.router_bench import script_of
-from support.stub_node import StubNode, running_stack
+from support.stub_node import StubNode, make_model_folder, running_stack
 from support.tool_model import CALLS, VOCAB_SIZE, make_tool_model
 from tokenizers import Tokenizer
 
@@ -33,6 +33,18 @@ async def run(command: list[str]) -> int:
             StubNode(role, f"{role}-0", str(model), answer, vocab_size=VOCAB_SIZE, remembers=False)
             for role in ("prefill", "decode")
         ]
+        pooled = str(make_model_folder(Path(folder) / "stub-embed"))
+        nodes.append(
+            StubNode(
+                "prefill",
+                "embed-0",
+                pooled,
+                task="embed",
+                hidden_size=64,
+                model_name="stub-embed",
+                remembers=False,
+            )
+        )
         redis = resources.enter_context(RedisServer())
         store = ResponseStore(redis.url, "check", max_entries=100)
         async with running_stack(RouterConfig(api_key="key"), *nodes, responses=store) as stack:

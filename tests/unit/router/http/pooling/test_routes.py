@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
     return path
 
 
@@ -252,6 +253,39 @@ def test_a_model_of_another_kind_is_refused_with_those_that_would_do(folder: Pat
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
     play(folder, scene)
+
+
+def test_in_a_cluster_of_several_models_each_call_finds_its_own(folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        generates = str(make_model_folder(tmp_path / "chat"))
+        nodes = [
+            StubNode("prefill", "p0", generates, model_name="chat"),
+            StubNode("decode", "d0", generates, model_name="chat"),
+            StubNode("prefill", "e0", str(folder), task="embed", hidden_size=WIDTH, model_name="small"),
+            StubNode("prefill", "e1", str(folder), task="embed", hidden_size=2 * WIDTH, model_name="large"),
+            StubNode("prefill", "s0", str(folder), task="score", model_name="cross"),
+        ]
+        async with (
+            running_stack(RouterConfig(lease_s=1.0), *nodes) as stack,
+            httpx.AsyncClient(base_url=stack.url) as http,
+        ):
+            client = Client(stack, nodes[2], http)
+            for name, width in (("small", WIDTH), ("large", 2 * WIDTH)):
+                answer = await client.post("/v1/embeddings", model=name, input="the fox")
+                assert (answer["model"], len(answer["data"][0]["embedding"])) == (name, width)
+            assert (await client.post("/v1/rerank", query="a", documents=["b"]))["model"] == "cross"
+            assert (await client.post("/v1/completions", prompt="a"))["model"] == "chat"
+            error = await client.refused("/v1/embeddings", model="chat", input="a")
+            assert error["message"] == (
+                "the model 'chat' generates text; this call needs one that embeds texts: 'small', 'large'"
+            )
+            error = await client.refused("/v1/completions", model="small", prompt="a")
+            assert error["message"].endswith("this call needs one that generates text: 'chat'")
+            error = await client.refused("/v1/embeddings", input="a")
+            assert error["code"] == "model_required"
+            await stack.settled()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_headers_tell_the_attempt_the_parts_and_what_was_ignored(folder: Path) -> None:
