@@ -19,6 +19,7 @@ from common.base.errors import (
     HandshakeRefused,
     KvRelayError,
     PeerLost,
+    ProtocolError,
     TransferAborted,
 )
 from common.base.hashing import hash_blocks
@@ -264,6 +265,9 @@ class DecodeNode(NodeCore[_Attempt]):
     def _prefill_done(self, attempt: _Attempt, done: PrefillDone) -> None:
         if done.finish_reason is not None:
             self._end(attempt)  # the router has the whole answer from the prefill node
+            return
+        if not 0 <= done.token_id < self.vocab_size:
+            self._fail(attempt, ProtocolError(f"the first token {done.token_id} is outside the vocabulary"))
             return
         attempt.first_token, attempt.first_token_s = done.token_id, self.clock()
         self._join_if_complete(attempt)

@@ -24,8 +24,8 @@ QUEUE_BYTES = 64 * 2**20
 SILENCE_S = 5.0
 """The kernel closes a connection whose other end is silent this long; it probes an idle one every second."""
 
-_FRAMES_PER_TURN = 32
-"""Maximum number of frames handled before other work on the loop gets its turn."""
+_FRAMES_PER_TURN, _BYTES_PER_TURN = 32, 2**15
+"""Maximum number of frames, and of bytes in all but the last one, handled before other work on the loop gets its turn."""
 
 
 def with_length(frame: bytes) -> bytes:
@@ -50,6 +50,8 @@ class FrameConnection(asyncio.Protocol):
         self._rest: bytes | bytearray = b""
         """Bytes received and not yet handled."""
         self._paused = False
+        self.malformed_frames = 0
+        """Counted by the owner."""
         self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -132,6 +134,8 @@ class FrameConnection(asyncio.Protocol):
             self._on_frame(data[begin:end])
             if self.closed:
                 return False
+            if at > _BYTES_PER_TURN:
+                break
         if at < len(data):
             # A large frame arrives in many pieces: do not copy the earlier ones with each new one.
             self._rest = bytearray(memoryview(data)[at:]) if at or isinstance(data, bytes) else data

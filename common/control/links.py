@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from common.base.errors import ConfigError, ProtocolError, Unavailable
-from common.control.codec import check, decode, encode, join, split
+from common.control.codec import MAX_MESSAGES, check, decode, encode, join, split
 from common.control.frames import QUEUE_BYTES, FrameConnection
 from common.control.messages import Message
 from common.security.names import host_of
@@ -44,6 +44,8 @@ _GREETING_S = 30.0
 """Time limit for the server's first frame."""
 
 _BACKLOG = 1024
+_MAX_MALFORMED = 10
+"""Malformed frames after which a connection is closed."""
 _CLIENTS = ("router", "node")
 """Roles that connect to a `Server`."""
 
@@ -112,20 +114,22 @@ class Server:
         return FrameConnection(lambda frame: self._receive(identity, frame), ended, opened)
 
     def _receive(self, identity: Identity, frame: bytes | bytearray) -> None:
+        """Handle a frame's messages up to the first malformed one; after several such frames close the connection."""
         try:
-            envelopes = split(frame)
+            for envelope in split(frame):
+                self._handle(identity, check(envelope))
         except ProtocolError as error:
-            log.warning("dropped control messages: %s", error)
-            return
-        for envelope in envelopes:
-            self._handle(identity, envelope)
+            connection = self._connections.get(identity)
+            if connection is None:
+                return
+            connection.malformed_frames += 1
+            is_last = connection.malformed_frames == _MAX_MALFORMED
+            log.warning("dropped control messages%s: %s", " and closed their connection" if is_last else "", error)
+            if is_last:
+                connection.close()
+                del self._connections[identity]
 
-    def _handle(self, identity: Identity, envelope: object) -> None:
-        try:
-            message = check(envelope)
-        except ProtocolError as error:
-            log.warning("dropped a control message: %s", error)
-            return
+    def _handle(self, identity: Identity, message: Message) -> None:
         try:
             self._on_message(identity, message)
         except Exception:  # the main loop of a link: a bug in handling one message must not end it
@@ -276,9 +280,9 @@ class Link:
     def _send(self, messages: list[bytes]) -> None:
         if self._connection is None or not self._connected:
             raise Unavailable("too many messages are queued for it")
-        together = sum(map(len, messages)) <= _JOINED_BYTES
-        for frame in [join(messages)] if together else [join([message]) for message in messages]:
-            self._connection.send(frame)
+        most = MAX_MESSAGES if sum(map(len, messages)) <= _JOINED_BYTES else 1
+        for start in range(0, len(messages), most):
+            self._connection.send(join(messages[start : start + most]))
 
     def _lose(self, reason: str) -> None:
         if not self.closed:

@@ -13,6 +13,8 @@ from common.base.errors import ConfigError, HandshakeRefused
 from common.base.hashing import BLOCK_SIZE
 from common.kv.spec import KVSpec
 
+MAX_TP_SIZE = 256
+
 
 @dataclass(frozen=True)
 class GroupPart:
@@ -84,6 +86,8 @@ class KVLayout:
     """Layers per pipeline stage; empty means one stage."""
 
     def __post_init__(self) -> None:
+        if self.tp_size > MAX_TP_SIZE:
+            raise ConfigError(f"tensor-parallel size {self.tp_size} is above {MAX_TP_SIZE}")
         num_layers = self.spec.num_layers
         if not self.pp_layers:
             object.__setattr__(self, "pp_layers", (num_layers,))
@@ -93,7 +97,9 @@ class KVLayout:
             )
         for group in self.spec.groups:
             if not heads_fit(group.num_heads, self.tp_size):
-                fitting = [n for n in range(1, 2 * group.num_heads + 1) if heads_fit(group.num_heads, n)]
+                fitting = [
+                    n for n in range(1, min(2 * group.num_heads, MAX_TP_SIZE) + 1) if heads_fit(group.num_heads, n)
+                ]
                 raise ConfigError(
                     f"tensor-parallel size {self.tp_size} does not fit {group.num_heads} KV heads; "
                     f"sizes that would: {fitting}"

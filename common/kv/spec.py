@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from common.base.errors import ConfigError
 from common.base.hashing import BLOCK_SIZE
 
+MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_BLOCK_SIZE = 4096, 4096, 2**16, 4096
+"""Beyond every model: a spec may come from another process, and must not cost more than it is worth."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
 
 
@@ -48,8 +50,12 @@ class LayerGroup:
             raise ConfigError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
         if not self.layers or not self.planes or min(self.num_heads, *(plane.width for plane in self.planes)) < 1:
             raise ConfigError(f"a layer group needs layers, planes and heads, and no size below 1: {self}")
-        if self.table < 0:
-            raise ConfigError(f"a block table's number is not negative: {self}")
+        if not 0 <= self.table < MAX_LAYERS:
+            raise ConfigError(f"a block table's number is from 0 to {MAX_LAYERS - 1}: {self}")
+        if self.layers[-1] >= MAX_LAYERS or self.num_heads > MAX_HEADS:
+            raise ConfigError(f"a model has at most {MAX_LAYERS} layers and {MAX_HEADS} KV heads")
+        if any(plane.width > MAX_WIDTH for plane in self.planes):
+            raise ConfigError(f"a plane is at most {MAX_WIDTH} wide")
         if self.layers[0] < 0 or any(a >= b for a, b in zip(self.layers, self.layers[1:], strict=False)):
             raise ConfigError(f"layers of a group must be ascending: {list(self.layers)}")
 
@@ -76,8 +82,8 @@ class KVSpec:
     """Token slots per block."""
 
     def __post_init__(self) -> None:
-        if not self.groups or self.block_size < 1:
-            raise ConfigError(f"a KV spec needs layer groups and a positive block size: {self}")
+        if not self.groups or not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ConfigError(f"a KV spec needs layer groups, and a block size from 1 to {MAX_BLOCK_SIZE}")
         missing = set(range(self.num_layers)).difference(*(group.layers for group in self.groups))
         if missing:
             raise ConfigError(f"layers {sorted(missing)} are in no group of the KV spec")

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from llguidance import LLMatcher
 
 from common.base.clock import Clock
-from common.base.errors import AdapterMissing, BadRequest, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
+from common.base.errors import AdapterMissing, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
 from common.control.links import Identity
 from common.control.messages import (
@@ -36,6 +36,7 @@ from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
 from common.kv.rank_layout import KVLayout
 from common.node.events import ClientLost, SendBuffer
+from common.node.request_checks import check_request
 from common.node.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class NodeCore(ABC, Generic[AttemptT]):
     def _sequence(self, message: PrefillRequest | DecodeRequest) -> Sequence:
         """The sequence of a request, if this node can ever run it.
 
-        Raises: BadRequest for impossible token ids or lengths, Overloaded when the node has accepted its maximum of
+        Raises: BadRequest for token ids, lengths or parameters that are out of range, Overloaded when the node has accepted its maximum of
         attempts.
         """
         if len(self.attempts) >= self.max_accepted:
@@ -198,12 +199,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         request, token_ids = message.request, message.token_ids
         if request.adapter is not None:
             raise AdapterMissing(f"this node does not have LoRA adapter {request.adapter.name!r}")
-        if not request.prompt_ids:
-            raise BadRequest("the prompt has no tokens")
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise BadRequest(f"a token id lies outside the vocabulary of {self.vocab_size}")
-        if request.sampling.max_tokens < 1:
-            raise BadRequest("max_tokens is out of range")
+        check_request(request, token_ids, self.vocab_size)
         sequence = Sequence(
             key=message.key,
             request=request,

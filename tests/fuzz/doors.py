@@ -219,9 +219,7 @@ class RedisDoor:
             case 0:
                 await self._client.set(key, rng.choice(mutate.TEXTS).encode("utf-8", "surrogatepass"))
             case 1:
-                await self._client.hset(
-                    key, mapping={"incarnation": "x", "started_at": rng.choice(["1", "nan", "-"])}
-                )
+                await self._client.hset(key, mapping={"incarnation": "x", "started_at": rng.choice(["1", "nan", "-"])})
             case 2:
                 await self._client.sadd(key, rng.randbytes(rng.choice([1, 16, 17])))
             case _:

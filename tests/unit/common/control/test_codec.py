@@ -6,9 +6,11 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from common.base.errors import ProtocolError
-from common.control.codec import PROTOCOL_VERSION, check, decode, encode, join, split
+from common.control import codec
+from common.control.codec import MAX_MESSAGES, PROTOCOL_VERSION, check, decode, encode, join, split
 from common.control.messages import (
     Abort,
     Adapter,
@@ -87,10 +89,49 @@ def test_fields_shared_by_both_requests_of_an_attempt_are_packed_once_and_never_
         assert decode(encode(request)) == request
 
 
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
-def test_a_frame_holds_any_number_of_messages(count: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 15, 16, MAX_MESSAGES])
+def test_a_frame_holds_several_messages(count: int) -> None:
     frame = join([encode(Abort(AttemptKey("r", number))) for number in range(count)])
     assert [check(envelope) for envelope in split(frame)] == [Abort(AttemptKey("r", number)) for number in range(count)]
+
+
+def test_a_frame_of_too_many_messages_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="1025 messages in one frame"):
+        split(join([encode(Ping("r", 0.0))] * (MAX_MESSAGES + 1)))
+
+
+def test_a_list_of_wrong_items_costs_one_error() -> None:
+    """A report about each of them once took minutes and gigabytes."""
+    body = [["r", 1], [[None] * 200_000, [1, 2]], [2], None, 1.0]
+    with pytest.raises(ValidationError) as caught:
+        codec._CODEC._validators["DecodeRequest"].validate_python(body)
+    places = [error["loc"] for error in caught.value.errors(include_input=False)]
+    assert len([place for place in places if place[:2] == (1, 0)]) == 1
+
+
+@pytest.mark.parametrize("name", ["DecodeRequest", "TokenBatch", "Offer", "PoolRequest", "NodeRecord"])
+def test_every_list_of_a_message_is_left_at_its_first_wrong_item(name: str) -> None:
+    def lists(schema: object) -> list[dict[str, object]]:
+        if isinstance(schema, dict):
+            own = [schema] if schema.get("type") == "list" else []
+            return own + [found for part in schema.values() for found in lists(part)]
+        return [found for part in schema for found in lists(part)] if isinstance(schema, list) else []
+
+    [message] = [type(each) for each in MESSAGES if type(each).__name__ == name]
+    found = lists(codec._fail_fast(TypeAdapter(message).core_schema))
+    assert found
+    assert all(each["fail_fast"] for each in found)
+
+
+def test_what_is_quoted_of_a_malformed_message_is_short() -> None:
+    for body in ({"k" * 10_000: 1}, "x" * 10_000, [1] * 10_000):
+        for name in ("Pong", "Ping", "y" * 10_000):
+            with pytest.raises(ProtocolError) as caught:
+                check([PROTOCOL_VERSION, name, body])
+            assert len(caught.value.message) < 600
+    with pytest.raises(ProtocolError) as caught:
+        check(["9" * 10_000, "Ping", None])
+    assert len(caught.value.message) < 600
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91", msgpack.packb("x"), msgpack.packb({1: 2}), b"\x90\x90"])
@@ -148,3 +189,27 @@ def test_an_unknown_type_is_refused_and_not_echoed_at_length() -> None:
     with pytest.raises(ProtocolError) as caught:
         decode(msgpack.packb([PROTOCOL_VERSION, "X" * 10_000, {}]))
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "size"),
+    [
+        (("layout", "spec", "groups", 0, "num_heads"), 10**12),
+        (("layout", "spec", "groups", 0, "layers"), [10**12]),
+        (("layout", "spec", "groups", 0, "planes", 0, "width"), 10**12),
+        (("layout", "spec", "block_size"), 10**12),
+        (("layout", "tp_size"), 2 * 10**12),
+        (("layout", "pp_layers"), [10**12]),
+    ],
+    ids=str,
+)
+def test_sizes_beyond_every_model_are_refused_at_once(path: tuple[str | int, ...], size: object) -> None:
+    """A record of 286 bytes once stopped a router, a node and `kvrelay up` for good."""
+    for message in (MESSAGES[-1], next(each for each in MESSAGES if isinstance(each, Offer))):
+        envelope = msgpack.unpackb(encode(message))  # type: ignore[arg-type]
+        place = envelope[2]
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = size
+        with pytest.raises(ProtocolError):
+            check(envelope)

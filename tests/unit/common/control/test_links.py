@@ -12,7 +12,7 @@ import pytest
 from common.base.clock import monotonic
 from common.base.errors import ConfigError, Unavailable
 from common.control import frames, links
-from common.control.codec import MAX_MESSAGE_BYTES, encode, join
+from common.control.codec import MAX_MESSAGE_BYTES, MAX_MESSAGES, encode, join
 from common.control.links import Link, Server
 from common.control.messages import Abort, AttemptFailed, AttemptKey, Message
 
@@ -238,3 +238,43 @@ async def until(condition: object) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+def test_malformed_messages_cost_one_line_for_a_frame_and_then_their_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A frame of 100,000 of them once held the loop for a second, with a line in the log for each."""
+
+    async def main() -> None:
+        received: list[Message] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        place = urlsplit(server.address)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        for number in range(links._MAX_MALFORMED):
+            writer.write(frames.with_length(join([encode(abort(number)), *[b"\xc0"] * 1000])))
+        assert await reader.read() == b"\0\0\0\1\x90"
+        assert received == [abort(number) for number in range(links._MAX_MALFORMED)]
+        writer.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert len(caplog.records) == links._MAX_MALFORMED
+
+
+def test_many_small_messages_leave_turns_to_other_work() -> None:
+    async def main() -> None:
+        received: list[Message] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lambda _: None)
+        for number in range(20_000):
+            link.send(abort(number))
+        most = before = 0
+        while len(received) < 20_000:
+            await asyncio.sleep(0)
+            most, before = max(most, len(received) - before), len(received)
+        assert received == [abort(number) for number in range(20_000)]
+        assert most <= 4 * MAX_MESSAGES
+        link.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
