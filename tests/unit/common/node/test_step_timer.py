@@ -95,7 +95,7 @@ def test_a_waiting_prompt_is_known_to_be_cached() -> None:
     plan = made.schedule()
     assert plan is not None
     first.num_computed = first.num_tokens
-    made._publish(first)  # pyright: ignore[reportPrivateUsage]
+    made.allocator.advance(first)
     second, third = sequence("second"), sequence("third", first=9)
     made.add(second)
     made.add(third)
