@@ -17,7 +17,6 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
     """
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[list[int]] = [[] for _ in rows[0][0].block_tables]
     samples: list[SampleSpec] = []
     placeholder_step = 0
     placeholders: list[tuple[int, int]] = []
@@ -37,21 +36,20 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
             else:
                 token_ids += seq.draft_ids
         positions += range(start, stop)
-        for own, blocks in zip(slots, seq.block_tables, strict=True):
-            own += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)]
         if seq.scores_prompt:
             scored += _scored_rows(seq, index, start, stop, row_of)
         for end in range(known, stop + 1):  # `end`: number of tokens up to the row that is sampled
             samples.append(_draw(seq, index, end - 1 + row_of, end, num_drafts=end - known))
     adapters = [seq.adapter_id for seq, _ in rows]
+    num_tables = len(rows[0][0].block_tables)
     return StepInput(
         step_id=step_id,
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=slots,
+        slot_mapping=[_slots(rows, table) for table in range(num_tables)],
         query_lens=[count for _, count in rows],
         context_lens=[seq.num_scheduled + count for seq, count in rows],
-        block_tables=[[list(seq.block_tables[table]) for seq, _ in rows] for table in range(len(slots))],
+        block_tables=[[list(seq.block_tables[table]) for seq, _ in rows] for table in range(num_tables)],
         num_decodes=num_decodes,
         samples=samples,
         relay=[
@@ -62,6 +60,18 @@ def build_step(step_id: int, rows: list[Rows], num_decodes: int) -> StepInput:
         scored=scored,
         adapters=adapters if any(adapters) else [],
     )
+
+
+def _slots(rows: list[Rows], table: int) -> list[int]:
+    """Where the KV of each row goes, in the blocks of one table."""
+    slots: list[int] = []
+    for seq, count in rows:
+        start, blocks = seq.num_scheduled, seq.block_tables[table]
+        if count == 1:
+            slots.append(blocks[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE)
+        else:
+            slots += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, start + count)]
+    return slots
 
 
 def _draw(seq: Sequence, index: int, row: int, position: int, *, num_drafts: int) -> SampleSpec:

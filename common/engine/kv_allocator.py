@@ -88,7 +88,7 @@ class KVAllocator:
             return False
         for blocks in found:
             pool.acquire(blocks)
-        seq.first_blocks = first
+        seq.first_blocks, seq.num_slots = first, total * BLOCK_SIZE
         seq.block_tables = [
             [0] * start + blocks + pool.allocate(count)
             for start, blocks, count in zip(first, found, missing, strict=True)
@@ -99,6 +99,7 @@ class KVAllocator:
         """Add a block to each table of a sequence. Raises: NoFreeBlocks if there is no `room`."""
         for table in seq.block_tables:
             table += self.pool.allocate(1)
+        seq.num_slots += BLOCK_SIZE
 
     def advance(self, seq: Sequence) -> None:
         """Enter the blocks that are full now in the prefix cache, and release those that no later row sees."""
@@ -120,13 +121,13 @@ class KVAllocator:
         """Return all blocks of a sequence to the pool."""
         for blocks, first in zip(seq.block_tables, seq.first_blocks, strict=True):
             self.pool.release(blocks[first:])
-        seq.block_tables, seq.first_blocks = [], []
+        seq.block_tables, seq.first_blocks, seq.num_slots = [], [], 0
 
     def check_integrity(self, seq: Sequence, next_row: int) -> None:
         """Assert that a sequence, whose next row is at position `next_row`, holds what that row sees."""
-        lengths = {len(blocks) for blocks in seq.block_tables}
-        assert len(lengths) == 1, f"{seq.key} has tables of {lengths} blocks"
-        assert lengths.pop() * BLOCK_SIZE >= seq.num_scheduled >= seq.num_computed, f"{seq.key} ran past its blocks"
+        lengths = {len(blocks) * BLOCK_SIZE for blocks in seq.block_tables}
+        assert lengths == {seq.num_slots}, f"{seq.key} has tables for {lengths} tokens, not {seq.num_slots}"
+        assert seq.num_slots >= seq.num_scheduled >= seq.num_computed, f"{seq.key} ran past its blocks"
         assert seq.num_published * BLOCK_SIZE <= seq.num_computed, f"{seq.key} published uncomputed blocks"
         for blocks, first, window in zip(seq.block_tables, seq.first_blocks, self.windows, strict=True):
             assert first <= first_seen(next_row, window), f"{seq.key} lacks what it will read"

@@ -31,6 +31,8 @@ class Sequence:
     """[tables][blocks], see `common.engine.kv_allocator`; empty while it holds no blocks."""
     first_blocks: list[int] = field(default_factory=list[int])
     """[tables]: the first entry that it holds; earlier ones are behind the sliding window."""
+    num_slots: int = 0
+    """Tokens that its blocks have room for."""
     num_computed: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     cached_tokens: int = 0
@@ -89,11 +91,6 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that its blocks have room for."""
-        return len(self.block_tables[0]) * BLOCK_SIZE if self.block_tables else 0
 
     @property
     def num_generated(self) -> int:
