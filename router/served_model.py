@@ -13,7 +13,7 @@ from common.base.errors import ConfigError
 from common.config.option_groups import GenerationConfig
 from common.control.messages import ModelInfo, Task
 from common.engine.grammar.compile import load_tokenizer
-from common.model.config import load_model_config
+from common.model.facts import read_facts
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_folder, model_name, resolve_model
 from router.output.formats import OutputFormats, choose_formats
@@ -69,7 +69,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
     """
     path = resolve_model(name_or_path)
     folder = model_folder(path)
-    config = load_model_config(path)
+    facts = read_facts(path)
     tokenizer = Tokenizer(folder, chat_template=options.chat_template)
     formats = choose_formats(
         tokenizer.template_source,
@@ -78,7 +78,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         reasoning_parser=options.reasoning_parser,
     )
     log.info("format of tool calls: %s; of reasoning: %s", *formats.names)
-    eos = set(config.eos_token_ids)
+    eos = set(facts.eos_token_ids)
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     shown = name or model_name(Path(name_or_path))
@@ -89,14 +89,14 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
         shown,
         folder,
         tokenizer,
-        config.max_context,
-        config.vocab_size,
+        facts.max_context,
+        facts.vocab_size,
         eos_ids,
         defaults,
         digest,
         formats,
         frozenset(marker for each in formats.markers if (marker := tokenizer.special_id(each)) is not None),
-        GrammarChecker(_grammar_tokenizer(folder, config.vocab_size, eos_ids)),
+        GrammarChecker(_grammar_tokenizer(folder, facts.vocab_size, eos_ids)),
         base=shown,
         root=shown,
         path=name_or_path,

@@ -19,6 +19,7 @@ KvTransport = Literal["auto", "zmq", "shm", "cuda_ipc", "collective"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
 Quantization = Literal["auto", "fp8", "int8", "int4"]
+ModelImpl = Literal["auto", "native", "transformers"]
 GenerationConfig = Literal["auto", "none"]
 
 CPU_KV_GB = 1.0
@@ -109,6 +110,12 @@ class ModelOptions:
         "auto",
         "Type of weights and activations; auto uses the type the model was saved in, but on a GPU bfloat16 instead of "
         "float32.",
+        "Model",
+    )
+    model_impl: ModelImpl = option(
+        "auto",
+        "What computes the model's layers: native kernels and families, or the model's class in the library transformers "
+        "(the extra kvrelay[models]); auto uses the latter where there is no native family. The same on all nodes.",
         "Model",
     )
     load_format: LoadFormat = option(

@@ -24,7 +24,7 @@ from torch import Tensor
 from common.attention.base import AttentionBackend
 from common.engine.device_inputs import StepRows, attention_metadata, staged
 from common.engine.step import StepInput
-from common.model.decoder import DecoderModel
+from common.model.rank_model import RankModel
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: RankModel,
         attention: AttentionBackend,
         *,
         max_num_seqs: int,

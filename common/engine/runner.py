@@ -21,7 +21,7 @@ from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.prompt_logprobs import ScoredPrompts, score_prompts
 from common.engine.step import StepInput, StepOutput
 from common.kv.storage import KVStorage
-from common.model.decoder import DecoderModel
+from common.model.rank_model import RankModel
 
 
 class LaunchedStep:
@@ -54,7 +54,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: RankModel,
         storage: KVStorage,
         attention: AttentionBackend,
         graphs: DecodeGraphs | None = None,

@@ -28,6 +28,14 @@ from common.model.hub import is_gguf, model_folder
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
+class UnknownArchitecture(ConfigError):
+    """No native family has the architecture."""
+
+    def __init__(self, message: str, architecture: str) -> None:
+        super().__init__(message)
+        self.architecture = architecture
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only model; everything that building and running it needs."""
@@ -85,6 +93,9 @@ class ModelConfig:
             for layer in self.layers
         )
         return replace(self, layers=layers)
+
+    def check_split(self, tp_size: int, pp_size: int) -> None:
+        """Raises: ConfigError if what computes the layers cannot be spread over so many ranks."""
 
     def fit_context(self, max_model_len: int | None) -> int:
         """`max_model_len` if the model can serve it; None asks for the longest possible.
@@ -150,8 +161,8 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
         max_position_embeddings=_max_position(config, family, layers[0]),
         sliding_window=family.read_window(config),
         dtype=str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_token_ids=_token_ids(config, generation, "eos_token_id"),
-        bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id")), None),
+        eos_token_ids=token_ids(config, generation, "eos_token_id"),
+        bos_token_id=next(iter(token_ids(config, generation, "bos_token_id")), None),
         quantization=quantization,
         weight_names=names,
         ends=family.describe_ends(config),
@@ -171,7 +182,8 @@ def _find_family(config: ConfigFile) -> tuple[str, Family]:
         if name in FAMILIES:
             return name, FAMILIES[name]
     known = ", ".join(FAMILIES)
-    raise config.error(f"architecture {names or 'is not given, so it'} is not supported; supported: {known}")
+    unsupported = config.error(f"architecture {names or 'is not given, so it'} is not supported; supported: {known}")
+    raise UnknownArchitecture(unsupported.message, str(names[0]) if names else "none is named")
 
 
 def _read_quantization(config: ConfigFile) -> Quantization | None:
@@ -183,7 +195,7 @@ def _read_quantization(config: ConfigFile) -> Quantization | None:
         raise config.error(str(error)) from None
 
 
-def _token_ids(config: ConfigFile, generation: dict[str, Any], key: str) -> tuple[int, ...]:
+def token_ids(config: ConfigFile, generation: dict[str, Any], key: str) -> tuple[int, ...]:
     """The ids under `key`; those in generation_config.json take precedence over config.json."""
     for source in (generation, config.raw):
         value = source.get(key)

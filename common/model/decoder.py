@@ -19,10 +19,8 @@ from common.model.layers import Embedding, LearnedPositions, LMHead
 from common.model.lora.adapters import Adapters
 from common.model.native_layer import as_native
 from common.model.norms import Norm, make_norm
+from common.model.rank_model import OnProgress, attention_shape
 from common.model.rotary import Rotaries, make_rotary
-
-OnProgress = Callable[[int, int], None]
-"""Called with (parts done, parts in all) while weights load."""
 
 
 class DecoderModel:
@@ -70,19 +68,8 @@ class DecoderModel:
         on_progress(parts, parts)
 
     def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
-        """The facts about this rank's part of the model that an attention backend needs, apart from sliding windows, which
-        the layer groups of its KV have."""
-        attention = self.config.attention
-        return AttentionShape(
-            self._heads.num_q,
-            self._heads.num_kv,
-            attention.head_dim,
-            self.precision.wide,
-            block_size,
-            max_context,
-            attention.scale,
-            soft_cap=attention.soft_cap,
-        )
+        """As `RankModel.attention_shape`."""
+        return attention_shape(self.config.attention, self._heads, self.precision.wide, block_size, max_context)
 
     @torch.inference_mode()
     def forward(
@@ -93,13 +80,7 @@ class DecoderModel:
         on_layer: Callable[[int], None] | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage's layers over one step's rows; `attention` has been planned for them.
-
-        token_ids, positions: [T] int64. hidden: [T, hidden], what the previous stage's `forward` returned, changed
-        in place; None on the first stage. Calls `on_layer(i)` as soon as the KV of this stage's i-th layer is final,
-        which is before that layer's output projection and MLP. Returns [T, hidden]; on the last stage, after the
-        final norm.
-        """
+        """As `RankModel.forward`; `hidden` is changed in place."""
         dtype = self.precision.for_rows(token_ids.size(0))
         if self._embedding is not None:
             hidden = self._embedding.forward(token_ids, dtype)
@@ -115,10 +96,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """hidden: [rows, hidden], of `forward` on the last stage, all of whose ranks call this together.
-
-        Returns [rows, vocab] float32 on that stage's `tp_rank` 0, None on the others.
-        """
+        """As `RankModel.logits`."""
         assert self._lm_head is not None
         return self._lm_head.forward(hidden.to(self.precision.for_rows(hidden.size(0))))
 

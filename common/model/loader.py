@@ -23,9 +23,11 @@ from common.model.build import Build
 from common.model.config import ModelConfig
 from common.model.decoder import DecoderModel
 from common.model.formats.on_the_fly import weight_bits
+from common.model.generic.config import GenericConfig
 from common.model.hub import is_gguf
 from common.model.packed_weights import PackedWeights
 from common.model.precision import Precision
+from common.model.rank_model import OnProgress, RankModel
 from common.model.sharding import check_parallel
 from common.model.weights import CheckpointWeights, DummyWeights, WeightSource
 from common.parallel.mesh import SOLO, Mesh
@@ -49,7 +51,7 @@ def load_model(
     device: torch.device = CPU,
     quantization: Quantization = "auto",
     packed: PackedWeights | None = None,
-) -> DecoderModel:
+) -> RankModel:
     """Build this rank's part of the model of `config`, with the weights in `path` or random ones (format "dummy").
 
     `dtype` "auto" means that of the files. `small_batches` False leaves out what only single-row steps need
@@ -66,24 +68,49 @@ def load_model(
     check_parallel(config, mesh.place.tp_size, pp_layers)
     if mesh.place.pp_size != max(1, len(pp_layers)):
         raise ConfigError(f"pipeline split {list(pp_layers)} does not have {mesh.place.pp_size} stages")
+    is_generic = isinstance(config, GenericConfig)
     has_native_kernels = device.type == "cpu" and find_native() is not None
     precision = Precision.choose(
         config.resolve_dtype(dtype),
-        small_batches=small_batches,
+        small_batches=small_batches and not is_generic,
         device=device,
         has_native_kernels=has_native_kernels,
     )
     # Hosts may differ in the dtypes that they choose, and a stage expects hidden states of one dtype.
     mesh.agree("dtypes of single rows and of batches", f"{precision.narrow} and {precision.wide}")
-    weights = _open_weights(path, config, load_format, seed, device)
     kernels = choose_kernels(device, precision.wide)
-    build = Build(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization), packed)
     started = time.monotonic()
+
+    def build(weights: WeightSource) -> Build:
+        return Build(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization), packed)
+
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
-        model = DecoderModel(build, on_progress)
+        if is_generic:
+            model = _load_generic(path, load_format, seed, build, precision.wide, on_progress)
+        else:
+            model = DecoderModel(build(_open_weights(path, config, load_format, seed, device)), on_progress)
     release_free_memory()
     log.info("loaded %s from %s in %.1f s", config.architecture, path.name, time.monotonic() - started)
     return model
+
+
+def _load_generic(
+    path: Path,
+    load_format: str,
+    seed: int,
+    build: Callable[[WeightSource], Build],
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+) -> RankModel:
+    # Imported here because it brings the library transformers, which other models do not need.
+    from common.model.generic.build_model import build_class
+    from common.model.generic.checkpoint import GenericCheckpoint
+    from common.model.generic.model import GenericModel
+
+    causal = build_class(path, dtype)
+    dummy = load_format == "dummy"
+    made = build(DummyWeights(seed) if dummy else GenericCheckpoint(path, causal))
+    return GenericModel(made, causal, on_progress)
 
 
 def _open_weights(path: Path, config: ModelConfig, load_format: str, seed: int, device: torch.device) -> WeightSource:

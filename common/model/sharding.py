@@ -83,6 +83,7 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_layers: tuple[int, ...]
     Raises: ConfigError that names what does not divide and the sizes that would.
     """
     _check_stages(pp_layers or (config.num_layers,), config.num_layers)
+    config.check_split(tp_size, max(1, len(pp_layers)))
     demands: list[tuple[str, Callable[[int], bool]]] = []
     for layer in dict.fromkeys(config.layers):
         q_heads, kv_heads, inner = layer.attention.num_q_heads, layer.attention.num_kv_heads, layer.mlp.inner_size

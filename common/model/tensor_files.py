@@ -122,6 +122,10 @@ class TensorFiles:
         }
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.names()}
 
+    def names(self) -> list[str]:
+        """All tensors, as the files name them."""
+        return list(self._file_of)
+
     def __contains__(self, name: str) -> bool:
         return self._stored(name) in self._file_of
 

@@ -23,11 +23,11 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
     """
     from common.cluster.redis_client import check_redis
     from common.kernels.native.build import build_library
-    from common.model.config import load_model_config
+    from common.model.choose import check_model
     from common.model.hub import resolve_model
 
     asyncio.run(check_redis(config.redis_url))
-    load_model_config(resolve_model(config.model))
+    check_model(resolve_model(config.model), config.model_impl)
     if config.device != "cuda":
         build_library(min(COMPILE_S, config.start_timeout_s / 2))
     prepare_compute(config.threads, config.nice)

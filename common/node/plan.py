@@ -23,7 +23,8 @@ from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
 from common.kv.pool import BlockPool
 from common.kv.rank_layout import KVLayout
-from common.model.config import ModelConfig, load_model_config
+from common.model.choose import choose_model
+from common.model.config import ModelConfig
 from common.model.fingerprint import fingerprint, tokenizer_digest
 from common.model.formats.quantization import Fp8Quantization
 from common.model.formats.quantization import Quantization as CheckpointQuantization
@@ -67,7 +68,7 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     Raises: ConfigError in one sentence for an impossible model, layout or device.
     """
     path = resolve_model(config.model)
-    model_config = load_model_config(path)
+    model_config = choose_model(path, config.model_impl)
     _check_quantization(config.quantization, model_config.quantization, path)
     max_model_len = model_config.fit_context(config.max_model_len)
     model_config = model_config.for_context(max_model_len)

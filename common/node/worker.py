@@ -25,9 +25,9 @@ from common.kernels.choose import describe_kernels
 from common.kernels.library import find_flashinfer
 from common.kernels.native.library import find_native
 from common.kv.storage import KVStorage
-from common.model.decoder import DecoderModel
 from common.model.loader import load_model
 from common.model.packed_weights import PackedWeights, open_packed_weights
+from common.model.rank_model import RankModel
 from common.node.kv_budget import KvMemoryRequest, kv_blocks_on_gpu, staging_bytes
 from common.node.plan import NodePlan, batched_tokens, steps_ahead
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
@@ -48,7 +48,7 @@ class Worker:
         plan: NodePlan,
         config: NodeConfig,
         mesh: Mesh,
-        model: DecoderModel,
+        model: RankModel,
         *,
         meter: MemoryMeter | None = None,
         graph_capture: GraphCapture | None = None,

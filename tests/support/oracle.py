@@ -172,7 +172,12 @@ OF_ANY_LENGTH = tuple(name for name in TINY if name != LONGROPE)
 def make_tiny(name: str, folder: Path, seed: int = 1) -> Path:
     """Write the model `name` to `folder`: config, weights (sharded where `TINY` says so), tokenizer. Returns `folder`."""
     tiny = TINY[name]
-    model = AutoModelForCausalLM.from_config(tiny.config, dtype=torch.float32)
+    return write_model(tiny.config, folder, seed, tiny.max_shard_size)
+
+
+def write_model(config: PretrainedConfig, folder: Path, seed: int = 1, max_shard_size: str = "50GB") -> Path:
+    """Write the model of `config`, with random weights, to `folder`, and a tokenizer. Returns `folder`."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -183,8 +188,8 @@ def make_tiny(name: str, folder: Path, seed: int = 1) -> Path:
                 weight.copy_(3.0 * noise / weight.shape[1] ** 0.5)
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
-    model.save_pretrained(folder, max_shard_size=tiny.max_shard_size)
-    save_word_tokenizer(folder, tiny.config.vocab_size)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    save_word_tokenizer(folder, config.vocab_size)
     return folder
 
 

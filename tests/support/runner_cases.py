@@ -14,14 +14,14 @@ from torch import Tensor
 
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
-from common.config.option_groups import Quantization
+from common.config.option_groups import ModelImpl, Quantization
 from common.control.messages import PromptLogprobs, SamplingParams
 from common.engine.kv_allocator import first_seen
 from common.engine.runner import ModelRunner
 from common.engine.step import SampleSpec, ScoredRows, StepInput, StepOutput
 from common.kv.rank_layout import KVLayout, blocks_for
 from common.kv.storage import KVStorage
-from common.model.config import load_model_config
+from common.model.choose import choose_model
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
 
@@ -45,8 +45,9 @@ def make_runner(
     *,
     max_model_len: int = 2048,
     quantization: Quantization = "auto",
+    model_impl: ModelImpl = "native",
 ) -> ModelRunner:
-    config = load_model_config(path).for_context(max_model_len)
+    config = choose_model(path, model_impl).for_context(max_model_len)
     model = load_model(
         path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True, quantization=quantization
     )

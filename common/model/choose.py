@@ -1,0 +1,52 @@
+"""Chooses what computes a model's layers: a native family, or a class of the library transformers.
+
+Used by nodes at their start. No torch at import time.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from common.base.errors import ConfigError
+from common.config.option_groups import ModelImpl
+from common.model.config import ModelConfig, UnknownArchitecture, load_model_config
+from common.model.generic.library import INSTALL, is_installed
+
+log = logging.getLogger(__name__)
+
+
+def choose_model(path: Path, implementation: ModelImpl) -> ModelConfig:
+    """The config of the model in directory or GGUF file `path`, for `--model-impl`; a log line says what computes it.
+
+    Raises: ConfigError, one sentence, if nothing can.
+    """
+    if implementation != "transformers":
+        try:
+            config = load_model_config(path)
+        except UnknownArchitecture as error:
+            if implementation == "native":
+                raise
+            why = f"no native family has its architecture ({error.architecture})"
+        else:
+            log.info("model implementation: native (%s)", config.architecture)
+            return config
+    else:
+        why = "--model-impl transformers"
+    # Imported here because it brings torch and transformers, which native models do not need for their config.
+    from common.model.generic.describe import describe
+
+    generic = describe(path)
+    log.info("model implementation: transformers (%s): %s", generic.architecture, why)
+    return generic
+
+
+def check_model(path: Path, implementation: ModelImpl) -> None:
+    """What can be said of a model before torch is imported. Raises: ConfigError."""
+    try:
+        load_model_config(path)
+    except UnknownArchitecture as error:
+        if implementation == "native":
+            raise
+        if not is_installed():
+            raise ConfigError(f"{error.message}; {INSTALL}") from error

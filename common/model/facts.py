@@ -1,0 +1,38 @@
+"""What a router reads of a model's config: the same for every architecture, whoever computes its layers. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from common.model.config import UnknownArchitecture, load_model_config, token_ids
+from common.model.config_file import ConfigFile, read_json_object
+
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_ANY_CONTEXT = 2**20
+"""Where config.json does not say: nodes, which know the model's class, register their limit."""
+
+
+class ModelFacts(NamedTuple):
+    vocab_size: int
+    max_context: int
+    """The longest context that the model is made for, in tokens; nodes may serve less."""
+    eos_token_ids: tuple[int, ...]
+
+
+def read_facts(path: Path) -> ModelFacts:
+    """The facts about the model in directory or GGUF file `path`.
+
+    Raises: ConfigError, one sentence, for a missing or corrupt file.
+    """
+    try:
+        config = load_model_config(path)
+        return ModelFacts(config.vocab_size, config.max_context, config.eos_token_ids)
+    except UnknownArchitecture:
+        file = ConfigFile(path / "config.json")
+    generation_file = path / "generation_config.json"
+    generation = read_json_object(generation_file) if generation_file.exists() else {}
+    key = next((key for key in _POSITION_KEYS if file.raw.get(key) is not None), _POSITION_KEYS[0])
+    return ModelFacts(
+        file.integer("vocab_size"), file.integer(key, _ANY_CONTEXT), token_ids(file, generation, "eos_token_id")
+    )

@@ -1,0 +1,89 @@
+"""The attention function that transformers' classes call: it hands q, k and v to the step's `AttentionBackend`.
+
+Runs on a rank's engine thread, under inference mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.attention.base import AttentionBackend
+from common.model.generic.library import load
+from common.model.sharding import HeadRange
+
+NAME = "kvrelay"
+"""Of the attention implementation. It has no mask function, so transformers builds no masks for it."""
+_STATE = "kvrelay_attention"
+
+
+class CurrentStep:
+    """What the step that is running brought."""
+
+    backend: AttentionBackend
+    on_layer: Callable[[int], None] | None = None
+
+
+class LayerAttention:
+    """The attention of one layer."""
+
+    def __init__(
+        self, step: CurrentStep, index: int, heads: HeadRange, num_q_heads: int, query_factor: float, head_dim: int
+    ) -> None:
+        """`index` counts from this rank's first layer. `heads`: this rank's, of the model's `num_q_heads`.
+        `query_factor`: this layer's scale divided by the backend's. `head_dim`: width of the cached keys and values."""
+        self._step = step
+        self._index = index
+        self._heads = heads
+        self._num_q_heads = num_q_heads
+        self._query_factor = query_factor
+        self._head_dim = head_dim
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query, key, value: [1, heads, T, dim], of this rank's heads or of all. Returns [1, T, heads, dim]; where all
+        heads came, those of other ranks are zero."""
+        heads, num_given = self._heads, query.size(1)
+        is_whole = num_given != heads.num_q
+        if is_whole:
+            query, key, value = (
+                query[:, heads.q_lo : heads.q_hi],
+                key[:, heads.kv_lo : heads.kv_hi],
+                value[:, heads.kv_lo : heads.kv_hi],
+            )
+        if self._query_factor != 1.0:
+            query = query * self._query_factor
+        width = value.size(-1)
+        if width < self._head_dim:
+            value = F.pad(value, (0, self._head_dim - width))
+        step = self._step
+        out = step.backend.forward(self._index, *(x[0].transpose(0, 1) for x in (query, key, value)))
+        if step.on_layer is not None:
+            step.on_layer(self._index)
+        if width < self._head_dim:
+            out = out[..., :width]
+        if is_whole:
+            placed = out.new_zeros(out.size(0), num_given, width)
+            placed[:, heads.q_lo : heads.q_hi] = out
+            out = placed
+        return out[None]
+
+
+def register() -> None:
+    """Make the function known to transformers, as attention implementation `NAME`."""
+    load("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+
+
+def attach(module: torch.nn.Module, attention: LayerAttention) -> None:
+    """Let the class's attention module `module` attend with `attention`."""
+    setattr(module, _STATE, attention)
+
+
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Scale, window, soft cap and sinks are among `options`; `common.model.generic.probe` has found them before."""
+    return getattr(module, _STATE).attend(query, key, value), None

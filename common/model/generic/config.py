@@ -1,0 +1,44 @@
+"""The config of a model that a class of transformers computes. No torch and no transformers.
+
+`common.model.generic.describe` makes it on nodes. Routers read only `common.model.facts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from common.base.errors import ConfigError
+from common.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenericConfig(ModelConfig):
+    """What nodes must know of the class's layers. Their MLP descriptions stand for the number of weights only."""
+
+    config_digest: str
+    """Of config.json, all of which the class may read."""
+    v_head_dim: int
+    """Width of the values that layers produce; in the cache they are padded to the width of keys."""
+    attention_modules: tuple[str, ...]
+    """Name of the module that attends, for each layer."""
+    tp_plan: tuple[tuple[str, str], ...]
+    """(pattern of module or parameter names, style) of tensor parallelism; empty: the class has no plan."""
+    has_stages: bool
+    """Whether its layers hand over nothing but hidden states, so that they can be pipeline stages."""
+    context: int
+    """Longest context that is served, of which some rotary embeddings depend."""
+
+    def for_context(self, max_model_len: int) -> GenericConfig:
+        return replace(self, context=max_model_len)
+
+    def check_split(self, tp_size: int, pp_size: int) -> None:
+        if tp_size > 1 and not self.tp_plan:
+            raise ConfigError(
+                f"transformers has no tensor-parallel plan for {self.architecture}: use --tensor-parallel-size 1"
+                + (" and pipeline stages" if self.has_stages else "")
+            )
+        if pp_size > 1 and not self.has_stages:
+            raise ConfigError(
+                f"transformers has no pipeline plan for {self.architecture}: use --pipeline-parallel-size 1"
+                + (" and tensor-parallel ranks" if self.tp_plan else "")
+            )

@@ -1,0 +1,177 @@
+"""Describes a model whose layers a class of transformers computes, or says why that is impossible.
+
+Runs once in each process that plans a node, before weights are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from common.base.errors import ConfigError
+from common.model.config import token_ids
+from common.model.config_file import ConfigFile, read_json_object
+from common.model.description import AttentionDescription, LayerDescription, MlpDescription, NormDescription
+from common.model.generic.config import GenericConfig
+from common.model.generic.library import load
+from common.model.generic.names import find_parts
+from common.model.generic.probe import AttentionCall, probe
+from common.model.generic.styles import STYLES
+from common.model.hub import is_gguf
+
+log = logging.getLogger(__name__)
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+
+
+def describe(path: Path) -> GenericConfig:
+    """The model in directory `path`.
+
+    Raises: ConfigError, one sentence, if transformers is missing or has no class for it, or if the class does what our
+    attention or KV cache does not.
+    """
+    if is_gguf(path):
+        raise ConfigError(f"{path}: transformers cannot run a GGUF file here; native families can")
+    file = ConfigFile(path / "config.json")
+    cls = class_of(file)
+    config = read_config(path)
+    _check_kinds(config, cls.__name__)
+    model, calls = probe(cls, config)
+    layers = _layers(cls.__name__, config, model, calls)
+    find_parts(model, tuple(call.module for call in calls))
+    generation_file = path / "generation_config.json"
+    generation = read_json_object(generation_file) if generation_file.exists() else {}
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    longest = int(config.max_position_embeddings)
+    return GenericConfig(
+        architecture=cls.__name__,
+        hidden_size=model.get_input_embeddings().embedding_dim,
+        layers=layers,
+        final_norm=layers[-1].norm,
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        tie_word_embeddings=_is_tied(model),
+        max_position_embeddings=longest,
+        sliding_window=None,
+        dtype=dtype,
+        eos_token_ids=token_ids(file, generation, "eos_token_id"),
+        bos_token_id=next(iter(token_ids(file, generation, "bos_token_id")), None),
+        config_digest=hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:32],
+        v_head_dim=calls[0].v_dim,
+        attention_modules=tuple(call.module for call in calls),
+        tp_plan=_tp_plan(model),
+        has_stages=bool(model._pp_plan),
+        context=longest,
+    )
+
+
+def class_of(file: ConfigFile) -> Any:
+    """The class of the architecture that config.json names. Raises: ConfigError."""
+    named: Any = file.raw.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+    if name is None:
+        raise file.error("it names no architecture")
+    known = load("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if name not in {each for names in known for each in ([names] if isinstance(names, str) else names)}:
+        why = "has code of its own, which is never run" if "auto_map" in file.raw else "is no decoder-only architecture"
+        raise file.error(
+            f"{name} {why} of transformers {load().__version__}; a native family or such an architecture works"
+        )
+    cls = getattr(load(), name)
+    if not cls._supports_attention_backend:
+        raise file.error(
+            f"the class {name} of transformers does not use its attention interface, so its KV cannot be paged; "
+            "architectures that do are listed in docs/models.md"
+        )
+    return cls
+
+
+def read_config(path: Path) -> Any:
+    """The config object of transformers. Raises: ConfigError."""
+    try:
+        config = load().AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever transformers thinks of the file
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{path / 'config.json'}: transformers cannot read it: {reason}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{path / 'config.json'}: quantized checkpoints need a native family; use one without quantization"
+        )
+    return config
+
+
+def _check_kinds(config: Any, name: str) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_KINDS
+    if kinds:
+        raise ConfigError(
+            f"{name} has layers of kind {', '.join(sorted(kinds))}, and only full and sliding attention are implemented; "
+            "architectures with these work"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} is an encoder-decoder; decoder-only architectures work")
+
+
+def _layers(name: str, config: Any, model: Any, calls: list[AttentionCall]) -> tuple[LayerDescription, ...]:
+    modules = [call.module for call in calls]
+    if len(set(modules)) != len(modules) or len(modules) != config.num_hidden_layers:
+        raise ConfigError(
+            f"{name} calls attention {len(modules)} times in {config.num_hidden_layers} layers; architectures whose every "
+            "layer attends once work"
+        )
+    for call in calls:
+        if call.has_sinks:
+            raise ConfigError(f"{name} has attention sinks, which no attention backend implements")
+        if call.soft_cap != calls[0].soft_cap:
+            raise ConfigError(
+                f"the layers of {name} differ in their soft cap of attention scores, which is not supported"
+            )
+        if call.v_dim > call.k_dim:
+            raise ConfigError(
+                f"{name} has wider values ({call.v_dim}) than keys ({call.k_dim}), which is not supported"
+            )
+    if any(_shape(call) != _shape(calls[0]) for call in calls):
+        raise ConfigError(f"the layers of {name} differ in their attention heads, which is not supported")
+    if any(call.scale != calls[0].scale for call in calls):
+        log.info("queries are multiplied by each layer's own scale of attention scores")
+    if calls[0].v_dim < calls[0].k_dim:
+        log.info(
+            "values of %d numbers are padded to %d in the KV cache, as wide as keys", calls[0].v_dim, calls[0].k_dim
+        )
+    return tuple(_layer(call, model) for call in calls)
+
+
+def _shape(call: AttentionCall) -> tuple[int, int, int, int]:
+    return call.num_q_heads, call.num_kv_heads, call.k_dim, call.v_dim
+
+
+def _layer(call: AttentionCall, model: Any) -> LayerDescription:
+    hidden = model.get_input_embeddings().embedding_dim
+    attention = AttentionDescription(
+        call.num_q_heads,
+        call.num_kv_heads,
+        call.k_dim,
+        call.k_dim,
+        scale=call.scale,
+        window=call.window,
+        soft_cap=call.soft_cap,
+    )
+    layer = model.get_submodule(call.module.rpartition(".")[0])
+    weights = sum(parameter.numel() for parameter in layer.parameters())
+    heads = (call.num_q_heads + call.num_kv_heads) * 2 * call.k_dim
+    inner = max(1, (weights // hidden - heads) // 2)
+    return LayerDescription(attention, MlpDescription(inner, "silu", kind="plain"), NormDescription(1e-6))
+
+
+def _is_tied(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _tp_plan(model: Any) -> tuple[tuple[str, str], ...]:
+    """Empty also if a style is not implemented."""
+    plan = dict(model._tp_plan or {})
+    if unknown := sorted(set(plan.values()) - STYLES):
+        log.info("the tensor-parallel plan has styles that are not implemented: %s", ", ".join(unknown))
+        return ()
+    return tuple(plan.items())

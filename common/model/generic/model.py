@@ -1,0 +1,183 @@
+"""A decoder-only model whose layers a class of transformers computes. Each rank builds its own part.
+
+The class is built without weights, its linear layers are replaced by ours (`common.model.generic.load`), and its attention
+modules call the step's backend (`common.model.generic.attention`). One step is one call of the class, with all rows as one
+sequence. Runs on a rank's engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.attention.base import AttentionBackend, AttentionShape
+from common.model.build import Build
+from common.model.generic import attention
+from common.model.generic.attention import CurrentStep, LayerAttention
+from common.model.generic.config import GenericConfig
+from common.model.generic.load import ModuleLoader
+from common.model.generic.modules import NotHere
+from common.model.generic.names import PartNames, find_parts
+from common.model.generic.rope import freeze_rotary
+from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
+from common.model.generic.styles import Plan
+from common.model.lora.adapters import Adapters
+from common.model.rank_model import OnProgress, attention_shape
+
+
+class GenericModel:
+    """One rank's part of a model: `RankModel`."""
+
+    def __init__(self, build: Build, causal: Any, on_progress: OnProgress = lambda done, total: None) -> None:
+        """`causal`: the class's model, with attention implementation `attention.NAME`, on the meta device."""
+        config, place = build.config, build.mesh.place
+        assert isinstance(config, GenericConfig)
+        self.config = config
+        self.precision = build.precision
+        self.mesh = build.mesh
+        self.device = build.device
+        self.kv_scales = ((1.0, 1.0),) * len(build.layer_numbers)
+        self._heads = build.heads(config.attention)
+        self.adapters = Adapters(build)
+        self._step = CurrentStep()
+        self._causal = causal
+        names = find_parts(causal, config.attention_modules)
+        _make_buffers(causal, build.device)
+        freeze_rotary(causal, config.context, build.device)
+        self._attach(build, names)
+        _load(build, causal, names, on_progress)
+        self._first = _cut_stage(causal, names, build)
+        self._trunk: Any = causal.get_submodule(names.trunk)
+        self._final = _FinalHidden()
+        if place.is_last_stage:
+            _replace(causal, names.trunk, self._final)
+
+    def _attach(self, build: Build, names: PartNames) -> None:
+        """Give this rank's attention modules the backend."""
+        config = build.config
+        for index, number in enumerate(build.layer_numbers):
+            described = config.layers[number].attention
+            factor = described.scale / config.attention.scale
+            own = LayerAttention(self._step, index, self._heads, described.num_q_heads, factor, described.head_dim)
+            attention.attach(self._causal.get_submodule(names.attention[number]), own)
+
+    def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
+        """As `RankModel.attention_shape`."""
+        return attention_shape(self.config.attention, self._heads, self.precision.wide, block_size, max_context)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        on_layer: Callable[[int], None] | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """As `RankModel.forward`."""
+        self._step.backend, self._step.on_layer = attention, on_layer
+        inputs: dict[str, Tensor] = {}
+        if hidden is None:
+            inputs["input_ids"] = token_ids[None]
+        else:
+            assert self._first is not None
+            inputs["inputs_embeds"] = self._first.received = hidden[None]
+        try:
+            output = self._trunk(position_ids=positions[None], use_cache=False, **inputs)
+        except StageDone as done:
+            return done.hidden[0]
+        return output.last_hidden_state[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """As `RankModel.logits`: what the class does after its base model."""
+        self._final.hidden = hidden.to(self.precision.wide)[None]
+        try:
+            # Only the final hidden states matter, which `_final` gives whatever the inputs are.
+            return self._causal(inputs_embeds=self._final.hidden, use_cache=False).logits[0].float()
+        except NotHere:
+            return None
+
+
+class _FinalHidden(nn.Module):
+    """Stands for the class's base model: its output is what the real one computed."""
+
+    hidden: Tensor
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return _Output(self.hidden)
+
+    @property
+    def decoder(self) -> _FinalHidden:
+        return self
+
+
+class _Output:
+    """The output of a base model that keeps nothing but hidden states."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def _make_buffers(causal: Any, device: torch.device) -> None:
+    """Compute the buffers that no file holds, such as the frequencies of rotary embeddings."""
+    for module in causal.modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = getattr(module, name)
+            if buffer is not None:
+                setattr(module, name, torch.empty_like(buffer, device=device))
+        module._is_hf_initialized = False
+    causal.initialize_weights()
+
+
+def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) -> None:
+    """Read this rank's share of the weights."""
+    config, place = build.config, build.mesh.place
+    assert isinstance(config, GenericConfig)
+    tied = config.tie_word_embeddings
+    loader = ModuleLoader(build, causal, Plan(config.tp_plan))
+    parts = len(build.layer_numbers) + 2
+    embedding, lm_head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    needed = place.is_first_stage or (place.is_last_stage and tied)
+    rows = build.vocabulary(f"{names.embedding}.weight") if needed else None
+    for name in names.others:
+        loader.fill(name)
+    on_progress(1, parts)
+    for done, number in enumerate(build.layer_numbers):
+        loader.fill(names.layers[number])
+        on_progress(done + 2, parts)
+    if place.is_last_stage:
+        loader.lm_head(names.lm_head, lm_head, rows if tied else None)
+    if place.is_first_stage:
+        assert rows is not None
+        loader.embedding(names.embedding, embedding, rows)
+    on_progress(parts, parts)
+
+
+def _cut_stage(causal: nn.Module, names: PartNames, build: Build) -> FirstLayer | None:
+    """Leave only this stage's layers. Returns the first one, if it gets its input from another stage."""
+    own, place = build.layer_numbers, build.mesh.place
+    for number, name in enumerate(names.layers):
+        if number not in own:
+            _replace(causal, name, SkippedLayer())
+    if not place.is_last_stage:
+        _replace(causal, names.layers[own[-1]], LastLayer(causal.get_submodule(names.layers[own[-1]])))
+    if place.is_first_stage:
+        return None
+    first = FirstLayer(causal.get_submodule(names.layers[own[0]]))
+    _replace(causal, names.layers[own[0]], first)
+    return first
+
+
+def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(root.get_submodule(parent), own, module)

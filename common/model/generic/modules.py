@@ -1,0 +1,113 @@
+"""Modules that take the place of a class's own: they hold this rank's share of a layer, in packed weights.
+
+Run on a rank's engine thread, under inference mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.model.build import Build
+from common.model.formats.base import Linear
+from common.model.sharding import vocab_range
+from common.parallel.mesh import Mesh
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose every input and output feature this rank has, or that needs no exchange."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        """`dtype`: of activations."""
+        super().__init__()
+        self._linear = linear
+        self.weight = torch.empty(0, dtype=dtype)
+        """Empty; some classes look at its dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in]. Returns [..., out]."""
+        y = self._linear.forward(x.reshape(-1, x.size(-1)))
+        return y.view(*x.shape[:-1], y.size(-1))
+
+
+class GatheredColumns(PackedLinear):
+    """This rank computes output features [lo, hi) of `size`, and gets those of the others."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype, lo: int, hi: int, size: int, mesh: Mesh) -> None:
+        super().__init__(linear, dtype)
+        self._lo, self._hi, self._size = lo, hi, size
+        self._mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        whole = y.new_zeros(*y.shape[:-1], self._size)
+        whole[..., self._lo : self._hi] = y
+        return self._mesh.all_reduce(whole)
+
+
+class SummedRows(PackedLinear):
+    """This rank has some of the input features; the outputs are summed over the ranks."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype, mesh: Mesh, own: slice | None = None) -> None:
+        """`own`: this rank's input features, where it is given all of them."""
+        super().__init__(linear, dtype)
+        self._mesh = mesh
+        self._own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._mesh.all_reduce(super().forward(x if self._own is None else x[..., self._own]))
+
+
+class SummedOutput(nn.Module):
+    """A module of which each rank has a part; the outputs are summed over the ranks."""
+
+    def __init__(self, inner: nn.Module, mesh: Mesh) -> None:
+        super().__init__()
+        self.inner = inner
+        self._mesh = mesh
+
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        return self._mesh.all_reduce(self.inner(*inputs, **options).contiguous())
+
+
+class VocabularyShare(nn.Module):
+    """An embedding of which each rank holds a range of the rows."""
+
+    def __init__(self, inner: nn.Module, build: Build) -> None:
+        """`inner`: the class's embedding, which holds this rank's rows."""
+        super().__init__()
+        self.inner = inner
+        place = build.mesh.place
+        self._lo, self._hi = vocab_range(build.config.vocab_size, place.tp_size, place.tp_rank)
+        self._mesh = build.mesh
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        elsewhere = (token_ids < self._lo) | (token_ids >= self._hi)
+        rows = self.inner((token_ids - self._lo).masked_fill(elsewhere, 0))
+        return self._mesh.all_reduce(rows.masked_fill(elsewhere[..., None], 0.0))
+
+
+class NotHere(Exception):
+    """The logits are on another rank."""
+
+
+class PackedLMHead(nn.Module):
+    """Logits in float32 of this rank's range of the vocabulary, gathered on the stage's `tp_rank` 0."""
+
+    def __init__(self, linear: Linear, bias: Tensor | None, vocab_size: int, mesh: Mesh) -> None:
+        """bias: [vocab]."""
+        super().__init__()
+        self._linear = linear
+        self._bias = bias
+        self._vocab_size = vocab_size
+        self._mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [1, rows, hidden]. Returns [1, rows, vocab]. Raises: NotHere on the other ranks."""
+        logits = self._mesh.gather_columns(self._linear.forward(x[0], torch.float32))
+        if logits is None:
+            raise NotHere
+        logits = logits[:, : self._vocab_size]
+        return (logits if self._bias is None else logits.add_(self._bias))[None]

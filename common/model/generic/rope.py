@@ -1,0 +1,37 @@
+"""Rotary embeddings of transformers' classes, made independent of the step.
+
+Dynamic NTK and long-rope choose their frequencies by the longest position of a batch. A row's embedding must depend on
+its own position alone, as cached keys are used by later steps and other nodes: the frequencies are those of the longest
+context that is served, as in native families.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_BY_LENGTH = ("dynamic", "longrope")
+_FROZEN = "default"
+
+
+def freeze_rotary(model: nn.Module, context: int, device: torch.device) -> None:
+    """Let the rotary embeddings of `model` choose frequencies for `context` tokens, once."""
+    last = torch.tensor([[context - 1]], device=device)
+    anything = torch.zeros(1, device=device)
+    module: Any
+    for module in model.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            for layers, each in kind.items():
+                if _is_by_length(each):
+                    module(anything, last, layers)
+            module.rope_type = {layers: _FROZEN if _is_by_length(each) else each for layers, each in kind.items()}
+        elif _is_by_length(kind):
+            module(anything, last)
+            module.rope_type = _FROZEN
+
+
+def _is_by_length(kind: object) -> bool:
+    return isinstance(kind, str) and any(each in kind for each in _BY_LENGTH)

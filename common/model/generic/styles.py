@@ -1,0 +1,34 @@
+"""The styles of transformers' tensor-parallel plans: which part of a module a rank holds. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+COLUMNS = frozenset({"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"})
+ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
+GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
+"""Every rank gets the output features of all."""
+SPLIT = frozenset({"rowwise_split_input", "rowwise_rep"})
+"""Every rank has the input features of all, and uses its own."""
+EXPERTS = "moe_tp_experts"
+"""The outputs of a module whose parameters are cut are summed over the ranks."""
+WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj"})
+"""Styles that concern training alone."""
+VOCABULARY = frozenset({"embedding_rowwise"})
+STYLES = COLUMNS | ROWS | WHOLE | VOCABULARY | {EXPERTS}
+
+
+class Plan:
+    """Styles by name."""
+
+    def __init__(self, entries: Sequence[tuple[str, str]]) -> None:
+        self._patterns = [
+            (re.compile(re.escape(pattern).replace(r"\*", r"\d+")), style)
+            for pattern, style in entries
+            if style not in WHOLE
+        ]
+
+    def style(self, name: str) -> str | None:
+        """Of the module or parameter `name`; None: every rank holds all of it."""
+        return next((style for pattern, style in self._patterns if pattern.fullmatch(name)), None)

@@ -1,0 +1,63 @@
+"""What is said of a model whose class in transformers cannot run on a paged KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.generic_models import config_of
+from transformers import AutoConfig
+
+from common.base.errors import ConfigError
+from common.model.generic.describe import describe
+
+
+def folder_of(folder: Path, kind: str, architecture: str, **more: Any) -> Path:
+    config = AutoConfig.for_model(kind, **more)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "more", "reason"),
+    [
+        ("bloom", "BloomForCausalLM", {}, "does not use its attention interface"),
+        ("t5", "T5ForConditionalGeneration", {}, "is no decoder-only architecture"),
+        ("lfm2", "Lfm2ForCausalLM", {}, "does more than attention over a KV cache"),
+        ("bert", "BertLMHeadModel", {}, "is not causal"),
+        ("llama4_text", "Llama4ForCausalLM", {"num_hidden_layers": 2}, "layers of kind chunked_attention"),
+        ("diffllama", "DiffLlamaForCausalLM", {"num_hidden_layers": 2}, "calls attention 4 times in 2 layers"),
+        ("mamba", "MambaForCausalLM", {}, "does not use its attention interface"),
+    ],
+)
+def test_a_class_that_needs_more_is_refused_with_the_reason(
+    tmp_path: Path, kind: str, architecture: str, more: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        describe(folder_of(tmp_path, kind, architecture, **more))
+
+
+def test_code_that_comes_with_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MyModel"], "auto_map": {"AutoConfig": "mine.MyConfig"}}')
+    (tmp_path / "mine.py").write_text("raise SystemExit(1)")
+    with pytest.raises(ConfigError, match="code of its own, which is never run"):
+        describe(tmp_path)
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
+    config = config_of("glm")
+    config.architectures = ["GlmForCausalLM"]
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="quantized checkpoints need a native family"):
+        describe(tmp_path)
+
+
+def test_layers_are_described_as_the_class_calls_attention(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "cohere2", "Cohere2ForCausalLM", num_hidden_layers=4, sliding_window=32)
+    config = describe(folder)
+    assert [layer.attention.window for layer in config.layers] == [32, 32, 32, None]
+    assert config.attention.num_q_heads == 64
+    assert config.attention.scale == pytest.approx(config.attention.head_dim**-0.5)
