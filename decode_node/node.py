@@ -307,9 +307,9 @@ class DecodeNode(NodeCore[_Attempt]):
             self._join_if_complete(attempt)
 
     def _join_if_complete(self, attempt: _Attempt) -> None:
-        """Let it generate, if its KV, its first token and its grammar are here."""
+        """Let it generate, if its KV, its first token, its adapter and its grammar are here."""
         seq, first_token = attempt.seq, attempt.first_token
-        if attempt.phase is not Phase.ARRIVED or first_token is None or seq.key in self._uncompiled:
+        if attempt.phase is not Phase.ARRIVED or first_token is None or self._prepares(seq.key):
             return
         attempt.phase = Phase.ACTIVE
         seq.first_step_s = self.clock()

@@ -10,7 +10,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from common.base.clock import Clock, monotonic
@@ -19,7 +21,7 @@ from common.cluster.redis_client import UNREACHABLE, connect, forget_connections
 from common.cluster.redis_keys import Keys
 from common.config.option_groups import MembershipOptions
 from common.control.codec import decode, encode
-from common.control.messages import NodeLoad, NodeRecord
+from common.control.messages import Adapter, NodeLoad, NodeRecord
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ class Registrar:
         self._lease_s = lease_s
         self._load = load
         self._reachable = True
+        self._changed = asyncio.Event()
         self.registered = asyncio.Event()
         """Set when the record is first written."""
 
@@ -120,7 +123,16 @@ class Registrar:
                 self._note(reachable=True)
                 self.registered.set()
             honour_cancellation()
-            await asyncio.sleep(wait_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            self._changed.clear()
+
+    def update(self, adapters: Sequence[Adapter]) -> None:
+        """Register now that the node serves these LoRA adapters."""
+        self._record = replace(self._record, adapters=list(adapters))
+        self._encoded = encode(self._record)
+        self._changed.set()
 
     @property
     def reachable(self) -> bool:

@@ -143,6 +143,23 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """LoRA adapters."""
+
+    lora: str | None = option(
+        None,
+        "LoRA adapters as NAME=FOLDER, in peft's files; requests choose one by its name as the model.",
+        "LoRA",
+        "--lora-modules",
+        several=True,
+    )
+    max_loras: int = option(
+        8, "Maximum number of LoRA adapters in memory; the least recently used one makes room.", "LoRA", low=1
+    )
+    max_lora_rank: int = option(256, "Maximum rank of a LoRA adapter.", "LoRA", low=1, high=256)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CapacityOptions:
     """How much a node computes at once and how much KV it holds."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from llguidance import LLMatcher
@@ -35,6 +35,7 @@ from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
 from common.kv.rank_layout import KVLayout
+from common.node.adapter_table import AdapterLoaded, AdapterTable
 from common.node.events import ClientLost, SendBuffer
 from common.node.request_checks import check_request
 from common.node.step_timer import StepTimer
@@ -82,6 +83,7 @@ class CoreParts:
     """Attempts that the node holds at once; further ones are refused as overload."""
     transfer_timeout_s: float
     """Idle timeout of a KV transfer, in seconds."""
+    adapters: AdapterTable = field(default_factory=AdapterTable)
 
 
 class NodeCore(ABC, Generic[AttemptT]):
@@ -96,6 +98,7 @@ class NodeCore(ABC, Generic[AttemptT]):
         self.scheduler = parts.scheduler
         self.executor = parts.executor
         self.grammars = parts.grammars
+        self.adapters = parts.adapters
         self.send_buffer = parts.send_buffer
         self.clock = parts.clock
         self.max_accepted = parts.max_accepted
@@ -104,6 +107,8 @@ class NodeCore(ABC, Generic[AttemptT]):
         self.load = NodeLoad(kv_blocks_total=parts.scheduler.pool.num_blocks // parts.scheduler.pool.num_tables)
         self._uncompiled: dict[AttemptKey, float] = {}
         """Attempts that wait for their grammar, some of them ended meanwhile, and when they give up."""
+        self._without_adapter: set[AttemptKey] = set()
+        """Attempts that wait for their adapter, some of them ended meanwhile."""
         self._plans: dict[int, Plan] = {}
         """Plans of the steps in flight, by step id."""
         self._timer = StepTimer(depth=parts.scheduler.config.depth)
@@ -148,6 +153,8 @@ class NodeCore(ABC, Generic[AttemptT]):
                 self._step_failed(step_id, error)
             case GrammarCompiled(key, result):
                 self._grammar_compiled(key, result)
+            case AdapterLoaded():
+                self.adapters.loaded(event)
             case ClientLost(identity):
                 # The router may only have been slow: then it must learn that its attempts are over.
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
@@ -162,12 +169,16 @@ class NodeCore(ABC, Generic[AttemptT]):
         for key in [key for key, due_s in self._uncompiled.items() if now_s > due_s]:
             del self._uncompiled[key]
             self._fail(self.attempts.get(key), Overloaded(f"no grammar was compiled within {COMPILE_TIMEOUT_S:g} s"))
+        if not self.adapters.is_settled:
+            in_use = {attempt.seq.adapter_id for attempt in self.attempts.values()}
+            in_use |= {seq.adapter_id for plan in self._plans.values() for seq in plan.seqs}
+            self.adapters.settle(in_use, now_s)
         self.load = self._measure_load()
 
     @property
     def has_deadlines(self) -> bool:
         """As `EngineCore.has_deadlines`."""
-        return bool(self.attempts)
+        return bool(self.attempts) or not self.adapters.is_settled
 
     def describe_attempts(self) -> list[dict[str, Any]]:
         """For operators: every attempt with its state and age."""
@@ -191,14 +202,14 @@ class NodeCore(ABC, Generic[AttemptT]):
     def _sequence(self, message: PrefillRequest | DecodeRequest) -> Sequence:
         """The sequence of a request, if this node can ever run it.
 
-        Raises: BadRequest for token ids, lengths or parameters that are out of range, Overloaded when the node has accepted its maximum of
-        attempts.
+        Raises: BadRequest for token ids, lengths or parameters that are out of range, AdapterMissing, Overloaded when the
+        node has accepted its maximum of attempts.
         """
         if len(self.attempts) >= self.max_accepted:
             raise Overloaded(f"this node already has {len(self.attempts)} requests, its maximum")
         request, token_ids = message.request, message.token_ids
         if request.adapter is not None:
-            raise AdapterMissing(f"this node does not have LoRA adapter {request.adapter.name!r}")
+            self.adapters.check(request.adapter)
         check_request(request, token_ids, self.vocab_size)
         sequence = Sequence(
             key=message.key,
@@ -213,7 +224,29 @@ class NodeCore(ABC, Generic[AttemptT]):
         return sequence
 
     def _begin(self, attempt: AttemptT) -> None:
-        """`_ready`, at once or when its grammar is compiled. Until then it takes no part in steps; all else goes on."""
+        """`_ready`, at once or when its adapter is loaded and its grammar compiled. Until then it takes no part in steps;
+        all else goes on."""
+        seq, adapter = attempt.seq, attempt.seq.request.adapter
+        if adapter is not None:
+            adapter_id = self.adapters.take(adapter, self.clock(), lambda result: self._adapter_loaded(seq.key, result))
+            if adapter_id is None:
+                self._without_adapter.add(seq.key)
+                return
+            seq.adapter_id = adapter_id
+        self._begin_grammar(attempt)
+
+    def _adapter_loaded(self, key: AttemptKey, result: int | KvRelayError) -> None:
+        self._without_adapter.discard(key)
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            return  # ended meanwhile
+        if isinstance(result, KvRelayError):
+            self._fail(attempt, AdapterMissing(result.message))
+        else:
+            attempt.seq.adapter_id = result
+            self._begin_grammar(attempt)
+
+    def _begin_grammar(self, attempt: AttemptT) -> None:
         seq = attempt.seq
         if seq.sampling.grammar is None:
             self._ready(attempt)
@@ -222,6 +255,10 @@ class NodeCore(ABC, Generic[AttemptT]):
         else:
             self._uncompiled[seq.key] = self.clock() + COMPILE_TIMEOUT_S
             self.grammars.compile(seq.key, seq.sampling.grammar.source)
+
+    def _prepares(self, key: AttemptKey) -> bool:
+        """Whether `_ready` is still to come."""
+        return key in self._uncompiled or key in self._without_adapter
 
     def _grammar_compiled(self, key: AttemptKey, result: LLMatcher | KvRelayError) -> None:
         attempt = self.attempts.get(key)

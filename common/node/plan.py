@@ -8,7 +8,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from common.base.errors import ConfigError
 from common.config.fields import listed
 from common.config.option_groups import Quantization
 from common.config.service_configs import NodeConfig
-from common.control.messages import ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
+from common.control.messages import Adapter, ModelInfo, NodeRecord, PeerRef, Role, SamplingParams
 from common.engine.grammar.compiler import GrammarCompiled, GrammarCompiler
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.step import SampleSpec, StepInput
@@ -159,7 +159,13 @@ def fit_memory(plan: NodePlan, config: NodeConfig, num_blocks: int) -> NodePlan:
 
 
 def make_record(
-    role: Role, me: PeerRef, config: NodeConfig, plan: NodePlan, num_blocks: int, kernels: str
+    role: Role,
+    me: PeerRef,
+    config: NodeConfig,
+    plan: NodePlan,
+    num_blocks: int,
+    kernels: str,
+    adapters: Sequence[Adapter] = (),
 ) -> NodeRecord:
     """The node's registration in the membership, for all who read Redis: without the keys of its data sockets."""
     return NodeRecord(
@@ -171,6 +177,7 @@ def make_record(
         time.time(),
         max_num_seqs=config.max_num_seqs,
         kernels=kernels,
+        adapters=list(adapters),
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,9 +25,10 @@ from common.config.service_configs import NodeConfig
 from common.control.admin_server import AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server
-from common.control.messages import Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
+from common.control.messages import Adapter, Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
 from common.engine.loop import EngineCore, EngineLoop
 from common.kv.journal import BlockJournal
+from common.node.adapter_admin import AdapterAdmin
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
@@ -113,11 +114,20 @@ class NodeServer:
         load, age_s = self._core.load, monotonic() - self._engine.last_round_s
         return replace(load, step_age_s=max(age_s, load.step_age_s), draining=self.drain.active)
 
+    def ask(self, question: Callable[[], Any]) -> Future[Any]:
+        """Run `question` on the engine's thread, between two steps. Only while `run` runs."""
+        assert self._engine is not None
+        return self._engine.ask(question)
+
+    def adapters_changed(self, adapters: Sequence[Adapter]) -> None:
+        """Register at once that the node serves these LoRA adapters."""
+        if self._registrar is not None:
+            self._registrar.update(adapters)
+
     def ask_attempts(self) -> Future[list[dict[str, Any]]]:
         """`describe_attempts` of the core, called between two steps. Only while `run` runs."""
-        assert self._engine is not None
         assert self._core is not None
-        return self._engine.ask(self._core.describe_attempts)
+        return self.ask(self._core.describe_attempts)
 
     async def run(
         self,
@@ -126,9 +136,10 @@ class NodeServer:
         journal: BlockJournal,
         on_ready: Callable[[], None],
         describe: Describe = dict,
+        lora: AdapterAdmin | None = None,
     ) -> None:
         """Serve until cancelled, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to the
-        status at the admin port.
+        status at the admin port, `lora` the routes of adapters.
 
         Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
         """
@@ -141,7 +152,7 @@ class NodeServer:
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar
         if self._admin is not None:
-            self._admin.start(NodeAdmin(self, record, describe).routes())
+            self._admin.start(NodeAdmin(self, record, describe).routes() + (lora.routes() if lora else []))
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(registrar.run()),
             asyncio.create_task(publisher.run()),
@@ -149,6 +160,8 @@ class NodeServer:
             asyncio.create_task(self._crashed.wait()),
         ]
         try:
+            if lora is not None:
+                lora.load_first()
             on_ready()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -18,8 +18,11 @@ from common.base.process import run_service
 from common.cluster.address import advertised
 from common.config.service_configs import NodeConfig
 from common.engine.kv_transfer import NodeTransfers
+from common.node.adapter_admin import AdapterAdmin, configured_sources
+from common.node.adapter_table import AdapterTable
 from common.node.core import CoreParts
 from common.node.plan import NodePlan, fit_memory, make_grammars, make_record, make_scheduler, node_id_for
+from common.node.ranks.adapters import NodeAdapters
 from common.node.ranks.forked import ForkedRank
 from common.node.ranks.launch import fork_ranks, run_other_host, share_cores
 from common.node.ranks.leader import Leader
@@ -57,6 +60,7 @@ async def _serve(
     """Run until cancelled. Raises: as `run_node`."""
     server = NodeServer(config, node_id_for(role.name, config))
     await server.bind()
+    sources = configured_sources(config, plan.model_config)
     grammars = make_grammars(plan, server.post)
     grammars.preload()
     leader = Leader(config, role, plan, forked)
@@ -64,10 +68,13 @@ async def _serve(
     try:
         plan = fit_memory(plan, config, leader.num_blocks)
         incarnation = server.me.incarnation
+        loader = NodeAdapters(leader.worker.adapters, plan.model_config, plan.world_size, leader.broadcast, server.post)
+        adapters = AdapterTable(loader, config.max_loras, sources)
+        lora = AdapterAdmin(adapters, config, plan.model_config, server)
         transfers = role.node_transfers(config, leader.worker, incarnation, leader.broadcast, server.post)
         try:
             await leader.start_ranks(incarnation, advertised(transfers.address, config))
-            leader.watch(server.post, transfers.on_event, server.on_crash)
+            leader.watch(server.post, transfers.on_event, server.on_crash, loader.on_report)
             me = replace(server.me, data_addresses=leader.data_addresses)
             chunk = role.prefill_chunk(config, plan)
             parts = CoreParts(
@@ -81,15 +88,18 @@ async def _serve(
                 clock=monotonic,
                 max_accepted=_MAX_ACCEPTED,
                 transfer_timeout_s=config.transfer_timeout_s,
+                adapters=adapters,
             )
             await server.run(
                 role.core(config, parts, transfers),
-                make_record(role.name, me, config, plan, leader.num_blocks, leader.worker.kernels),
+                make_record(role.name, me, config, plan, leader.num_blocks, leader.worker.kernels, adapters.adapters),
                 parts.scheduler.pool.journal,
                 on_ready=lambda: log.info("%s node %s ready at %s", role.name, me.node_id, me.control_address),
                 describe=lambda: {"ranks": leader.ranks(), "relays": transfers.describe()},
+                lora=lora,
             )
         finally:
+            loader.close()
             transfers.close()
     finally:
         grammars.close()

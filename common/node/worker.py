@@ -26,6 +26,7 @@ from common.kernels.library import find_flashinfer
 from common.kernels.native.library import find_native
 from common.kv.storage import KVStorage
 from common.model.loader import load_model
+from common.model.lora.adapters import Adapters
 from common.model.packed_weights import PackedWeights, open_packed_weights
 from common.model.rank_model import RankModel
 from common.node.kv_budget import KvMemoryRequest, kv_blocks_on_gpu, staging_bytes
@@ -72,6 +73,11 @@ class Worker:
         """KV blocks that fit into this rank's memory."""
         if self.max_blocks < 2:
             raise ConfigError(f"{self.max_blocks} KV blocks of {per_block} bytes: give the node more KV memory")
+
+    @property
+    def adapters(self) -> Adapters:
+        """LoRA adapters on this rank."""
+        return self._model.adapters
 
     @property
     def samples(self) -> bool:

@@ -29,6 +29,7 @@ from common.node.ranks.links import MultiRankExecutor, RankLinks, rank_keys
 from common.node.ranks.messages import (
     RankBusy,
     RankHello,
+    RankLoadedAdapter,
     RankOrder,
     RankReady,
     RankReport,
@@ -190,15 +191,18 @@ class Leader:
         post: Callable[[StepDone], None],
         on_transfer: OnTransferEvent,
         on_dead: Callable[[BaseException], None],
+        on_adapter: Callable[[RankLoadedAdapter], None],
     ) -> None:
         """From now on receive the other ranks' reports, on a thread of its own: outputs of steps go to `post`, transfer
-        events to `on_transfer`; the end of any rank goes to `on_dead`."""
+        events to `on_transfer`, answers to `LoadAdapter` to `on_adapter`; the end of any rank goes to `on_dead`."""
 
         def on_report(report: RankReport) -> None:
             if isinstance(report, StepOutput):
                 post(StepDone(report))
             elif isinstance(report, TransferEvent):
                 on_transfer(report)
+            elif isinstance(report, RankLoadedAdapter):
+                on_adapter(report)
 
         if self.links is not None:
             self.links.run(on_report, on_dead, self._config.lease_s)

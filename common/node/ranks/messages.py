@@ -1,7 +1,7 @@
 """The messages between a node's leader and its other ranks, and their codec.
 
-rank -> leader   RankHello, RankReady, RankStarted, RankBeat, RankFailed, StepOutput, TransferEvent
-leader -> rank   RankSetup, RankStart, LeaderBeat, StepInput, TransferOrder
+rank -> leader   RankHello, RankReady, RankStarted, RankBeat, RankFailed, RankLoadedAdapter, StepOutput, TransferEvent
+leader -> rank   RankSetup, RankStart, LeaderBeat, LoadAdapter, DropAdapter, StepInput, TransferOrder
 """
 
 from __future__ import annotations
@@ -97,8 +97,37 @@ class LeaderBeat:
     rank: int
 
 
-RankReport = RankHello | RankReady | RankStarted | RankBeat | RankFailed | StepOutput | TransferEvent
-RankOrder = RankSetup | RankStart | LeaderBeat | StepInput | TransferOrder
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Load a LoRA adapter beside the steps, and answer with `RankLoadedAdapter`."""
+
+    adapter_id: int
+    """As in `StepInput.adapters`; new at every load."""
+    path: str
+    digest: str
+    """That of its weights when it was registered."""
+
+
+@dataclass(frozen=True)
+class DropAdapter:
+    """Free a LoRA adapter after the steps that were sent before."""
+
+    adapter_id: int
+
+
+@dataclass(frozen=True)
+class RankLoadedAdapter:
+    """A rank's answer to `LoadAdapter`; `error` is empty if later steps can name the adapter."""
+
+    rank: int
+    adapter_id: int
+    error: str
+
+
+RankReport = (
+    RankHello | RankReady | RankStarted | RankBeat | RankFailed | RankLoadedAdapter | StepOutput | TransferEvent
+)
+RankOrder = RankSetup | RankStart | LeaderBeat | LoadAdapter | DropAdapter | StepInput | TransferOrder
 
 _pack = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 

@@ -23,10 +23,13 @@ from common.engine.executor import LocalExecutor
 from common.engine.kv_transfer import RankTransferEnd, TransferOrder
 from common.engine.step import StepInput
 from common.node.plan import NodePlan, peak_memory_bytes
+from common.node.ranks.adapters import RankAdapters
 from common.node.ranks.launch import join_mesh
 from common.node.ranks.links import rank_keys
 from common.node.ranks.messages import (
     MAX_ORDER_BYTES,
+    DropAdapter,
+    LoadAdapter,
     RankBeat,
     RankBusy,
     RankCodec,
@@ -46,6 +49,7 @@ from common.security.curve import encrypt_client, encrypt_server
 log = logging.getLogger(__name__)
 
 OrderT = TypeVar("OrderT", RankSetup, RankStart)
+_Work = StepInput | DropAdapter | Exception
 
 _PROGRESS_EVERY_S = 5.0
 _LAST_STEP_S = 1.0
@@ -118,35 +122,42 @@ class RankProcess:
         worker.allocate_kv(start.num_blocks)
         worker.capture_graphs()
         end = self._role.rank_transfers(config, worker, self._rank, start.incarnation, self.report)
+        adapters = RankAdapters(worker.adapters, plan.model_config, self._rank, self.report)
         try:
             self.report(RankStarted(self._rank, advertised(end.data_address, config)))
-            self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, worker.samples)
+            self._serve(LocalExecutor(worker.runner, end.on_blocks_final), end, adapters, worker.samples)
         finally:
+            adapters.close()
             end.close()
             mesh.close()
 
-    def _serve(self, executor: LocalExecutor, end: RankTransferEnd, samples: bool) -> None:
+    def _serve(self, executor: LocalExecutor, end: RankTransferEnd, adapters: RankAdapters, samples: bool) -> None:
         """Run steps on this thread, and transfer orders on another, because they must not wait for a step."""
-        steps: queue.SimpleQueue[StepInput | Exception] = queue.SimpleQueue()
+        steps: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._serving_since_s, self._executor = time.monotonic(), executor
-        threading.Thread(target=self._take_orders, args=(steps, end), name="orders", daemon=True).start()
+        threading.Thread(target=self._take_orders, args=(steps, end, adapters), name="orders", daemon=True).start()
         while True:
             step = steps.get()
             if isinstance(step, Exception):
                 raise step
+            if isinstance(step, DropAdapter):
+                adapters.drop(step.adapter_id)
+                continue
             output = executor.submit(step)
             if samples:
                 self.report(output)
 
-    def _take_orders(self, steps: queue.SimpleQueue[StepInput | Exception], end: RankTransferEnd) -> None:
+    def _take_orders(self, steps: queue.SimpleQueue[_Work], end: RankTransferEnd, adapters: RankAdapters) -> None:
         # Heartbeats start after the slowest rank has allocated; with an uneven split that is long after the first one.
         allowed_s = self._config.start_timeout_s
         try:
             while True:
                 order = self._receive(allowed_s)
                 allowed_s = self._config.lease_s
-                if isinstance(order, StepInput):
+                if isinstance(order, StepInput | DropAdapter):
                     steps.put(order)
+                elif isinstance(order, LoadAdapter):
+                    adapters.load(order)
                 elif isinstance(order, TransferOrder):
                     end.apply(order)
         except Exception as error:  # the rank ends, on its main thread

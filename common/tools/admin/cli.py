@@ -185,6 +185,64 @@ def _drained(status: dict[str, Any]) -> str:
     return f"{status['node_id']} is draining: {running}"
 
 
+lora = typer.Typer(
+    name="lora",
+    help="Load and unload the LoRA adapters of running nodes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+app.add_typer(lora)
+
+AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter.")]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option("--node", metavar="ID", help="Only this node; may be repeated. By default every node."),
+]
+
+
+@lora.command("list")
+def lora_list(node: Nodes = None, url: Url = None, as_json: Json = False) -> None:
+    """List the adapters of each node."""
+    _on_nodes(url, as_json, node, lambda client, base: client.get("/lora", base=base))
+
+
+@lora.command("load")
+def lora_load(
+    name: AdapterName,
+    path: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of the adapter, as the nodes see it.")],
+    node: Nodes = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Load an adapter on the nodes; done when all their ranks have it."""
+    body = {"name": name, "path": path}
+    _on_nodes(url, as_json, node, lambda client, base: client.post("/lora/load", body, base=base))
+
+
+@lora.command("unload")
+def lora_unload(name: AdapterName, node: Nodes = None, url: Url = None, as_json: Json = False) -> None:
+    """Unload an adapter from the nodes; requests that run finish with it."""
+    body = {"name": name}
+    _on_nodes(url, as_json, node, lambda client, base: client.post("/lora/unload", body, base=base))
+
+
+def _on_nodes(
+    url: str | None, as_json: bool, names: list[str] | None, ask: Callable[[AdminClient, str], dict[str, Any]]
+) -> None:
+    """Ask nodes one after the other, all of them or those named, and show what each answered."""
+
+    def fetch(client: AdminClient) -> dict[str, Any]:
+        known = [client.node(name) for name in names] if names else client.get("/nodes")["nodes"]
+        return {node["node_id"]: ask(client, client.address_of(node)) for node in known}
+
+    def render(show: Any, answer: dict[str, Any]) -> Any:
+        return show.group(*(show.properties(node, says) for node, says in answer.items()))
+
+    _show(url, as_json, fetch, render)
+
+
 def _show(
     url: str | None, as_json: bool, fetch: Callable[[AdminClient], Any], render: Callable[[Any, Any], Any]
 ) -> None:

@@ -1,0 +1,146 @@
+"""Adapters of a running node at its admin port: `POST /lora/load`, `POST /lora/unload`, `GET /lora`. On the asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.base.clock import monotonic
+from common.base.errors import BadRequest, ConfigError, KvRelayError
+from common.config.fields import listed
+from common.config.option_groups import LoraOptions
+from common.control.admin_server import AdminRoute, Call
+from common.control.messages import Adapter
+from common.model.config import ModelConfig
+from common.model.lora.checkpoint import open_adapter
+from common.node.adapter_table import AdapterSource, AdapterTable
+
+log = logging.getLogger(__name__)
+
+
+def open_source(name: str, path: str, config: ModelConfig, max_rank: int) -> AdapterSource:
+    """Check an adapter and compute its digest. Reads all of its weights. Raises: ConfigError."""
+    folder = Path(path).expanduser().absolute()
+    checkpoint = open_adapter(folder, config, max_rank)
+    return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder))
+
+
+def configured_sources(options: LoraOptions, config: ModelConfig) -> list[AdapterSource]:
+    """The adapters of `--lora`. Raises: ConfigError."""
+    sources: dict[str, AdapterSource] = {}
+    for text in listed("lora", options.lora):
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ConfigError(f"--lora {text!r} is not NAME=PATH")
+        if name in sources:
+            raise ConfigError(f"--lora names two adapters {name!r}")
+        sources[name] = open_source(name, path, config, options.max_lora_rank)
+    return list(sources.values())
+
+
+class AdministeredNode(Protocol):
+    """The part of a node that the routes use."""
+
+    def ask(self, question: Callable[[], Any]) -> Future[Any]:
+        """Run `question` on the engine's thread."""
+        ...
+
+    def adapters_changed(self, adapters: Sequence[Adapter]) -> None:
+        """Register at once that the node serves these adapters."""
+        ...
+
+
+class AdapterAdmin:
+    """The routes, and the adapters that are loaded at the start. `table` belongs to the engine's thread."""
+
+    def __init__(self, table: AdapterTable, options: LoraOptions, config: ModelConfig, node: AdministeredNode) -> None:
+        self._table = table
+        self._options = options
+        self._config = config
+        self._node = node
+        self._ask = node.ask
+
+    def load_first(self) -> None:
+        """Begin to load as many of the registered adapters as memory is allowed for."""
+
+        def load() -> None:
+            for adapter in self._table.adapters[: self._options.max_loras]:
+                self._table.take(adapter, monotonic(), _report_failure)
+
+        self._ask(load)
+
+    def routes(self) -> list[AdminRoute]:
+        """The routes, for the admin port."""
+        return [
+            AdminRoute("GET", "/lora", self._list),
+            AdminRoute("POST", "/lora/load", self._load),
+            AdminRoute("POST", "/lora/unload", self._unload),
+        ]
+
+    async def _list(self, call: Call) -> dict[str, Any]:
+        return {"adapters": await asyncio.wrap_future(self._ask(self._table.describe))}
+
+    async def _load(self, call: Call) -> dict[str, Any]:
+        """Answers when all ranks have the adapter. Raises: BadRequest if it cannot be used, AdapterMissing if there is no
+        room for it in time."""
+        name, path = _text(call, "name"), _text(call, "path")
+        try:
+            source = await asyncio.to_thread(open_source, name, path, self._config, self._options.max_lora_rank)
+        except ConfigError as error:
+            raise BadRequest(error.message) from error
+        done: Future[int] = Future()
+        was_served = await asyncio.wrap_future(self._ask(lambda: self._begin_load(source, done)))
+        try:
+            await asyncio.wrap_future(done)
+        except KvRelayError as error:
+            if not was_served:
+                await asyncio.wrap_future(self._ask(lambda: self._withdraw(source)))
+            self._node.adapters_changed(self._table.adapters)
+            raise BadRequest(error.message) if isinstance(error, ConfigError) else error from error
+        self._node.adapters_changed(self._table.adapters)
+        log.info("LoRA adapter %r was loaded from %s", name, source.path)
+        return {"name": name, "digest": source.adapter.digest}
+
+    def _begin_load(self, source: AdapterSource, done: Future[int]) -> bool:
+        """Returns whether requests could name the adapter before."""
+        was_served = source.adapter in self._table.adapters
+        self._table.register(source)
+
+        def on_loaded(result: int | KvRelayError) -> None:
+            if isinstance(result, KvRelayError):
+                done.set_exception(result)
+            else:
+                done.set_result(result)
+
+        adapter_id = self._table.take(source.adapter, monotonic(), on_loaded)
+        if adapter_id is not None:
+            done.set_result(adapter_id)
+        return was_served
+
+    def _withdraw(self, source: AdapterSource) -> None:
+        if source.adapter in self._table.adapters:
+            self._table.unregister(source.adapter.name)
+
+    async def _unload(self, call: Call) -> dict[str, Any]:
+        name = _text(call, "name")
+        adapter: Adapter = await asyncio.wrap_future(self._ask(lambda: self._table.unregister(name)))
+        self._node.adapters_changed(self._table.adapters)
+        log.info("LoRA adapter %r was unloaded", name)
+        return {"name": name, "digest": adapter.digest}
+
+
+def _report_failure(result: int | KvRelayError) -> None:
+    if isinstance(result, KvRelayError):
+        log.error("a LoRA adapter cannot be loaded: %s", result.message)
+
+
+def _text(call: Call, field: str) -> str:
+    """Raises: BadRequest."""
+    value = call.body.get(field)
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"{field} must be a text that is not empty", param=field)
+    return value

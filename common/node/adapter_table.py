@@ -1,0 +1,210 @@
+"""The LoRA adapters that a node serves: which exist, which are in the ranks' memory, who waits for one. Engine thread.
+
+At most `max_loras` are in memory. A request whose adapter is not waits, beside the batch, until it is loaded; if there
+is no room, the least recently used one takes no new requests and leaves memory when its last one has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from common.base.errors import AdapterMissing, BadRequest, KvRelayError, NotFound
+from common.control.messages import Adapter
+
+LOAD_TIMEOUT_S = 60.0
+"""How long a request waits for its adapter."""
+
+OnLoaded = Callable[[int | KvRelayError], None]
+"""Called once, with the id by which steps name the adapter, or with why it cannot be used."""
+
+
+class AdapterSource(NamedTuple):
+    """An adapter and the folder of its files."""
+
+    adapter: Adapter
+    path: str
+
+
+@dataclass(frozen=True)
+class AdapterLoaded:
+    """All ranks have the adapter in memory, or could not load it. An event of the engine loop."""
+
+    adapter_id: int
+    error: KvRelayError | None = None
+
+
+class AdapterLoader(Protocol):
+    """All ranks of the node."""
+
+    def load(self, adapter_id: int, source: AdapterSource) -> None:
+        """Have every rank load an adapter; `AdapterLoaded` follows."""
+        ...
+
+    def drop(self, adapter_id: int) -> None:
+        """Have every rank free an adapter after the steps that were started before."""
+        ...
+
+
+class NoAdapters:
+    """The `AdapterLoader` of a node without adapters."""
+
+    def load(self, adapter_id: int, source: AdapterSource) -> None:
+        raise AssertionError(f"{source.adapter.name} was registered at a node without adapters")
+
+    def drop(self, adapter_id: int) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class _Copy:
+    """An adapter in the ranks' memory, or on its way there."""
+
+    adapter_id: int
+    used: int
+    """When a request last took it; larger is later."""
+    is_loaded: bool = False
+    is_leaving: bool = False
+    """It takes no more requests."""
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """An adapter that is not in memory, and who waits for it."""
+
+    source: AdapterSource
+    waiting: list[tuple[float, OnLoaded]] = field(default_factory=list[tuple[float, OnLoaded]])
+    """(deadline, callback)"""
+
+
+class AdapterTable:
+    """All adapters of one node. Invariant: `max_loras` bounds those in memory, the ones on their way included."""
+
+    def __init__(
+        self, loader: AdapterLoader | None = None, max_loras: int = 1, sources: Sequence[AdapterSource] = ()
+    ) -> None:
+        """`sources`: served from the beginning."""
+        self._loader = loader or NoAdapters()
+        self._max_loras = max_loras
+        self._sources: dict[str, AdapterSource] = {}
+        """By name."""
+        self._copies: dict[Adapter, _Copy] = {}
+        self._wanted: dict[Adapter, _Wanted] = {}
+        """In the order of arrival."""
+        self._last_id = 0
+        self._clock = 0
+        self.adapters: tuple[Adapter, ...] = ()
+        """Those that requests can name. Replaced as a whole: any thread may read it."""
+        for source in sources:
+            self.register(source)
+
+    # ------------------------------------------------------------ operators
+
+    def register(self, source: AdapterSource) -> None:
+        """Serve an adapter, which is loaded when it is needed. One that is served already is left as it is.
+
+        Raises: BadRequest if other weights are served under its name.
+        """
+        name = source.adapter.name
+        present = self._sources.get(name)
+        if present is not None and present.adapter != source.adapter:
+            raise BadRequest(f"an adapter named {name!r} with other weights is loaded: unload it first")
+        self._sources.setdefault(name, source)
+        self._changed()
+
+    def unregister(self, name: str) -> Adapter:
+        """Serve an adapter no longer; requests that have begun finish with it. Raises: NotFound."""
+        source = self._sources.pop(name, None)
+        if source is None:
+            raise NotFound(f"no adapter is named {name!r}")
+        self._changed()
+        if (copy := self._copies.get(source.adapter)) is not None:
+            copy.is_leaving = True
+        wanted = self._wanted.pop(source.adapter, None)
+        for _, on_loaded in wanted.waiting if wanted else ():
+            on_loaded(AdapterMissing(f"LoRA adapter {name!r} was unloaded"))
+        return source.adapter
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For operators: every adapter that requests can name."""
+        loaded = {adapter for adapter, copy in self._copies.items() if copy.is_loaded}
+        return [
+            {"name": adapter.name, "digest": adapter.digest, "path": path, "in_memory": adapter in loaded}
+            for adapter, path in self._sources.values()
+        ]
+
+    def _changed(self) -> None:
+        self.adapters = tuple(source.adapter for source in self._sources.values())
+
+    # ------------------------------------------------------------ requests
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises: AdapterMissing unless requests can name the adapter."""
+        source = self._sources.get(adapter.name)
+        if source is None:
+            raise AdapterMissing(f"this node does not have LoRA adapter {adapter.name!r}")
+        if source.adapter != adapter:
+            raise AdapterMissing(f"this node has other weights as LoRA adapter {adapter.name!r}")
+
+    def take(self, adapter: Adapter, now_s: float, on_loaded: OnLoaded) -> int | None:
+        """The id of an adapter that `check` accepted; None if it is not in memory: then `on_loaded` gets it later."""
+        copy = self._copies.get(adapter)
+        if copy is not None and copy.is_loaded and not copy.is_leaving:
+            self._clock += 1
+            copy.used = self._clock
+            return copy.adapter_id
+        wanted = self._wanted.setdefault(adapter, _Wanted(self._sources[adapter.name]))
+        wanted.waiting.append((now_s + LOAD_TIMEOUT_S, on_loaded))
+        self._load_wanted()
+        return None
+
+    def loaded(self, event: AdapterLoaded) -> None:
+        """All ranks have answered to `AdapterLoader.load`."""
+        adapter, copy = next(item for item in self._copies.items() if item[1].adapter_id == event.adapter_id)
+        copy.is_loaded = event.error is None
+        if event.error is not None:
+            del self._copies[adapter]
+            self._loader.drop(copy.adapter_id)  # some ranks may have it
+        elif copy.is_leaving:
+            return  # it was unloaded meanwhile
+        wanted = self._wanted.pop(adapter, None)
+        for _, on_loaded in wanted.waiting if wanted else ():
+            self._clock += 1
+            copy.used = self._clock
+            on_loaded(event.error or copy.adapter_id)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `settle` has nothing to do."""
+        return not self._wanted and not any(copy.is_leaving for copy in self._copies.values())
+
+    def settle(self, in_use: set[int], now_s: float) -> None:
+        """Free adapters that shall leave and are not `in_use` (ids), load what is wanted, end waits that are over."""
+        for adapter, copy in list(self._copies.items()):
+            if copy.is_leaving and copy.is_loaded and copy.adapter_id not in in_use:
+                del self._copies[adapter]
+                self._loader.drop(copy.adapter_id)
+        for adapter, wanted in list(self._wanted.items()):
+            over = [on_loaded for due_s, on_loaded in wanted.waiting if now_s > due_s]
+            wanted.waiting = [waiting for waiting in wanted.waiting if now_s <= waiting[0]]
+            if not wanted.waiting:
+                del self._wanted[adapter]
+            for on_loaded in over:
+                name = adapter.name
+                on_loaded(AdapterMissing(f"LoRA adapter {name!r} was not loaded within {LOAD_TIMEOUT_S:g} s"))
+        self._load_wanted()
+
+    def _load_wanted(self) -> None:
+        """Load what is wanted, as far as there is room; for the rest, have others leave."""
+        missing = [wanted for adapter, wanted in self._wanted.items() if adapter not in self._copies]
+        for wanted in missing[: max(0, self._max_loras - len(self._copies))]:
+            self._last_id += 1
+            self._clock += 1
+            self._copies[wanted.source.adapter] = _Copy(self._last_id, self._clock)
+            self._loader.load(self._last_id, wanted.source)
+        lacking = sum(adapter not in self._copies for adapter in self._wanted)
+        staying = [copy for copy in self._copies.values() if copy.is_loaded and not copy.is_leaving]
+        lacking -= sum(copy.is_leaving for copy in self._copies.values())
+        for copy in sorted(staying, key=lambda copy: copy.used)[: max(0, lacking)]:
+            copy.is_leaving = True
