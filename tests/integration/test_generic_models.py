@@ -31,10 +31,11 @@ class Case:
 THOROUGH = [
     Case("phi", decode="tensor_parallel_size = 2"),
     Case("qwen3_moe", prefill="tensor_parallel_size = 2"),
-    Case("gpt_neox", prefill="pipeline_parallel_size = 2"),
-    Case("cohere2", prefill="pipeline_parallel_size = 2", decode="tensor_parallel_size = 2"),
+    Case("gpt_neox", decode="pipeline_parallel_size = 2"),
+    Case("cohere2", prefill="tensor_parallel_size = 2", decode="pipeline_parallel_size = 2"),
     Case("deepseek_v3"),
     Case("gpt_bigcode"),
+    Case("olmo2", decode="tensor_parallel_size = 2"),
 ]
 CASES = [
     Case("glm4", lengths=(1, 17, 100)),

@@ -17,10 +17,12 @@ import torch
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.base.errors import RankLost
+from common.config.option_groups import ModelImpl
 from common.engine.runner import ModelRunner
 from common.engine.step import StepInput, StepOutput
 from common.kv.rank_layout import KVLayout
 from common.kv.storage import KVStorage
+from common.model.choose import choose_model
 from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec
 from common.model.loader import load_model
@@ -198,6 +200,7 @@ def replay(
     recording: str,
     pp_layers: list[int],
     same_host: bool,
+    model_impl: ModelImpl = "native",
 ) -> dict[str, Any]:
     """Run a recording's steps on this rank's shard of the model, as fast as the stages allow.
 
@@ -206,7 +209,7 @@ def replay(
     torch.set_num_threads(1)
     recorded: Recording = pickle.loads(Path(recording).read_bytes())
     mesh = connect(place, port, listener, same_host)
-    config = load_model_config(Path(model))
+    config = choose_model(Path(model), model_impl)
     pp = tuple(pp_layers)
     layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size, pp_layers=pp)
     shard = layout.shard(place.tp_rank, place.pp_rank)

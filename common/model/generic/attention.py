@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from common.attention.base import AttentionBackend
 from common.model.generic.library import load
 from common.model.sharding import HeadRange
+from common.parallel.mesh import Mesh
 
 NAME = "kvrelay"
 """Of the attention implementation. It has no mask function, so transformers builds no masks for it."""
@@ -32,20 +33,21 @@ class LayerAttention:
     """The attention of one layer."""
 
     def __init__(
-        self, step: CurrentStep, index: int, heads: HeadRange, num_q_heads: int, query_factor: float, head_dim: int
+        self, step: CurrentStep, index: int, heads: HeadRange, query_factor: float, head_dim: int, join: Mesh | None
     ) -> None:
-        """`index` counts from this rank's first layer. `heads`: this rank's, of the model's `num_q_heads`.
-        `query_factor`: this layer's scale divided by the backend's. `head_dim`: width of the cached keys and values."""
+        """`index` counts from this rank's first layer. `heads`: this rank's. `query_factor`: this layer's scale divided by
+        the backend's. `head_dim`: width of the cached keys and values. `join`: the ranks whose heads are put together,
+        where each is given all heads and must return all; None: what follows uses only those of this rank."""
         self._step = step
         self._index = index
         self._heads = heads
-        self._num_q_heads = num_q_heads
         self._query_factor = query_factor
         self._head_dim = head_dim
+        self._join = join
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query, key, value: [1, heads, T, dim], of this rank's heads or of all. Returns [1, T, heads, dim]; where all
-        heads came, those of other ranks are zero."""
+        """query, key, value: [1, heads, T, dim], of this rank's heads or of all. Returns [1, T, heads, dim] of as
+        many."""
         heads, num_given = self._heads, query.size(1)
         is_whole = num_given != heads.num_q
         if is_whole:
@@ -68,7 +70,7 @@ class LayerAttention:
         if is_whole:
             placed = out.new_zeros(out.size(0), num_given, width)
             placed[:, heads.q_lo : heads.q_hi] = out
-            out = placed
+            out = placed if self._join is None else self._join.all_reduce(placed)
         return out[None]
 
 

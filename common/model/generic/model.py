@@ -23,7 +23,7 @@ from common.model.generic.modules import NotHere
 from common.model.generic.names import PartNames, find_parts
 from common.model.generic.rope import freeze_rotary
 from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
-from common.model.generic.styles import Plan
+from common.model.generic.styles import SPLIT, Plan
 from common.model.lora.adapters import Adapters
 from common.model.rank_model import OnProgress, attention_shape
 
@@ -57,12 +57,18 @@ class GenericModel:
 
     def _attach(self, build: Build, names: PartNames) -> None:
         """Give this rank's attention modules the backend."""
-        config = build.config
+        config, plan = build.config, Plan(self.config.tp_plan)
         for index, number in enumerate(build.layer_numbers):
             described = config.layers[number].attention
+            module = self._causal.get_submodule(names.attention[number])
+            is_split = any(
+                plan.style(f"{names.attention[number]}.{inner}") in SPLIT for inner, _ in module.named_modules()
+            )
             factor = described.scale / config.attention.scale
-            own = LayerAttention(self._step, index, self._heads, described.num_q_heads, factor, described.head_dim)
-            attention.attach(self._causal.get_submodule(names.attention[number]), own)
+            own = LayerAttention(
+                self._step, index, self._heads, factor, described.head_dim, None if is_split else build.mesh
+            )
+            attention.attach(module, own)
 
     def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
         """As `RankModel.attention_shape`."""
