@@ -48,9 +48,6 @@ class ModelConfig:
     vocab_size: int
     tie_word_embeddings: bool
     max_position_embeddings: int
-    sliding_window: int | None
-    """The model's sliding window, in tokens, if it has one. Attention is always full, so longer contexts are
-    refused."""
     dtype: str
     """Dtype of the weights in the files."""
     eos_token_ids: tuple[int, ...]
@@ -83,8 +80,8 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """The longest context, in tokens, for which full causal attention is what the model was made for."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        """The longest context, in tokens, that the model was made for."""
+        return self.max_position_embeddings
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """The same model for contexts of at most this many tokens, of which some rotary embeddings depend."""
@@ -100,16 +97,16 @@ class ModelConfig:
     def fit_context(self, max_model_len: int | None) -> int:
         """`max_model_len` if the model can serve it; None asks for the longest possible.
 
-        Raises: ConfigError if it is beyond the model's positions or its sliding window.
+        Raises: ConfigError if it is beyond the model's positions.
         """
         if max_model_len is None:
             return self.max_context
         if max_model_len < 1:
             raise ConfigError(f"max_model_len must be at least 1, got {max_model_len}")
         if max_model_len > self.max_context:
-            why = "sliding attention window" if self.max_context == self.sliding_window else "max_position_embeddings"
             raise ConfigError(
-                f"max_model_len {max_model_len} is above the model's {why} of {self.max_context}; ask for at most that"
+                f"max_model_len {max_model_len} is above the model's max_position_embeddings of {self.max_context}; "
+                "ask for at most that"
             )
         return max_model_len
 
@@ -141,7 +138,9 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
     generation_file = folder / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
     architecture, family = _find_family(config)
-    config = config.renamed(family.config_keys)
+    if family.nested_config is not None:
+        config = config.with_nested(family.nested_config)
+    config = config.with_defaults(family.config_defaults).renamed(family.config_keys)
     names = weight_names or family.weight_names
     quantization = _read_quantization(config)
     if quantization is not None and names.is_transposed:
@@ -159,7 +158,6 @@ def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None
         vocab_size=config.integer("vocab_size"),
         tie_word_embeddings=config.flag("tie_word_embeddings", family.default_tied),
         max_position_embeddings=_max_position(config, family, layers[0]),
-        sliding_window=family.read_window(config),
         dtype=str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=token_ids(config, generation, "eos_token_id"),
         bos_token_id=next(iter(token_ids(config, generation, "bos_token_id")), None),

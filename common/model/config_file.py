@@ -68,5 +68,15 @@ class ConfigFile:
         """The same file, whose keys `keys[name]` are also read as `name`."""
         return ConfigFile(self._path, {**self.raw, **{name: self.raw.get(own) for name, own in keys.items()}})
 
+    def with_defaults(self, values: dict[str, Any]) -> ConfigFile:
+        """The same file, whose missing keys have these values."""
+        own = {key: value for key, value in self.raw.items() if value is not None or key not in values}
+        return ConfigFile(self._path, {**values, **own})
+
+    def with_nested(self, key: str) -> ConfigFile:
+        """The same file, which also has the keys of the object that `key` holds, if it holds one; its own come first."""
+        nested = self.raw.get(key)
+        return self.with_defaults(cast("dict[str, Any]", nested)) if isinstance(nested, dict) else self
+
     def error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._path}: {message}")

@@ -18,7 +18,7 @@ from common.model.hub import is_gguf, model_folder
 from common.model.torch_file import read_torch_header
 
 _SAMPLE_BYTES = 64
-_NOT_IDENTITY = ("max_position_embeddings", "sliding_window", "dtype", "eos_token_ids", "bos_token_id", "weight_names")
+_NOT_IDENTITY = ("max_position_embeddings", "dtype", "eos_token_ids", "bos_token_id", "weight_names")
 """Config fields that change neither weights nor KV."""
 
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from common.model.config_file import ConfigFile
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "mrope")
 """`rope_type` in config.json. "dynamic" changes frequencies only beyond `max_position_embeddings`, where no context
-reaches: it is read as "default"."""
+reaches, "mrope" only angles of images: they are read as "default"."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read_rope(config: ConfigFile, default_theta: float = 10000.0, of_layers: str
     theta = config.number("rope_theta", config.number("rope_theta", default_theta), within=scaling)
     part = config.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0), within=scaling)
     rope = RopeConfig(theta, rotated_part=part)
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", "mrope"):
         return rope
     if kind == "factors":
         return replace(rope, kind=kind, factors=tuple(scaling["factors"]))

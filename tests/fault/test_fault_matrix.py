@@ -70,7 +70,7 @@ def nothing_left_behind() -> None:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("faults")
     model = make_tiny(MODEL, folder / MODEL)
-    vocab_size = TINY[MODEL].config.vocab_size
+    vocab_size = TINY[MODEL].vocab_size
     network = None if NO_NETWORK else Network(*HOSTS)
     if network is None:
         with fault_system(folder, model, None) as system:

@@ -127,7 +127,7 @@ def wait_for_relays(hosts: TwoHosts) -> None:
 def make_prompts(seed: int, count: int = STREAMS) -> list[list[int]]:
     """Long prompts that nobody has in a cache."""
     draw = random.Random(seed)
-    vocab_size = TINY[MODEL].config.vocab_size
+    vocab_size = TINY[MODEL].vocab_size
     return [[draw.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS + 37 * n)] for n in range(count)]
 
 

@@ -38,7 +38,7 @@ def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_float32_tokens_are_those_of_transformers(tiny_dirs: dict[str, Path], name: str) -> None:
     """Alone, in batches, in chunks; the difference of two equal logits is excused, as on a processor."""
     runner = make_runner(tiny_dirs[name], dtype="float32")
-    vocab = TINY[name].config.vocab_size
+    vocab = TINY[name].vocab_size
     prompts = [prompt(n, vocab) for n in (1, 15, 16, 17, 100)]
     for chunk in (16, 10**6):
         check(tiny_dirs[name], prompts, drive(runner, prompts, chunk))
@@ -62,7 +62,7 @@ def test_bfloat16_log_probabilities_are_near_those_of_float32(name: str, tmp_pat
     model = make_tiny(name, tmp_path / name)
     for file in model.glob("*.safetensors"):
         save_file({key: weight.bfloat16().float() for key, weight in load_file(file).items()}, file, {"format": "pt"})
-    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1, 17, 100)]
+    prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17, 100)]
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     errors: list[float] = []
     for sequence in drive(make_runner(model, dtype="bfloat16"), prompts, 64):

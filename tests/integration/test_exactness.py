@@ -103,7 +103,7 @@ def make_prompts(vocab_size: int) -> list[list[int]]:
 
 def test_greedy_tokens_and_logprobs_equal_transformers(served: tuple[Case, Path, System], record_property: Any) -> None:
     case, model, system = served
-    vocab_size = TINY[case.model].config.vocab_size
+    vocab_size = TINY[case.model].vocab_size
     prompts = make_prompts(vocab_size)
     answers = asyncio.run(ask_all(system.url, [body(model, prompt) for prompt in prompts]))
     excused = 0

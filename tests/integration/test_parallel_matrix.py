@@ -105,7 +105,7 @@ def test_tokens_equal_the_reference(
     name: str, prefill_tp: int, decode_tp: int, decode_pp: int, transport: str, tmp_path: Path
 ) -> None:
     model = make_tiny(name, tmp_path / name)
-    prompts = make_prompts(TINY[name].config.vocab_size)
+    prompts = make_prompts(TINY[name].vocab_size)
     config = tmp_path / "kvrelay.toml"
     config.write_text(
         f"[prefill]\nmax_num_batched_tokens = {PREFILL_CHUNK}\nkv_blocks = 60\n[decode]\nkv_blocks = 26\n"

@@ -16,7 +16,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
@@ -27,6 +32,7 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -79,6 +85,20 @@ class Tiny:
     config: PretrainedConfig
     max_shard_size: str = "50GB"
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+
+def _auto_class(config: PretrainedConfig):
+    """The class of transformers that makes models of `config`: of text, or of text and images."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
+def architecture(config: PretrainedConfig) -> str:
+    """The name of the model class that `config` belongs to."""
+    return _auto_class(config)._model_mapping[type(config)].__name__
+
 
 def _shape(hidden: int, q_heads: int, kv_heads: int, inner: int, vocab: int, *, tied: bool) -> dict[str, object]:
     return {
@@ -92,6 +112,17 @@ def _shape(hidden: int, q_heads: int, kv_heads: int, inner: int, vocab: int, *, 
     }
 
 
+_GEMMA3 = {
+    **_shape(64, 4, 2, 112, 264, tied=True),
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "final_logit_softcapping": 20.0,
+    "pad_token_id": 0,
+}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 14}
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny(LlamaConfig(**_shape(64, 4, 4, 112, 250, tied=False))),
     "mqa": Tiny(LlamaConfig(**_shape(64, 4, 1, 112, 263, tied=True))),
@@ -104,10 +135,15 @@ TINY: dict[str, Tiny] = {
             rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
         )
     ),
-    "mistral": Tiny(MistralConfig(**_shape(64, 4, 2, 112, 257, tied=False), sliding_window=None)),
+    "mistral": Tiny(MistralConfig(**_shape(64, 4, 2, 112, 257, tied=False), sliding_window=40)),
     "qwen2": Tiny(
         Qwen2Config(
             **_shape(112, 14, 2, 160, 301, tied=True), rope_parameters={"rope_theta": 1e6, "rope_type": "default"}
+        )
+    ),
+    "qwen2-window": Tiny(
+        Qwen2Config(
+            **_shape(64, 4, 2, 112, 302, tied=True), use_sliding_window=True, sliding_window=24, max_window_layers=1
         )
     ),
     "qwen3": Tiny(Qwen3Config(**_shape(64, 4, 2, 112, 259, tied=False), head_dim=32), max_shard_size="100KB"),
@@ -115,6 +151,7 @@ TINY: dict[str, Tiny] = {
         Phi3Config(
             **_shape(64, 4, 2, 112, 253, tied=True),
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            sliding_window=30,
             pad_token_id=0,
         )
     ),
@@ -139,25 +176,51 @@ TINY: dict[str, Tiny] = {
         SmolLM3Config(
             **_shape(64, 4, 2, 112, 256, tied=True),
             no_rope_layers=[1, 0, 1],
+            use_sliding_window=True,
+            sliding_window=20,
             pad_token_id=0,
             rope_parameters={"rope_type": "default", "rope_theta": 2e6},
         )
     ),
     "olmo2": Tiny(Olmo2Config(**_shape(64, 4, 2, 112, 258, tied=False))),
-    "starcoder2": Tiny(Starcoder2Config(**_shape(64, 4, 2, 128, 260, tied=True))),
+    "starcoder2": Tiny(Starcoder2Config(**_shape(64, 4, 2, 128, 260, tied=True), sliding_window=48)),
     "gpt2": Tiny(GPT2Config(**_COMMON, n_embd=64, n_layer=3, n_head=4, vocab_size=261)),
     "opt": Tiny(
         OPTConfig(**_COMMON, hidden_size=64, ffn_dim=112, num_attention_heads=4, vocab_size=262, word_embed_proj_dim=64)
     ),
-    "gemma3": Tiny(
-        Gemma3TextConfig(
-            **_shape(64, 4, 2, 112, 264, tied=True),
+    "gemma2": Tiny(
+        Gemma2Config(
+            **_shape(64, 4, 2, 112, 265, tied=True),
             head_dim=32,
-            query_pre_attn_scalar=24,
-            sliding_window=2048,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            final_logit_softcapping=20.0,
+            query_pre_attn_scalar=4,
+            sliding_window=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=10.0,
             pad_token_id=0,
+        )
+    ),
+    "gemma3": Tiny(Gemma3TextConfig(**_GEMMA3)),
+    "gemma3-vision": Tiny(
+        Gemma3Config(
+            # The class that takes images caps no logits.
+            text_config={**_GEMMA3, "vocab_size": 266, "final_logit_softcapping": None},
+            vision_config={**_VISION, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28},
+            mm_tokens_per_image=4,
+            eos_token_id=2,
+            bos_token_id=1,
+        )
+    ),
+    "qwen2.5-vl": Tiny(
+        Qwen2_5_VLConfig(
+            text_config={
+                **_shape(64, 4, 2, 112, 267, tied=False),
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            },
+            vision_config={**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+            image_token_id=3,
+            video_token_id=4,
+            vision_start_token_id=5,
+            tie_word_embeddings=False,
         )
     ),
     "qwen2-yarn": Tiny(Qwen2Config(**_shape(64, 4, 2, 96, 303, tied=False), rope_parameters=_YARN_ROPE)),
@@ -177,7 +240,7 @@ def make_tiny(name: str, folder: Path, seed: int = 1) -> Path:
 
 def write_model(config: PretrainedConfig, folder: Path, seed: int = 1, max_shard_size: str = "50GB") -> Path:
     """Write the model of `config`, with random weights, to `folder`, and a tokenizer. Returns `folder`."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _auto_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -189,7 +252,7 @@ def write_model(config: PretrainedConfig, folder: Path, seed: int = 1, max_shard
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    save_word_tokenizer(folder, config.vocab_size)
+    save_word_tokenizer(folder, config.get_text_config().vocab_size)
     return folder
 
 
@@ -226,7 +289,8 @@ def greedy(model_dir: Path, prompt_ids: list[int], n: int) -> Expected:
 
 @functools.cache
 def _model(model_dir: str):
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    auto_class = _auto_class(AutoConfig.from_pretrained(model_dir))
+    return auto_class.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.model.config_file import ConfigFile
 from common.model.description import (
@@ -31,8 +32,6 @@ class Family:
     """The model's layers, first to last. Raises: ConfigError."""
     default_max_position: int
     """`max_position_embeddings` where config.json is silent."""
-    read_window: Callable[[ConfigFile], int | None] = lambda config: None
-    """The sliding window, to which contexts are limited because attention implements none."""
     weight_names: WeightNames = USUAL_NAMES
     describe_ends: Callable[[ConfigFile], EndsDescription] = lambda config: USUAL_ENDS
     """What is before the first layer and after the last one."""
@@ -40,6 +39,10 @@ class Family:
     """`tie_word_embeddings` where config.json is silent."""
     config_keys: dict[str, str] = field(default_factory=dict[str, str])
     """Its own names of usual keys of config.json, by the usual ones."""
+    config_defaults: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Values of keys that config.json may lack although every model needs them."""
+    nested_config: str | None = None
+    """The key of config.json whose object describes the text model, of families that also take images."""
 
 
 def read_attention(
@@ -101,20 +104,3 @@ def repeat_layer(
 def repeated(config: ConfigFile, layer: LayerDescription) -> tuple[LayerDescription, ...]:
     """As many layers as config.json says, all alike."""
     return (layer,) * config.integer("num_hidden_layers")
-
-
-def window_if_switched_on(config: ConfigFile) -> int | None:
-    """`sliding_window` where `use_sliding_window` is true."""
-    return read_window(config) if config.flag("use_sliding_window", False) else None
-
-
-def read_window(config: ConfigFile) -> int | None:
-    """`sliding_window`; null means none, a missing key the default of transformers."""
-    if config.raw.get("sliding_window", 0) is None:
-        return None
-    return config.integer("sliding_window", 4096)
-
-
-def window_if_given(config: ConfigFile) -> int | None:
-    """`sliding_window`; null or a missing key means none."""
-    return None if config.raw.get("sliding_window") is None else config.integer("sliding_window")

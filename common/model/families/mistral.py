@@ -1,14 +1,16 @@
-"""Mistral: as Llama, without biases; contexts are limited to its sliding window."""
+"""Mistral: as Llama, without biases, with a sliding window in all layers."""
 
 from __future__ import annotations
 
 from common.model.config_file import ConfigFile
 from common.model.description import LayerDescription
-from common.model.families.base import Family, read_attention, read_mlp, read_window, repeat_layer
+from common.model.families.base import Family, read_attention, read_mlp, repeat_layer
+from common.model.families.windows import window_by_default, with_windows
 
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
-    return repeat_layer(config, read_attention(config, default_kv_heads=8), read_mlp(config))
+    layers = repeat_layer(config, read_attention(config, default_kv_heads=8), read_mlp(config))
+    return with_windows(layers, window_by_default(config))
 
 
-MISTRAL = Family(("MistralForCausalLM",), _describe, default_max_position=131072, read_window=read_window)
+MISTRAL = Family(("MistralForCausalLM",), _describe, default_max_position=131072)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from common.model.config_file import ConfigFile
 from common.model.description import USUAL_NAMES, LayerDescription
-from common.model.families.base import Family, read_attention, read_mlp, read_norm, repeated, window_if_given
+from common.model.families.base import Family, read_attention, read_mlp, read_norm, repeated
+from common.model.families.windows import window_if_given, with_windows
 from common.model.rope import read_rope
 
 _QKV, _GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
@@ -15,9 +16,8 @@ _NAMES = replace(USUAL_NAMES, q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP
 
 def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     norm = read_norm(config, 1e-5)
-    return repeated(config, LayerDescription(read_attention(config), read_mlp(config), norm, read_rope(config)))
+    layer = LayerDescription(read_attention(config), read_mlp(config), norm, read_rope(config))
+    return with_windows(repeated(config, layer), window_if_given(config))
 
 
-PHI3 = Family(
-    ("Phi3ForCausalLM",), _describe, default_max_position=4096, read_window=window_if_given, weight_names=_NAMES
-)
+PHI3 = Family(("Phi3ForCausalLM",), _describe, default_max_position=4096, weight_names=_NAMES)

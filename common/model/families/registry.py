@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from common.model.families.base import Family
-from common.model.families.gemma3 import GEMMA3
+from common.model.families.gemma2 import GEMMA2
+from common.model.families.gemma3 import GEMMA3, GEMMA3_TEXT_PART
 from common.model.families.gpt2 import GPT2
 from common.model.families.granite import GRANITE
 from common.model.families.llama import LLAMA
@@ -12,9 +13,26 @@ from common.model.families.olmo2 import OLMO2
 from common.model.families.opt import OPT
 from common.model.families.phi3 import PHI3
 from common.model.families.qwen2 import QWEN2
+from common.model.families.qwen2_5_vl import QWEN2_5_VL_TEXT_PART
 from common.model.families.qwen3 import QWEN3
 from common.model.families.smollm3 import SMOLLM3
 from common.model.families.starcoder2 import STARCODER2
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, STARCODER2, GPT2, OPT, GEMMA3)
+_ALL = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN2_5_VL_TEXT_PART,
+    QWEN3,
+    PHI3,
+    GRANITE,
+    SMOLLM3,
+    OLMO2,
+    STARCODER2,
+    GPT2,
+    OPT,
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_TEXT_PART,
+)
 FAMILIES: dict[str, Family] = {architecture: family for family in _ALL for architecture in family.architectures}

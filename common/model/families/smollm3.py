@@ -1,4 +1,5 @@
-"""SmolLM3: as Llama, but every fourth layer has no rotary embedding."""
+"""SmolLM3: as Llama, but every fourth layer has no rotary embedding, and a sliding window
+where windows are switched on."""
 
 from __future__ import annotations
 
@@ -7,14 +8,8 @@ from typing import Any, cast
 
 from common.model.config_file import ConfigFile
 from common.model.description import LayerDescription
-from common.model.families.base import (
-    Family,
-    read_attention,
-    read_mlp,
-    read_norm,
-    repeated,
-    window_if_switched_on,
-)
+from common.model.families.base import Family, read_attention, read_mlp, read_norm, repeated
+from common.model.families.windows import read_layer_types, window_if_given, with_windows
 from common.model.rope import read_rope
 
 
@@ -25,7 +20,9 @@ def _describe(config: ConfigFile) -> tuple[LayerDescription, ...]:
     rotated = LayerDescription(attention, mlp, read_norm(config), read_rope(config, default_theta=2e6))
     layers = repeated(config, rotated)
     rotates = _rotated_layers(config, len(layers))
-    return tuple(layer if rotates[number] else replace(layer, rope=None) for number, layer in enumerate(layers))
+    layers = tuple(layer if rotates[number] else replace(layer, rope=None) for number, layer in enumerate(layers))
+    window = window_if_given(config) if config.flag("use_sliding_window", False) else None
+    return with_windows(layers, window, read_layer_types(config, lambda number: not rotates[number]))
 
 
 def _rotated_layers(config: ConfigFile, num_layers: int) -> list[bool]:
@@ -43,6 +40,5 @@ SMOLLM3 = Family(
     ("SmolLM3ForCausalLM",),
     _describe,
     default_max_position=32768,
-    read_window=window_if_switched_on,
     default_tied=True,
 )

@@ -133,7 +133,7 @@ def test_replays_equal_the_eager_runner_bit_for_bit_at_every_batch_size(name: st
     replaying, eager = make_rig(tiny[name], capture), make_rig(tiny[name], EagerCapture())
     assert capture.captured == len(replaying.graphs.sizes)
     rng = random.Random(7)
-    vocab = TINY[name].config.vocab_size
+    vocab = TINY[name].vocab_size
     for num_seqs in [*range(1, MAX_SEQS + 1), *range(MAX_SEQS, 0, -1)]:
         step = random_decode(POOL, MAX_PAGES, rng, num_seqs, vocab)
         got, want = replaying.captured.execute(step), eager.captured.execute(step)

@@ -12,7 +12,10 @@ from support.runner_cases import check, drive, make_runner, prompt
 from common.base.errors import EngineError
 from common.engine.step import StepInput
 
-LATER = ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma3", "qwen2-yarn")
+LATER = (
+    *("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma2", "gemma3", "gemma3-vision"),
+    *("qwen2-window", "qwen2.5-vl", "qwen2-yarn"),
+)
 """Families that share the code of the others' steps: by default with one chunk size."""
 CASES = [
     pytest.param(name, chunk, marks=[pytest.mark.thorough] if name in LATER and chunk != 16 else [])
@@ -29,7 +32,7 @@ def tiny_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("name", "chunk"), CASES)
 def test_a_mixed_batch_matches_transformers(tiny_dirs: dict[str, Path], name: str, chunk: int) -> None:
-    vocab = TINY[name].config.vocab_size
+    vocab = TINY[name].vocab_size
     prompts = [prompt(n, vocab) for n in (1, 15, 16, 17, 100)]
     check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk))
 
@@ -38,14 +41,14 @@ def test_a_mixed_batch_matches_transformers(tiny_dirs: dict[str, Path], name: st
 def test_longrope_has_the_factors_of_the_longest_context_served(
     tiny_dirs: dict[str, Path], reach: int, lengths: tuple[int, ...]
 ) -> None:
-    prompts = [prompt(n, TINY[LONGROPE].config.vocab_size) for n in lengths]
+    prompts = [prompt(n, TINY[LONGROPE].vocab_size) for n in lengths]
     runner = make_runner(tiny_dirs[LONGROPE], max_model_len=reach)
     check(tiny_dirs[LONGROPE], prompts, drive(runner, prompts, 16, 12), 12)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
 def test_prefill_of_one_token_a_step_matches_transformers(tiny_dirs: dict[str, Path], name: str) -> None:
-    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1, 17, 100)]
+    prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17, 100)]
     check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, 1))
 
 
@@ -54,7 +57,7 @@ def test_prefill_of_one_token_a_step_matches_transformers(tiny_dirs: dict[str, P
 def test_a_long_prompt_beside_short_ones_matches_transformers(
     tiny_dirs: dict[str, Path], name: str, chunk: int
 ) -> None:
-    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1000, 5, 300, 16)]
+    prompts = [prompt(n, TINY[name].vocab_size) for n in (1000, 5, 300, 16)]
     check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk, 12), 12)
 
 

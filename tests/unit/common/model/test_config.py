@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.oracle import TINY
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from support.oracle import TINY, architecture
 
 from common.base.errors import ConfigError
 from common.model.config import load_model_config
@@ -68,26 +67,48 @@ def test_reads_a_transformers_4_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_reads_what_transformers_5_writes(tmp_path: Path, name: str) -> None:
-    theirs = TINY[name].config
-    theirs.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)].__name__]
-    theirs.save_pretrained(tmp_path)
+    whole = TINY[name].config
+    whole.architectures = [architecture(whole)]
+    whole.save_pretrained(tmp_path)
+    theirs = whole.get_text_config()
     ours = load_model_config(tmp_path)
     rope = ours.layers[0].rope
     if rope is not None and "rope_theta" in theirs.rope_parameters:
         assert rope.theta == theirs.rope_parameters["rope_theta"]
         assert rope.kind == theirs.rope_parameters["rope_type"]
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    types = getattr(theirs, "layer_types", None)
+    if types is not None:
+        sliding = [theirs.sliding_window if kind == "sliding_attention" else None for kind in types]
+        assert [layer.attention.window for layer in ours.layers] == sliding
+    assert ours.tie_word_embeddings == whole.tie_word_embeddings
     assert ours.eos_token_ids == (2,)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
 
 
-def test_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
-    mistral = {**QWEN25, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
-    config = load_model_config(write(tmp_path, mistral))
-    assert config.fit_context(None) == 4096
-    with pytest.raises(ConfigError, match="sliding attention window of 4096"):
-        config.fit_context(4097)
-    assert load_model_config(write(tmp_path, {**mistral, "sliding_window": None})).fit_context(32768) == 32768
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, [None] * 24),
+        ({"use_sliding_window": True}, [None] * 21 + [32768] * 3),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 512}, [512] * 24),
+        (
+            {"use_sliding_window": True, "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 22]},
+            [32768] * 2 + [None] * 22,
+        ),
+        ({"use_sliding_window": True, "sliding_window": None}, [None] * 24),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, [4096] * 24),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, [None] * 24),
+    ],
+)
+def test_layers_have_the_sliding_windows_of_their_architecture(
+    tmp_path: Path, change: dict[str, Any], windows: list[int | None]
+) -> None:
+    config = load_model_config(write(tmp_path, {**QWEN25, **change}))
+    assert [layer.attention.window for layer in config.layers] == windows
+    assert config.fit_context(None) == 32768
+
+
+def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_position_embeddings of 32768"):
         load_model_config(write(tmp_path, QWEN25)).fit_context(40000)
 
@@ -101,7 +122,7 @@ def test_context_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
         ({"hidden_size": "896"}, "hidden_size must be a positive integer"),
         ({"vocab_size": 0}, "vocab_size must be a positive integer"),
         ({"num_key_value_heads": 3}, "not a multiple"),
-        ({"rope_scaling": {"type": "mrope", "factor": 4.0}}, "rope scaling 'mrope' is not supported"),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope scaling 'ntk' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": [1]}, "rope parameters"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor of the rope parameters"),
@@ -147,4 +168,5 @@ def test_gemma_3_of_transformers_4_has_a_base_of_rope_for_layers_with_a_window(t
     config = load_model_config(write(tmp_path, raw))
     local, scaled = RopeConfig(1e4), RopeConfig(1e6, "linear", 8.0)
     assert [layer.rope for layer in config.layers] == [*[local] * 5, scaled] * 4
-    assert config.fit_context(None) == 1024
+    assert [layer.attention.window for layer in config.layers] == [*[1024] * 5, None] * 4
+    assert config.fit_context(None) == 32768

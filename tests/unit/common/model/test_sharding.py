@@ -34,7 +34,6 @@ def config(q_heads: int, kv_heads: int, *, head_dim: int = 16, inner: int = 64) 
         vocab_size=250,
         tie_word_embeddings=False,
         max_position_embeddings=128,
-        sliding_window=None,
         dtype="float32",
         eos_token_ids=(),
         bos_token_id=None,

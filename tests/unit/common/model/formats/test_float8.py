@@ -57,7 +57,7 @@ def test_tokens_are_those_of_the_same_weights_in_float32(
 ) -> None:
     """The oracle runs the widened weights; the tolerance is that of any float32 checkpoint."""
     fp8, plain = quantise(originals[name], STYLES[style], tmp_path)
-    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1, 17, 60)]
+    prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17, 60)]
     check(plain, prompts, drive(make_runner(fp8), prompts, 16, 12), 12)
 
 

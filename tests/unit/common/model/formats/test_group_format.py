@@ -64,7 +64,7 @@ def test_tokens_are_those_of_the_same_weights_in_float32(
     originals: dict[str, Path], tmp_path: Path, style: str
 ) -> None:
     quantized, plain = quantize(originals["llama-biases"], STYLES[style], tmp_path)
-    prompts = [prompt(n, TINY["llama-biases"].config.vocab_size) for n in (1, 17, 60)]
+    prompts = [prompt(n, TINY["llama-biases"].vocab_size) for n in (1, 17, 60)]
     check(plain, prompts, drive(make_runner(quantized), prompts, 16, 12), 12)
 
 
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_the_same_weights_in_float32(
 @pytest.mark.parametrize("style", ["awq", "gptq desc_act", "packed asymmetric"])
 def test_tokens_of_weights_kept_in_groups_are_the_same(originals: dict[str, Path], tmp_path: Path, style: str) -> None:
     quantized, plain = quantize(originals["qwen3"], STYLES[style], tmp_path)
-    prompts = [prompt(n, TINY["qwen3"].config.vocab_size) for n in (1, 17, 60)]
+    prompts = [prompt(n, TINY["qwen3"].vocab_size) for n in (1, 17, 60)]
     check(plain, prompts, drive(make_runner(quantized), prompts, 16, 12), 12)
 
 

@@ -107,7 +107,7 @@ def build_of(folder: Path, tp_rank: int = 0, tp_size: int = 1) -> Build:
 def test_a_new_format_generates_what_the_same_float_weights_do(folders: tuple[Path, Path], multiplies: bool) -> None:
     packed, plain = folders
     set_quantization(packed, multiplies=multiplies)
-    prompts = [prompt(n, TINY["llama-biases"].config.vocab_size) for n in (1, 17, 40)]
+    prompts = [prompt(n, TINY["llama-biases"].vocab_size) for n in (1, 17, 40)]
     check(plain, prompts, drive(make_runner(packed), prompts, 16, 12), 12)
 
 

@@ -61,7 +61,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_are_those_of_the_same_weights_in_float32(tmp_path: Path, name: str, kind: Kind) -> None:
     folder = make_tiny(name, tmp_path / "original")
     file, plain = write_gguf(folder, tmp_path, lambda name, weight: kind)
-    prompts = [prompt(n, TINY[name].config.vocab_size) for n in (1, 17, 60)]
+    prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 17, 60)]
     check(plain, prompts, drive(make_runner(file), prompts, 16, 12), 12)
 
 
