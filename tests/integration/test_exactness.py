@@ -18,6 +18,7 @@ import pytest
 from support.oracle import TINY, agreed, first_difference, greedy, make_tiny
 from support.system import System, running_system
 
+from common.kv.rank_layout import blocks_for
 from common.model.config import load_model_config
 
 NEW_TOKENS = 64
@@ -54,7 +55,11 @@ LATER = [
     Case("starcoder2", chunk=64, kv_blocks=400, ahead=True),
     Case("gpt2", chunk=16, kv_blocks=400),
     Case("opt", chunk=64, kv_blocks=80, ahead=True),
-    Case("gemma3", chunk=16, kv_blocks=400),
+    Case("gemma2", chunk=64, kv_blocks=600, ahead=True),
+    Case("gemma3", chunk=16, kv_blocks=800),
+    Case("gemma3-vision", chunk=2048, kv_blocks=800),
+    Case("qwen2-window", chunk=64, kv_blocks=600, ahead=True),
+    Case("qwen2.5-vl", chunk=16, kv_blocks=400),
 ]
 """Families that the tests of the runner cover by default."""
 PARAMS = [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in LATER)]
@@ -128,7 +133,13 @@ def test_greedy_tokens_and_logprobs_equal_transformers(served: tuple[Case, Path,
 def test_relay_moves_exactly_the_bytes_that_the_layout_says(served: tuple[Case, Path, System]) -> None:
     case, model, system = served
     config = load_model_config(model)
-    block_bytes = config.num_layers * 2 * 16 * config.num_kv_heads * config.head_dim * 4
+    block_bytes = 2 * 16 * config.num_kv_heads * config.head_dim * 4  # of one layer
+
+    def needed(num_tokens: int, held: int = 0) -> int:
+        """Bytes of the blocks that the row after `num_tokens` sees, without the first `held` blocks."""
+        windows = [layer.attention.window or num_tokens + 1 for layer in config.layers]
+        firsts = [max(held, (num_tokens + 1 - window) // 16) for window in windows]
+        return block_bytes * sum(blocks_for(num_tokens) - first for first in firsts)
 
     def moved(prompt: list[int]) -> tuple[float, str]:
         before = system.metric("kvrelay_relayed_bytes_total")
@@ -143,9 +154,9 @@ def test_relay_moves_exactly_the_bytes_that_the_layout_says(served: tuple[Case, 
     if len(prompt) <= case.local_prefill_tokens:
         assert moved(prompt) == (0, "local")
         return
-    assert moved(prompt) == (7 * block_bytes, "relayed")
+    assert moved(prompt) == (needed(100), "relayed")
     # The decode node holds the six full blocks; the seventh, and what is new, must come.
     longer = prompt + [draw.randrange(3, config.vocab_size) for _ in range(50)]
-    assert moved(longer) == (4 * block_bytes, "relayed")
+    assert moved(longer) == (needed(150, 6), "relayed")
     # All nine blocks are there; once the router has heard of it, it asks for no relay at all.
     assert moved(longer[:144])[0] == 0

@@ -50,7 +50,10 @@ ALL: list[Layout] = [
 FAMILIES: list[Layout] = [
     (model, 2, 2, 2, transport)
     for model, transport in zip(
-        ("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma3"),
+        (
+            *("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma3"),
+            *("gemma2", "gemma3-vision", "qwen2-window", "qwen2.5-vl", "mistral"),
+        ),
         itertools.cycle(TRANSPORTS),
         strict=False,
     )

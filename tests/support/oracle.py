@@ -177,7 +177,7 @@ TINY: dict[str, Tiny] = {
             **_shape(64, 4, 2, 112, 256, tied=True),
             no_rope_layers=[1, 0, 1],
             use_sliding_window=True,
-            sliding_window=20,
+            sliding_window=24,
             pad_token_id=0,
             rope_parameters={"rope_type": "default", "rope_theta": 2e6},
         )

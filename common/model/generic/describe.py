@@ -53,7 +53,6 @@ def describe(path: Path) -> GenericConfig:
         vocab_size=model.get_input_embeddings().num_embeddings,
         tie_word_embeddings=_is_tied(model),
         max_position_embeddings=longest,
-        sliding_window=None,
         dtype=dtype,
         eos_token_ids=token_ids(file, generation, "eos_token_id"),
         bos_token_id=next(iter(token_ids(file, generation, "bos_token_id")), None),
