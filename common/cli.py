@@ -7,7 +7,9 @@ loads neither torch nor a web framework.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import importlib
 import inspect
 import os
@@ -41,6 +43,9 @@ from common.config.sources import (
 ENTRY_POINT_GROUP = "kvrelay.commands"
 _ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin", "load", "simulate", "keys", "cache"]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+_NO_ROOM, _IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}, 74
+"""Errors of a write that are nobody's bug, and the exit code after one."""
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
@@ -214,6 +219,13 @@ def run_checked(action: Callable[[], None]) -> None:
         sys.stdout.flush()
         print(f"kvrelay: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(getattr(error, "exit_code", 1)) from None
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        with contextlib.suppress(OSError):
+            where = f" {error.filename}" if error.filename else ""
+            print(f"kvrelay: cannot write{where}: {error.strerror}", file=sys.stderr, flush=True)
+        raise typer.Exit(_IO_ERROR) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -18,7 +18,7 @@ import urllib.request
 from common.base.errors import KvRelayError
 from common.control.links import Link
 from common.control.messages import Message, Ping, Pong
-from common.security.tls import open_credentials
+from common.security.tls import Credentials, open_credentials
 
 TIMEOUT_S = 4.0
 MAX_STEP_AGE_S = 60.0
@@ -26,7 +26,11 @@ MAX_STEP_AGE_S = 60.0
 
 
 async def node_complaint(
-    address: str, *, timeout_s: float = TIMEOUT_S, max_step_age_s: float = MAX_STEP_AGE_S
+    address: str,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    max_step_age_s: float = MAX_STEP_AGE_S,
+    credentials: Credentials | None = None,
 ) -> str | None:
     """The problem of the node behind this control socket; None if it is well."""
     answer: asyncio.Future[Pong | str] = asyncio.get_running_loop().create_future()
@@ -39,7 +43,7 @@ async def node_complaint(
         if isinstance(message, Pong):
             settle(message)
 
-    link = Link(address, on_message, settle, credentials=open_credentials(os.environ.get("KVRELAY_TLS_DIR")))
+    link = Link(address, on_message, settle, credentials=credentials)
     try:
         link.send(Ping("probe", lease_s=0.0))
         async with asyncio.timeout(timeout_s):
@@ -81,7 +85,9 @@ def main(arguments: list[str]) -> int:
         complaint = http_complaint(address)
     else:
         try:
-            complaint = asyncio.run(node_complaint(address))
+            complaint = asyncio.run(
+                node_complaint(address, credentials=open_credentials(os.environ.get("KVRELAY_TLS_DIR")))
+            )
         except KvRelayError as error:
             complaint = f"{address}: {error}"
     if complaint is not None:

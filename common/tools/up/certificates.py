@@ -7,14 +7,15 @@ from pathlib import Path
 
 from common.base.errors import ConfigError
 from common.security.names import ServiceRole
+from common.security.tls import Credentials
 from common.tools.up.plan import ChildSpec
 
 _DAYS = 3650
 _ROLES: dict[str, ServiceRole] = {"router": "router", "prefill": "node", "decode": "node"}
 
 
-def with_certificates(specs: list[ChildSpec], directory: Path) -> list[ChildSpec]:
-    """The services with a folder each, made in `directory`, that holds their certificate.
+def with_certificates(specs: list[ChildSpec], directory: Path) -> tuple[list[ChildSpec], Credentials]:
+    """The services with a folder each, made in `directory`, that holds their certificate; and those of the supervisor.
 
     Raises: ConfigError if the package that makes certificates is missing.
     """
@@ -30,4 +31,5 @@ def with_certificates(specs: list[ChildSpec], directory: Path) -> list[ChildSpec
             authority.issue(spec.name, role, directory / spec.name, _DAYS)
             spec = replace(spec, environ={**spec.environ, "KVRELAY_TLS_DIR": str(directory / spec.name)})
         changed.append(spec)
-    return changed
+    authority.issue("kvrelay up", "router", directory / "up", _DAYS)
+    return changed, Credentials(str(directory / "up"))

@@ -14,11 +14,13 @@ _OWN_NAME = "kvrelay"
 
 
 class Console:
-    """Writes prefixed lines to `out`. When the reader of `out` is gone, it goes silent without an error."""
+    """Writes prefixed lines to `out`. When the reader of `out` is gone, it goes silent without an error; lines that cannot be
+    written, as on a full disk, are lost, and counted once there is room again."""
 
     def __init__(self, names: list[str], out: TextIO | None = None) -> None:
         self._out = out if out is not None else sys.stdout
         self._width = max(map(len, [_OWN_NAME, *names]))
+        self._lost = 0
         coloured = self._out.isatty() and "NO_COLOR" not in os.environ
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} if coloured else {}
 
@@ -34,9 +36,16 @@ class Console:
 
     def plain(self, text: str) -> None:
         try:
+            if self._lost:
+                print(
+                    f"{_OWN_NAME:<{self._width}} | {self._lost} lines could not be written", file=self._out, flush=True
+                )
+                self._lost = 0
             print(text, file=self._out, flush=True)
         except (BrokenPipeError, ValueError):
             self._out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the process)
+        except OSError:
+            self._lost += 1
 
 
 def banner(

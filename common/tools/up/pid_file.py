@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -44,4 +45,5 @@ class PidFile:
     def remove(self) -> None:
         """Remove the file, if it is there."""
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that became read-only
+                self._path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -27,11 +28,14 @@ from common.cluster.redis_server import free_port, redis_command
 from common.config.service_configs import UpConfig
 from common.config.sources import CONFIG_FILE_VARIABLE, Source
 from common.control.messages import NodeRecord
+from common.node.healthcheck import node_complaint
+from common.security.tls import Credentials
 from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
 from common.tools.up.certificates import with_certificates
 from common.tools.up.child import Child
 from common.tools.up.console import Console, banner, failure_line
 from common.tools.up.gpus import find_gpus
+from common.tools.up.hang_watch import HangWatch
 from common.tools.up.health import HealthProbe, redis_answers
 from common.tools.up.kv_memory import check_memory
 from common.tools.up.pid_file import PidEntry, PidFile
@@ -81,10 +85,11 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
         )
         check_memory(specs, os.environ, free_memory_bytes(), gpus=bool(gpus))
         specs = _copy_config_file(specs, directory)
+        credentials = None
         if config.tls:
-            specs = with_certificates(specs, Path(directory))
+            specs, credentials = with_certificates(specs, Path(directory))
         with announced(running, runtime_folder(os.environ)):
-            await Supervisor(config, specs, redis_url, pid_file).run()
+            await Supervisor(config, specs, redis_url, pid_file, credentials).run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -110,8 +115,16 @@ class Supervisor:
     Only a child's own `_supervise` task starts it and waits for it; to stop it, signal it and wait for that task.
     """
 
-    def __init__(self, config: UpConfig, specs: list[ChildSpec], redis_url: str, pid_file: PidFile) -> None:
+    def __init__(
+        self,
+        config: UpConfig,
+        specs: list[ChildSpec],
+        redis_url: str,
+        pid_file: PidFile,
+        credentials: Credentials | None = None,
+    ) -> None:
         self._config = config
+        self._credentials = credentials
         self._console = Console([spec.name for spec in specs])
         self._children = [Child(spec, self._console) for spec in specs]
         self._redis_url = redis_url
@@ -143,7 +156,8 @@ class Supervisor:
         for signum in ends:
             loop.add_signal_handler(signum, self._on_signal, signum)
         try:
-            for watcher in (self._start(), self._watch_readiness(), self._show_progress()):
+            hangs = HangWatch(self._children, self._console, self._answers)
+            for watcher in (self._start(), self._watch_readiness(), self._show_progress(), hangs.run()):
                 self._spawn_watcher(watcher)
             await self._stop.wait()
         finally:
@@ -309,6 +323,16 @@ class Supervisor:
         child.incarnation = record.peer.incarnation
         child.address = record.peer.control_address
         return True
+
+    async def _answers(self, child: Child) -> bool:
+        """Whether a ready child answers."""
+        if child.spec.role == "router":
+            return await self._probe.health(child.spec.url) is not None
+        try:
+            complaint = await node_complaint(child.address, max_step_age_s=math.inf, credentials=self._credentials)
+        except KvRelayError:  # a malformed address
+            return False
+        return complaint is None
 
     def _on_nodes(self, records: list[NodeRecord]) -> None:
         self._records = {record.peer.node_id: record for record in records}

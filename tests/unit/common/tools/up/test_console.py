@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
+import io
 import json
 
-from common.tools.up.console import banner
+from common.tools.up.console import Console, banner
 
 
 def test_the_banner_names_addresses_processes_and_kernels() -> None:
@@ -18,3 +20,33 @@ def test_the_line_to_try_asks_greedily_and_is_json() -> None:
     request = json.loads(text.split("-d '")[1].split("'\n")[0])
     assert request["model"] == "demo"
     assert request["temperature"] == 0
+
+
+class FullDisk(io.StringIO):
+    """Has room only while `has_room`."""
+
+    has_room = False
+
+    def write(self, text: str) -> int:
+        if not self.has_room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_lines_that_a_full_disk_does_not_take_are_lost_and_counted() -> None:
+    """`kvrelay up >> log` on a full disk once ended with all its services at the next line."""
+    disk = FullDisk()
+    console = Console(["router"], disk)
+    console.say("lost")
+    console.child_line("router", "lost too")
+    disk.has_room = True
+    console.say("kept")
+    assert disk.getvalue().splitlines() == ["kvrelay | 2 lines could not be written", "kvrelay | kept"]
+
+
+def test_a_console_whose_reader_is_gone_is_silent() -> None:
+    out = io.StringIO()
+    console = Console([], out)
+    out.close()
+    console.say("nobody reads this")
+    console.say("nor this")
