@@ -31,7 +31,7 @@ from common.control.messages import (
     TransferAbort,
     TransferReceived,
 )
-from common.engine.kv_allocator import first_seen
+from common.engine.kv_allocator import first_kept
 from common.engine.kv_transfer import KVSender, OutgoingTransfer, SourceReleased
 from common.engine.plan import Progress
 from common.kv.rank_layout import check_compatible
@@ -128,7 +128,7 @@ class PrefillNode(NodeCore[_Attempt]):
                 key=seq.key,
                 src_incarnation=self.me.incarnation,
                 src_blocks=[list(blocks) for blocks in seq.block_tables],
-                first_blocks=[first_seen(seq.num_tokens, window) for window in self.layout.spec.windows],
+                first_blocks=[first_kept(seq.num_tokens, window) for window in self.layout.spec.windows],
                 block_hashes=hashes,
                 num_tokens=seq.num_tokens,
                 timeout_s=self.transfer_timeout_s,

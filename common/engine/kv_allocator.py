@@ -1,8 +1,8 @@
 """Gives sequences their KV blocks and takes them back. Pure; owned by the engine's thread.
 
 A sequence has a block table for each window of the model (`KVSpec.windows`), all of the same length: entry i is the block of
-tokens [16 i, 16 (i + 1)). Of a table with a sliding window it holds only blocks that its next row sees; earlier entries name
-any block and are never read. Released blocks stay in the prefix cache until they are evicted.
+tokens [16 i, 16 (i + 1)). Of a table with a sliding window it holds only what its next row sees, and a sequence that has the
+same full blocks before it (`first_kept`); earlier entries name any block and are never read. Released blocks stay in the prefix cache until they are evicted.
 
 Two rules keep prefixes right where blocks behind the window are missing. A block is published by itself: its hash promises
 its own content and no other block. And a prefix of h blocks is a hit if every block is there that the row after it sees:
@@ -22,6 +22,15 @@ from common.kv.rank_layout import blocks_for
 def first_seen(num_tokens: int, window: int | None) -> int:
     """The first block that the row after `num_tokens` tokens sees through `window`, or a later row."""
     return 0 if window is None else max(0, num_tokens - window + 1) // BLOCK_SIZE
+
+
+def first_kept(num_tokens: int, window: int | None) -> int:
+    """The first block to keep of a sequence of `num_tokens` tokens, the one that `first_seen` names or one before it.
+
+    Another sample of the same prompt has all its full blocks from the prefix cache, and computes at least the last token: it
+    continues at the last block's beginning or end.
+    """
+    return first_seen((num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE, window)
 
 
 class KVAllocator:
@@ -67,11 +76,11 @@ class KVAllocator:
         return True
 
     def take_for_arrival(self, seq: Sequence, hashes: Seq[BlockHash], *, spare_blocks: int) -> list[int] | None:
-        """Take the blocks that the row after all known tokens sees, for KV that another node sends.
+        """Take the blocks to keep of all known tokens, for KV that another node sends.
 
         Returns for each table the first block that must be sent; None if that would leave less than `spare_blocks` to each.
         """
-        first = [first_seen(seq.num_tokens, window) for window in self.windows]
+        first = [first_kept(seq.num_tokens, window) for window in self.windows]
         found = [self.pool.match(hashes[start:], table) for table, start in enumerate(first)]
         if not self._take(seq, first, found, spare_blocks):
             return None
@@ -102,7 +111,7 @@ class KVAllocator:
         seq.num_slots += BLOCK_SIZE
 
     def advance(self, seq: Sequence) -> None:
-        """Enter the blocks that are full now in the prefix cache, and release those that no later row sees."""
+        """Enter the blocks that are full now in the prefix cache, and release those that need not be kept."""
         full = seq.num_computed // BLOCK_SIZE
         if full <= seq.num_published:
             return
@@ -112,7 +121,7 @@ class KVAllocator:
                 self.pool.publish(blocks[index], hashes[index], table)
         seq.num_published = full
         for table, window in self._limited:
-            first = first_seen(seq.num_computed, window)
+            first = first_kept(seq.num_computed, window)
             if first > seq.first_blocks[table]:
                 self.pool.release(seq.block_tables[table][seq.first_blocks[table] : first])
                 seq.first_blocks[table] = first

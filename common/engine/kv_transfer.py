@@ -57,7 +57,7 @@ class OutgoingTransfer:
     src_blocks: list[list[int]]
     first_blocks: list[int]
     """For each block table, the first block that the sender holds until it has sent it; earlier ones are behind the
-    sliding window of the next token."""
+    sliding window."""
     block_hashes: list[bytes]
     num_tokens: int
     timeout_s: float

@@ -6,7 +6,7 @@ import pytest
 
 from common.base.hashing import BLOCK_SIZE, hash_blocks, root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.kv_allocator import KVAllocator, first_seen
+from common.engine.kv_allocator import KVAllocator, first_kept, first_seen
 from common.engine.plan import Plan
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import Sequence
@@ -63,6 +63,20 @@ def test_the_first_block_that_the_next_row_sees(num_tokens: int, window: int | N
     assert first_seen(num_tokens, window) == first
 
 
+@pytest.mark.parametrize("window", [2, 16, 17, 33, WINDOW])
+@pytest.mark.parametrize("num_tokens", range(1, 200, 7))
+def test_another_sequence_of_the_same_tokens_finds_all_full_blocks(num_tokens: int, window: int) -> None:
+    kv = allocator(None, window)
+    tokens = list(range(num_tokens))
+    seq = sequence(tokens)
+    assert kv.take_for_arrival(seq, [], spare_blocks=0) == [0, first_kept(num_tokens, window)]
+    assert first_seen(num_tokens, window) - 1 <= first_kept(num_tokens, window) <= first_seen(num_tokens, window)
+    seq.num_computed = seq.num_scheduled = num_tokens
+    kv.advance(seq)
+    usable = hashes_of(tokens)[: (num_tokens - 1) // BLOCK_SIZE]
+    assert kv.hit_blocks(usable) == len(usable)
+
+
 @pytest.mark.parametrize("windows", [(512,), (512, None), (None, 512, 512)])
 def test_the_blocks_of_a_window_stay_as_many_through_an_answer_of_4000_tokens(windows: tuple[int | None, ...]) -> None:
     scheduler = Scheduler(SchedulerConfig(5000, 4, 64, 64), BlockPool(260 * len(windows), len(windows)), windows)
@@ -76,7 +90,7 @@ def test_the_blocks_of_a_window_stay_as_many_through_an_answer_of_4000_tokens(wi
         scheduler.update(plan, [SampledToken(7) for _ in plan.step.samples])
     assert seq.num_generated == 4000
     for window, blocks in zip(windows, most, strict=True):
-        assert blocks == (512 // BLOCK_SIZE + 1 if window else -(-(40 + 4000 - 1) // BLOCK_SIZE))
+        assert blocks == (512 // BLOCK_SIZE + 2 if window else -(-(40 + 4000 - 1) // BLOCK_SIZE))
     assert scheduler.pool.num_used == 0
 
 
@@ -102,15 +116,15 @@ def test_a_hit_needs_the_window_of_each_table_and_everything_of_one_without() ->
     tokens = list(range(16 * 10))
     seq = sequence(tokens)
     first = kv.take_for_arrival(seq, [], spare_blocks=0)
-    assert first == [0, first_seen(160, WINDOW)] == [0, 6]
-    assert kv.pool.num_used == 10 + 4, "of the window only what the next row sees"
+    assert first == [0, first_kept(160, WINDOW)] == [0, 5]
+    assert kv.pool.num_used == 10 + 5, "of the window only what is kept"
     seq.num_computed = seq.num_scheduled = seq.num_tokens
     kv.advance(seq)
     hashes = hashes_of(tokens)
     assert kv.hit_blocks(hashes) == 10
-    assert [kv.hit_blocks(hashes[:n]) for n in (9, 8, 5)] == [0, 0, 0], "the window before them never arrived"
+    assert [kv.hit_blocks(hashes[:n]) for n in (9, 8, 5)] == [9, 0, 0], "the window before them never arrived"
     stored, _ = kv.pool.journal.take()
-    assert stored == set(hashes[6:]), "a hash is promised with blocks for all tables"
+    assert stored == set(hashes[5:]), "a hash is promised with blocks for all tables"
     longer = sequence(tokens + list(range(16)))
     again = kv.take_for_arrival(longer, hashes_of(longer.token_ids), spare_blocks=0)
     assert again == [10, 10], "what is here is not sent again"
@@ -120,8 +134,8 @@ def test_kv_that_arrives_is_asked_for_from_the_window_on() -> None:
     kv = allocator(WINDOW)
     tokens = list(range(16 * 100 + 5))
     seq = sequence(tokens)
-    assert kv.take_for_arrival(seq, hashes_of(tokens), spare_blocks=0) == [first_seen(len(tokens), WINDOW)]
-    assert kv.pool.num_used == 101 - first_seen(len(tokens), WINDOW) == 5
+    assert kv.take_for_arrival(seq, hashes_of(tokens), spare_blocks=0) == [first_kept(len(tokens), WINDOW)]
+    assert kv.pool.num_used == 101 - first_kept(len(tokens), WINDOW) == 5
     assert kv.pool.num_blocks < 101, "a prompt that this node could not hold whole"
     kv.free(seq)
     assert kv.pool.num_used == 0
