@@ -91,7 +91,7 @@ class Outgoing:
             return
         check_compatible(self._layout, grant.layout)
         total = self.blocks.shape[1]
-        if any(len(table) != total for table in grant.block_ids):
+        if [len(table) for table in grant.block_ids] != [total] * len(self.blocks):
             raise TransferError(
                 f"{grant.key}: a grant of {[*map(len, grant.block_ids)]} blocks for an offer of {total}"
             )

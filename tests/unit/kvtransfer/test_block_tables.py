@@ -103,4 +103,6 @@ def test_a_grant_of_blocks_that_the_sender_has_given_up_or_never_had_is_refused(
         outgoing.grant(grant(layout, first_blocks, tables(2)), 0.0)
     with pytest.raises(TransferError):
         outgoing.grant(grant(layout, HELD_BY_SENDER, [*tables(2)[:2], [1, 2]]), 0.0)
+    with pytest.raises(TransferError):
+        outgoing.grant(grant(layout, HELD_BY_SENDER, tables(2)[:2]), 0.0)
     assert not outgoing.granted
