@@ -18,6 +18,7 @@ import pytest
 from support.oracle import TINY, agreed, first_difference, greedy, make_tiny
 from support.system import System, running_system
 
+from common.engine.kv_allocator import first_kept
 from common.kv.rank_layout import blocks_for
 from common.model.config import load_model_config
 
@@ -136,9 +137,8 @@ def test_relay_moves_exactly_the_bytes_that_the_layout_says(served: tuple[Case, 
     block_bytes = 2 * 16 * config.num_kv_heads * config.head_dim * 4  # of one layer
 
     def needed(num_tokens: int, held: int = 0) -> int:
-        """Bytes of the blocks that the row after `num_tokens` sees, without the first `held` blocks."""
-        windows = [layer.attention.window or num_tokens + 1 for layer in config.layers]
-        firsts = [max(held, (num_tokens + 1 - window) // 16) for window in windows]
+        """Bytes of the blocks to keep of `num_tokens`, without the first `held` blocks."""
+        firsts = [max(held, first_kept(num_tokens, layer.attention.window)) for layer in config.layers]
         return block_bytes * sum(blocks_for(num_tokens) - first for first in firsts)
 
     def moved(prompt: list[int]) -> tuple[float, str]:
