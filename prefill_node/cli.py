@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.base.process import lasting_imports, prepare_compute
 from common.cli import service_app
 from common.config.service_configs import PrefillConfig
 from common.node.before_torch import main
@@ -26,4 +27,17 @@ def _load_role() -> PrefillRole:
     return ROLE
 
 
-app = service_app(PrefillConfig, help=_HELP, run=lambda resolved: main(resolved.config, _load_role))
+def _run(config: PrefillConfig) -> None:
+    from common.model.encoder.config import pooling_task
+    from common.model.hub import resolve_model
+
+    if pooling_task(resolve_model(config.model)) is None:
+        main(config, _load_role)
+        return
+    prepare_compute(config.threads, config.nice)
+    with lasting_imports():
+        from prefill_node.pooling_service import run_pooling_node
+    run_pooling_node(config)
+
+
+app = service_app(PrefillConfig, help=_HELP, run=lambda resolved: _run(resolved.config))

@@ -1,0 +1,158 @@
+"""An encoder of the BERT family on one device: hidden states of a batch of texts, without padding.
+
+All products run over the tokens of all texts together; only attention goes text by text, of equal lengths together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as fn
+from torch import Tensor
+
+from common.control.pooling import PoolInput
+from common.model.encoder.config import EncoderConfig
+from common.model.tensor_files import TensorFiles
+
+
+class _Linear(NamedTuple):
+    """weight: [out, in]; bias: [out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fn.linear(x, self.weight, self.bias)
+
+
+class _Layer(NamedTuple):
+    qkv: _Linear
+    attention_out: _Linear
+    attention_norm: _Linear
+    up: _Linear
+    down: _Linear
+    norm: _Linear
+
+
+class Encoder:
+    """Weights of one encoder; float32.
+
+    Raises: ConfigError for missing or wrong weights.
+    """
+
+    def __init__(self, path: Path, config: EncoderConfig) -> None:
+        self.config = config
+        files = TensorFiles(path, config.weight_prefix)
+        hidden, wide, prefix = config.hidden_size, config.intermediate_size, config.weight_prefix
+
+        def read(name: str, *shape: int) -> Tensor:
+            return files.read(name, shape).float()
+
+        def linear(name: str, out: int, width: int = hidden) -> _Linear:
+            return _Linear(read(f"{name}.weight", out, width), read(f"{name}.bias", out))
+
+        def norm(name: str) -> _Linear:
+            return _Linear(read(f"{name}.weight", hidden), read(f"{name}.bias", hidden))
+
+        def layer(index: int) -> _Layer:
+            at = f"{prefix}encoder.layer.{index}"
+            parts = [linear(f"{at}.attention.self.{name}", hidden) for name in ("query", "key", "value")]
+            qkv = _Linear(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
+            return _Layer(
+                qkv,
+                linear(f"{at}.attention.output.dense", hidden),
+                norm(f"{at}.attention.output.LayerNorm"),
+                linear(f"{at}.intermediate.dense", wide),
+                linear(f"{at}.output.dense", hidden, wide),
+                norm(f"{at}.output.LayerNorm"),
+            )
+
+        at = f"{prefix}embeddings"
+        self._words = read(f"{at}.word_embeddings.weight", config.vocab_size, hidden)
+        self._positions = read(f"{at}.position_embeddings.weight", config.num_positions, hidden)
+        self._types = read(f"{at}.token_type_embeddings.weight", config.num_types, hidden)
+        self._norm = norm(f"{at}.LayerNorm")
+        self._layers = [layer(index) for index in range(config.num_layers)]
+        self._head: tuple[_Linear, _Linear] | None = None
+        if config.task == "score":
+            dense = "classifier.dense" if config.is_roberta else f"{prefix}pooler.dense"
+            last = "classifier.out_proj" if config.is_roberta else "classifier"
+            self._head = linear(dense, hidden), linear(last, 1)
+
+    @torch.inference_mode()
+    def hidden(self, inputs: Sequence[PoolInput]) -> tuple[Tensor, list[int]]:
+        """The last hidden states of all tokens, [tokens, hidden], and the number of tokens of each input."""
+        config = self.config
+        lengths = [len(each.token_ids) for each in inputs]
+        ids = torch.tensor([token for each in inputs for token in each.token_ids])
+        first = config.first_position
+        positions = torch.cat([torch.arange(first, first + length) for length in lengths])
+        x = self._words[ids] + self._positions[positions]
+        types = torch.zeros(len(ids), dtype=torch.long)
+        if config.num_types > 1:
+            begin = 0
+            for each, length in zip(inputs, lengths, strict=True):
+                if each.second_at:
+                    types[begin + each.second_at : begin + length] = 1
+                begin += length
+        x = self._normed(x + self._types[types], self._norm)
+        groups = _same_length(lengths)
+        for layer in self._layers:
+            x = self._normed(x + layer.attention_out(self._attend(layer.qkv(x), groups)), layer.attention_norm)
+            up = layer.up(x)
+            if config.activation == "relu":
+                up = fn.relu(up)
+            else:
+                up = fn.gelu(up, approximate="tanh" if config.activation == "gelu_tanh" else "none")
+            x = self._normed(x + layer.down(up), layer.norm)
+        return x, lengths
+
+    @torch.inference_mode()
+    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The scores of pairs between 0 and 1, [inputs], from their hidden states."""
+        assert self._head is not None
+        dense, last = self._head
+        first = hidden[_starts(lengths)]
+        return torch.sigmoid(last(torch.tanh(dense(first))))[:, 0]
+
+    @torch.inference_mode()
+    def pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """One vector for each input, [inputs, hidden], as the model is configured."""
+        mode = self.config.pooling
+        if mode == "cls":
+            return hidden[_starts(lengths)]
+        if mode == "lasttoken":
+            return hidden[torch.tensor(lengths).cumsum(0) - 1]
+        parts = hidden.split(list(lengths))
+        return torch.stack([part.mean(0) if mode == "mean" else part.amax(0) for part in parts])
+
+    def _normed(self, x: Tensor, norm: _Linear) -> Tensor:
+        return fn.layer_norm(x, (x.size(-1),), norm.weight, norm.bias, self.config.norm_eps)
+
+    def _attend(self, qkv: Tensor, groups: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """qkv: [tokens, 3 * hidden]. Returns [tokens, hidden]."""
+        heads, hidden = self.config.num_heads, self.config.hidden_size
+        out = torch.empty(qkv.size(0), hidden)
+        for rows, length in groups:
+            parts = qkv[rows].view(-1, length, 3, heads, hidden // heads).permute(2, 0, 3, 1, 4)
+            mixed = fn.scaled_dot_product_attention(parts[0], parts[1], parts[2])
+            out[rows] = mixed.transpose(1, 2).reshape(-1, hidden)
+        return out
+
+
+def _starts(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths[:-1]]).cumsum(0)
+
+
+def _same_length(lengths: Sequence[int]) -> list[tuple[Tensor, int]]:
+    """Rows of the tokens of the inputs of each length."""
+    rows: defaultdict[int, list[int]] = defaultdict(list)
+    begin = 0
+    for length in lengths:
+        rows[length].extend(range(begin, begin + length))
+        begin += length
+    return [(torch.tensor(each), length) for length, each in rows.items()]

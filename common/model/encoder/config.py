@@ -1,0 +1,121 @@
+"""Configuration of encoders that pool: the BERT family, as sentence-transformers and transformers keep them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from common.base.errors import ConfigError
+from common.control.messages import Task
+from common.model.config_file import ConfigFile, read_json_object
+
+Pooling = Literal["cls", "mean", "max", "lasttoken"]
+_POOLING_KEYS: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_PREFIXES = {"Bert": "bert.", "Roberta": "roberta.", "XLMRoberta": "roberta."}
+_SUFFIXES: dict[str, Task] = {"Model": "embed", "ForSequenceClassification": "score"}
+ARCHITECTURES: dict[str, Task] = {family + suffix: task for family in _PREFIXES for suffix, task in _SUFFIXES.items()}
+"""The supported classes of transformers, and what they do."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """An encoder and how its vectors are pooled."""
+
+    task: Task
+    is_roberta: bool
+    weight_prefix: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    vocab_size: int
+    num_positions: int
+    first_position: int
+    """Position of the first token."""
+    num_types: int
+    norm_eps: float
+    activation: Literal["gelu", "gelu_tanh", "relu"]
+    max_model_len: int
+    pooling: Pooling = "mean"
+
+
+def pooling_task(path: Path) -> Task | None:
+    """What the model in this folder does, if it is a supported encoder; None for all else."""
+    file = path / "config.json"
+    if not file.is_file():
+        return None
+    names = read_json_object(file).get("architectures")
+    return ARCHITECTURES.get(str(cast("list[Any]", names)[0])) if isinstance(names, list) and names else None
+
+
+def read_encoder_config(path: Path) -> EncoderConfig:
+    """The encoder in folder `path`. Raises: ConfigError for a missing or wrong file, or an unsupported feature."""
+    config = ConfigFile(path / "config.json")
+    name = str(config.raw["architectures"][0])
+    task = ARCHITECTURES[name]
+    family = name.removesuffix("Model").removesuffix("ForSequenceClassification")
+    if config.raw.get("position_embedding_type", "absolute") != "absolute":
+        raise config.error(f"position_embedding_type {config.raw['position_embedding_type']!r} is not supported")
+    labels = config.raw.get("id2label")
+    num_labels = len(cast("dict[str, Any]", labels)) if isinstance(labels, dict) else config.integer("num_labels", 2)
+    if task == "score" and num_labels != 1:
+        raise config.error(f"a cross-encoder has one label, this model {num_labels}: classifiers are not supported")
+    activations = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+    activation = activations.get(str(config.raw.get("hidden_act", "gelu")))
+    if activation is None:
+        raise config.error(f"hidden_act {config.raw['hidden_act']!r} is not supported")
+    positions = config.integer("max_position_embeddings")
+    first = config.integer("pad_token_id", 1) + 1 if family != "Bert" else 0
+    return EncoderConfig(
+        task=task,
+        is_roberta=family != "Bert",
+        weight_prefix=_PREFIXES[family],
+        hidden_size=config.integer("hidden_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=config.integer("num_attention_heads"),
+        intermediate_size=config.integer("intermediate_size"),
+        vocab_size=config.integer("vocab_size"),
+        num_positions=positions,
+        first_position=first,
+        num_types=config.integer("type_vocab_size", 2),
+        norm_eps=config.number("layer_norm_eps", 1e-12),
+        activation=cast("Any", activation),
+        max_model_len=min(positions - first, _longest(path, positions)),
+        pooling=_pooling(path),
+    )
+
+
+def _longest(path: Path, default: int) -> int:
+    """sentence-transformers' own limit."""
+    file = path / "sentence_bert_config.json"
+    return ConfigFile(file).integer("max_seq_length", default) if file.is_file() else default
+
+
+def _pooling(path: Path) -> Pooling:
+    """Raises: ConfigError for modules after the encoder other than pooling and normalization."""
+    modules = path / "modules.json"
+    if modules.is_file():
+        # The file holds a list, which `read_json_object` refuses.
+        import json
+
+        for module in json.loads(modules.read_bytes())[1:]:
+            kind = str(module.get("type", "")).rpartition(".")[2]
+            if kind not in ("Pooling", "Normalize"):
+                raise ConfigError(f"{modules}: the module {kind} is not supported; only Pooling and Normalize are")
+    file = path / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return "mean"
+    raw = read_json_object(file)
+    found = [mode for key, mode in _POOLING_KEYS.items() if raw.get(key)]
+    named = raw.get("pooling_mode")
+    if named in get_args(Pooling):
+        return named
+    if len(found) != 1:
+        raise ConfigError(f"{file}: exactly one of {', '.join(_POOLING_KEYS)} must be set")
+    return found[0]

@@ -1,0 +1,121 @@
+"""Start-up of a node of a pooling model: config, weights, server. Importing this imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as fn
+
+from common.base.clock import monotonic
+from common.base.errors import ConfigError
+from common.base.process import run_service
+from common.config.fields import listed
+from common.config.service_configs import PrefillConfig
+from common.control.messages import ModelInfo, NodeRecord
+from common.control.pooling import PoolInput, PoolRequest
+from common.kv.journal import BlockJournal
+from common.kv.rank_layout import KVLayout
+from common.kv.spec import KVSpec
+from common.model.encoder.bert import Encoder
+from common.model.encoder.config import EncoderConfig, read_encoder_config
+from common.model.fingerprint import tokenizer_digest
+from common.model.hub import model_name, resolve_model
+from common.node.plan import node_id_for
+from common.node.server import NodeServer
+from prefill_node.pooling_core import PoolingNode, PoolLimits
+
+log = logging.getLogger(__name__)
+
+_MAX_ACCEPTED = 1024
+_STEP_TOKENS = 4096
+"""Most tokens of one step, unless configured: more make no step faster, and small requests wait longer."""
+
+
+class EncoderPooler:
+    """Computes the vectors of requests with an encoder."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    def compute(self, batch: Sequence[tuple[PoolRequest, PoolInput]]) -> list[bytes]:
+        """As `Pooler.compute`."""
+        hidden, lengths = self._encoder.hidden([each for _, each in batch])
+        if self._encoder.config.task == "score":
+            return [score.numpy().tobytes() for score in self._encoder.scores(hidden, lengths).split(1)]
+        pooled = self._encoder.pool(hidden, lengths)
+        tokens = hidden.split(lengths)
+        found: list[bytes] = []
+        for index, (request, _) in enumerate(batch):
+            vectors = tokens[index] if request.per_token else pooled[index]
+            if request.dimensions:
+                vectors = vectors[..., : request.dimensions]
+            if request.normalize:
+                vectors = fn.normalize(vectors, dim=-1)
+            found.append(vectors.contiguous().numpy().tobytes())
+        return found
+
+
+def run_pooling_node(config: PrefillConfig) -> None:
+    """Run the node until SIGTERM or SIGINT.
+
+    Raises: ConfigError for what cannot start, EngineError if the engine loop crashed.
+    """
+    path = resolve_model(config.model)
+    encoder_config = read_encoder_config(path)
+    if config.max_model_len is not None:
+        if config.max_model_len > encoder_config.max_model_len:
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} is more than the {encoder_config.max_model_len} that {path} takes"
+            )
+        encoder_config = replace(encoder_config, max_model_len=config.max_model_len)
+    run_service(lambda: _serve(config, path, encoder_config))
+
+
+async def _serve(config: PrefillConfig, path: Path, encoder_config: EncoderConfig) -> None:
+    server = NodeServer(config, node_id_for("prefill", config))
+    await server.bind()
+    encoder = await asyncio.to_thread(_load, path, encoder_config)
+    limits = PoolLimits(
+        encoder_config.vocab_size,
+        encoder_config.max_model_len,
+        config.max_num_batched_tokens or _STEP_TOKENS,
+        _MAX_ACCEPTED,
+    )
+    core = PoolingNode(EncoderPooler(encoder), limits, server.send_buffer, monotonic)
+    names = listed("served_model_name", config.served_model_name)
+    digest = tokenizer_digest(path)
+    info = ModelInfo(
+        names[0] if names else model_name(path),
+        str(path),
+        encoder_config.vocab_size,
+        encoder_config.max_model_len,
+        digest,
+        encoder_config.task,
+        encoder_config.hidden_size,
+    )
+    layout = KVLayout(f"pooling-{digest}", KVSpec.uniform(1, 1, 1, "float32"))
+    record = NodeRecord(
+        "prefill", server.me, info, layout, 0, time.time(), max_num_seqs=config.max_num_seqs, kernels="PyTorch"
+    )
+    await server.run(
+        core,
+        record,
+        BlockJournal(),
+        on_ready=lambda: log.info(
+            "pooling node %s ready at %s: %s (%s)", server.me.node_id, server.me.control_address, info.name, info.task
+        ),
+    )
+
+
+def _load(path: Path, config: EncoderConfig) -> Encoder:
+    """The encoder, after one forward pass, so that no client waits for the first access to its weights."""
+    encoder = Encoder(path, config)
+    torch.set_flush_denormal(True)
+    encoder.hidden([PoolInput([0])])
+    return encoder
