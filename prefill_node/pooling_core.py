@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from common.base.clock import Clock
 from common.base.errors import BadRequest, EngineError, KvRelayError, Overloaded
 from common.control.links import Identity
-from common.control.messages import Abort, AttemptFailed, AttemptKey, NodeLoad
+from common.control.messages import Abort, AttemptFailed, AttemptKey, DecodeRequest, NodeLoad, PrefillRequest
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
 from common.node.events import ClientLost, FromClient, SendBuffer
 from common.node.step_timer import StepTimer
@@ -52,7 +52,8 @@ class _Attempt:
 
 class _Waiting(NamedTuple):
     attempt: _Attempt
-    index: int
+    place: int
+    """Index among the request's inputs."""
 
 
 class PoolingNode:
@@ -76,9 +77,9 @@ class PoolingNode:
                 self._accept(identity, request)
             case FromClient(_, Abort(key)):
                 self._attempts.pop(key, None)
-            case FromClient(identity, message) if hasattr(message, "key"):
-                error = BadRequest(f"this node's model pools: it takes no {type(message).__name__}")
-                self._send_buffer.reply(identity, AttemptFailed(message.key, error.code, error.message))
+            case FromClient(identity, PrefillRequest() | DecodeRequest() as request):
+                error = BadRequest("this node's model does not generate")
+                self._send_buffer.reply(identity, AttemptFailed(request.key, error.code, error.message))
             case ClientLost(identity):
                 for key in [key for key, each in self._attempts.items() if each.identity == identity]:
                     del self._attempts[key]
@@ -101,7 +102,7 @@ class PoolingNode:
             self._send_buffer.reply(identity, AttemptFailed(request.key, error.code, error.message))
             return
         attempt = self._attempts[request.key] = _Attempt(identity, request, self._clock())
-        self._waiting.extend(_Waiting(attempt, index) for index in range(len(request.inputs)))
+        self._waiting.extend(_Waiting(attempt, place) for place in range(len(request.inputs)))
 
     def step(self) -> bool:
         """Compute the next batch, and answer the requests that it completes."""
@@ -110,7 +111,7 @@ class PoolingNode:
             return False
         self._steps += 1
         self._timer.begin(self._steps, self._clock())
-        inputs = [(each.attempt.request, each.attempt.request.inputs[each.index]) for each in batch]
+        inputs = [(each.attempt.request, each.attempt.request.inputs[each.place]) for each in batch]
         try:
             vectors = self._pooler.compute(inputs)
         except RuntimeError as error:
@@ -122,10 +123,10 @@ class PoolingNode:
             return True
         self._timer.end(self._steps, self._clock(), decodes=False, prompts=True)
         self._computed_tokens += sum(len(each.token_ids) for _, each in inputs)
-        for (attempt, index), vector in zip(batch, vectors, strict=True):
-            attempt.vectors[index] = vector
+        for (attempt, place), vector in zip(batch, vectors, strict=True):
+            attempt.vectors[place] = vector
             if len(attempt.vectors) == len(attempt.request.inputs):
-                found = [attempt.vectors[place] for place in range(len(attempt.vectors))]
+                found = [attempt.vectors[number] for number in range(len(attempt.vectors))]
                 self._end(attempt, PoolResult(attempt.request.key, found))
         return True
 
@@ -133,8 +134,8 @@ class PoolingNode:
         batch: list[_Waiting] = []
         room = self._limits.step_tokens
         while self._waiting:
-            attempt, index = self._waiting[0]
-            tokens = len(attempt.request.inputs[index].token_ids)
+            attempt, place = self._waiting[0]
+            tokens = len(attempt.request.inputs[place].token_ids)
             if self._attempts.get(attempt.request.key) is not attempt:
                 self._waiting.popleft()
                 continue
@@ -158,7 +159,7 @@ class PoolingNode:
             running=begun,
             waiting=len(self._attempts) - begun,
             queued_tokens=sum(
-                len(each.attempt.request.inputs[each.index].token_ids)
+                len(each.attempt.request.inputs[each.place].token_ids)
                 for each in self._waiting
                 if each.attempt.request.key in self._attempts
             ),

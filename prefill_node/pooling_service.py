@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as fn
 
 from common.base.clock import monotonic
 from common.base.errors import ConfigError
@@ -18,12 +16,13 @@ from common.base.process import run_service
 from common.config.fields import listed
 from common.config.service_configs import PrefillConfig
 from common.control.messages import ModelInfo, NodeRecord
-from common.control.pooling import PoolInput, PoolRequest
+from common.control.pooling import PoolInput
 from common.kv.journal import BlockJournal
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
 from common.model.encoder.bert import Encoder
 from common.model.encoder.config import EncoderConfig, read_encoder_config
+from common.model.encoder.pooler import EncoderPooler
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_name, resolve_model
 from common.node.plan import node_id_for
@@ -35,30 +34,6 @@ log = logging.getLogger(__name__)
 _MAX_ACCEPTED = 1024
 _STEP_TOKENS = 4096
 """Most tokens of one step, unless configured: more make no step faster, and small requests wait longer."""
-
-
-class EncoderPooler:
-    """Computes the vectors of requests with an encoder."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
-
-    def compute(self, batch: Sequence[tuple[PoolRequest, PoolInput]]) -> list[bytes]:
-        """As `Pooler.compute`."""
-        hidden, lengths = self._encoder.hidden([each for _, each in batch])
-        if self._encoder.config.task == "score":
-            return [score.numpy().tobytes() for score in self._encoder.scores(hidden, lengths).split(1)]
-        pooled = self._encoder.pool(hidden, lengths)
-        tokens = hidden.split(lengths)
-        found: list[bytes] = []
-        for index, (request, _) in enumerate(batch):
-            vectors = tokens[index] if request.per_token else pooled[index]
-            if request.dimensions:
-                vectors = vectors[..., : request.dimensions]
-            if request.normalize:
-                vectors = fn.normalize(vectors, dim=-1)
-            found.append(vectors.contiguous().numpy().tobytes())
-        return found
 
 
 def run_pooling_node(config: PrefillConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -97,25 +98,30 @@ def _longest(path: Path, default: int) -> int:
     return ConfigFile(file).integer("max_seq_length", default) if file.is_file() else default
 
 
-def _pooling(path: Path) -> Pooling:
+def _check_modules(file: Path) -> None:
     """Raises: ConfigError for modules after the encoder other than pooling and normalization."""
-    modules = path / "modules.json"
-    if modules.is_file():
-        # The file holds a list, which `read_json_object` refuses.
-        import json
+    if not file.is_file():
+        return
+    try:
+        found: Any = json.loads(file.read_bytes())
+        kinds = [str(module["type"]).rpartition(".")[2] for module in found][1:]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{file} is not a list of sentence-transformers' modules") from error
+    for kind in kinds:
+        if kind not in ("Pooling", "Normalize"):
+            raise ConfigError(f"{file}: the module {kind} is not supported; only Pooling and Normalize are")
 
-        for module in json.loads(modules.read_bytes())[1:]:
-            kind = str(module.get("type", "")).rpartition(".")[2]
-            if kind not in ("Pooling", "Normalize"):
-                raise ConfigError(f"{modules}: the module {kind} is not supported; only Pooling and Normalize are")
+
+def _pooling(path: Path) -> Pooling:
+    _check_modules(path / "modules.json")
     file = path / "1_Pooling" / "config.json"
     if not file.is_file():
         return "mean"
     raw = read_json_object(file)
-    found = [mode for key, mode in _POOLING_KEYS.items() if raw.get(key)]
+    found: list[Pooling] = [mode for key, mode in _POOLING_KEYS.items() if raw.get(key)]
     named = raw.get("pooling_mode")
     if named in get_args(Pooling):
-        return named
+        return cast("Pooling", named)
     if len(found) != 1:
         raise ConfigError(f"{file}: exactly one of {', '.join(_POOLING_KEYS)} must be set")
     return found[0]
