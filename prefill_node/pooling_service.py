@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from common.base.clock import monotonic
-from common.base.errors import ConfigError
 from common.base.process import run_service
 from common.config.fields import listed
 from common.config.service_configs import PrefillConfig
@@ -44,11 +42,7 @@ def run_pooling_node(config: PrefillConfig) -> None:
     path = resolve_model(config.model)
     encoder_config = read_encoder_config(path)
     if config.max_model_len is not None:
-        if config.max_model_len > encoder_config.max_model_len:
-            raise ConfigError(
-                f"max_model_len {config.max_model_len} is more than the {encoder_config.max_model_len} that {path} takes"
-            )
-        encoder_config = replace(encoder_config, max_model_len=config.max_model_len)
+        encoder_config = encoder_config.with_context(config.max_model_len)
     run_service(lambda: _serve(config, path, encoder_config))
 
 

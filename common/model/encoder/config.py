@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -44,6 +44,14 @@ class EncoderConfig:
     activation: Literal["gelu", "gelu_tanh", "relu"]
     max_model_len: int
     pooling: Pooling = "mean"
+
+    def with_context(self, max_model_len: int) -> EncoderConfig:
+        """The same for inputs of at most so many tokens. Raises: ConfigError if it takes fewer."""
+        if max_model_len > self.max_model_len:
+            raise ConfigError(
+                f"max_model_len {max_model_len} is more than the {self.max_model_len} that the model takes"
+            )
+        return replace(self, max_model_len=max_model_len)
 
 
 def pooling_task(path: Path) -> Task | None:

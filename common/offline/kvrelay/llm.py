@@ -17,10 +17,23 @@ from common.base.errors import BadRequest, ConfigError
 from common.config.option_groups import CapacityOptions, DeviceOptions, GpuMemoryOptions, ModelOptions
 from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
 from common.config.sources import resolve
+from common.control.messages import Task
+from common.model.encoder.config import pooling_task
+from common.model.hub import resolve_model
 from kvrelay.engine import Engine, load_options
 from kvrelay.outputs import RequestOutput, completion_output, prompt_logprobs
+from kvrelay.pooling_engine import PoolingEngine
+from kvrelay.pooling_outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from kvrelay.progress import progress_bar
 from kvrelay.prompts import Conversation, Job, Params, Prompt, chat_jobs, generate_jobs
+from router.http.pooling.format import floats, token_vectors
 from router.served_model import LoadOptions
 
 _IN_PROCESS = {
@@ -50,6 +63,7 @@ class LLM:
         """
         self._lock = threading.Lock()
         self._ids = itertools.count()
+        self._engine: Engine | PoolingEngine
         if prefill or decode:
             self._engine = _cluster_engine({**options, "model": model, "prefill": prefill, "decode": decode or 1})
         else:
@@ -88,6 +102,48 @@ class LLM:
         }
         return self._run(engine, chat_jobs(engine.model, messages, sampling_params, options), use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, by an embedding model. The options are fields of `/v1/embeddings`.
+
+        Raises: BadRequest for a wrong prompt, before anything runs.
+        """
+        options = {
+            "dimensions": dimensions,
+            "normalize": normalize,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+        }
+        engine = self._pooling("embed")
+        with self._lock:
+            found = list(engine.vectors(prompts, options, per_token=False))
+        return [EmbeddingRequestOutput(EmbeddingOutput(floats(vector)), ids) for ids, vector, _ in found]
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput]:
+        """The vectors of each prompt's tokens, by an embedding model. Otherwise as `embed`."""
+        engine = self._pooling("embed")
+        with self._lock:
+            found = list(engine.vectors(prompts, {"truncate_prompt_tokens": truncate_prompt_tokens}, per_token=True))
+        return [PoolingRequestOutput(PoolingOutput(token_vectors(each, width)), ids) for ids, each, width in found]
+
+    def score(
+        self, text_1: str | list[str], text_2: str | list[str], *, truncate_prompt_tokens: int | None = None
+    ) -> list[ScoringRequestOutput]:
+        """How well each pair fits: by a cross-encoder, or the cosine of two embeddings. One `text_1` is compared with each
+        `text_2`. Raises: as `embed`.
+        """
+        engine = self._pooling("score", "embed")
+        with self._lock:
+            found = engine.scores(text_1, text_2, {"truncate_prompt_tokens": truncate_prompt_tokens})
+        return [ScoringRequestOutput(ScoringOutput(each)) for each in found]
+
     def close(self) -> None:
         """Free the model, end the cluster. A second call does nothing."""
         self._end()
@@ -101,9 +157,21 @@ class LLM:
         self.close()
 
     def _running(self) -> Engine:
+        self._check_open()
+        if isinstance(self._engine, PoolingEngine):
+            raise BadRequest(f"the model {self._engine.model.name!r} does not generate text", param="model")
+        return self._engine
+
+    def _pooling(self, *tasks: Task) -> PoolingEngine:
+        self._check_open()
+        model = self._engine.model
+        if not isinstance(self._engine, PoolingEngine) or model.task not in tasks:
+            raise BadRequest(f"the model {model.name!r} does not {' or '.join(tasks)}", param="model")
+        return self._engine
+
+    def _check_open(self) -> None:
         if not self._end.alive:
             raise BadRequest("this LLM is closed")
-        return self._engine
 
     def _run(self, engine: Engine, jobs: list[Job], *, use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
@@ -131,13 +199,16 @@ class LLM:
         return [outputs[index] for index in range(len(jobs))]
 
 
-def _local_engine(options: dict[str, Any]) -> Engine:
+def _local_engine(options: dict[str, Any]) -> Engine | PoolingEngine:
     of_files = {name: options.pop(name) for name in set(LoadOptions._fields) & options.keys()}
     files = load_options(resolve(UpConfig, flags=_texts(of_files), environ=os.environ, file=None).config)
     _check_known(options, _IN_PROCESS, "in one process")
     config = resolve(DecodeConfig, flags=_texts(options), environ=os.environ, file=None).config
     if config.num_ranks > 1:
         raise ConfigError("one process runs one rank: for more, start a cluster with LLM(..., decode=1, decode_tp=2)")
+    path = resolve_model(config.model)
+    if pooling_task(path) is not None:
+        return PoolingEngine(config, path, files)
     from kvrelay.local_engine import LocalEngine
 
     return LocalEngine(config, files)

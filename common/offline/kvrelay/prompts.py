@@ -32,10 +32,10 @@ class Job(NamedTuple):
 
 def generate_jobs(model: ServedModel, prompts: Prompt | Sequence[Prompt], params: Params) -> list[Job]:
     """One job for each prompt. Raises: BadRequest that names the first wrong one."""
-    listed = _as_list(prompts)
+    listed = as_list(prompts)
 
     def job(index: int, each: SamplingParams) -> Job:
-        prompt = _prompt_value(listed[index])
+        prompt = prompt_value(listed[index])
         body = to_request({"prompt": prompt, **each.completion_fields()}, CompletionRequest)
         if len(body.prompt) != 1:
             raise BadRequest("must be one text or one list of token ids", param="prompt")
@@ -65,14 +65,16 @@ def chat_jobs(
     return _each("conversation", model, job, len(listed), params)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """The prompts, also of a single one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     listed = cast("list[Any]", list(prompts))
     return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
 
 
-def _prompt_value(prompt: Any) -> Any:
+def prompt_value(prompt: Any) -> Any:
+    """The text or the token ids of a prompt. Raises: BadRequest."""
     if isinstance(prompt, Mapping):
         given = cast("Mapping[str, Any]", prompt)
         if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:

@@ -31,7 +31,8 @@ def floats(vector: bytes) -> list[float]:
     return np.frombuffer(vector, _FLOAT32).tolist()
 
 
-def _token_vectors(vectors: bytes, width: int) -> list[list[float]]:
+def token_vectors(vectors: bytes, width: int) -> list[list[float]]:
+    """The values of one vector per token."""
     return np.frombuffer(vectors, _FLOAT32).reshape(-1, width).tolist()
 
 
@@ -43,7 +44,7 @@ def shown_vectors(
     def shown(vector: bytes) -> object:
         if as_base64:
             return base64.b64encode(vector).decode()
-        return _token_vectors(vector, per_token_width) if per_token_width else floats(vector)
+        return token_vectors(vector, per_token_width) if per_token_width else floats(vector)
 
     return [{"object": kind, "index": index, field: shown(vector)} for index, vector in enumerate(vectors)]
 

@@ -1,0 +1,79 @@
+"""A pooling model in this process: inputs are checked and tokenized by the HTTP API's own code, and computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from common.base.process import prepare_compute
+from common.config.service_configs import DecodeConfig
+from common.control.messages import AttemptKey, ModelInfo
+from common.control.pooling import PoolRequest
+from common.model.encoder.config import read_encoder_config
+from common.model.fingerprint import tokenizer_digest
+from common.model.hub import model_name
+from kvrelay.prompts import Prompt, as_list, prompt_value
+from router.http.openai.parse_body import validated
+from router.http.pooling.format import scores
+from router.http.pooling.inputs import comparison_work, embedding_work
+from router.http.pooling.requests import MAX_INPUTS, EmbeddingRequest, ScoreRequest
+from router.pooling.work import PoolWork, split
+from router.served_model import LoadOptions, load_pooling
+
+_BodyT = TypeVar("_BodyT", bound=BaseModel)
+
+
+class PoolingEngine:
+    """Tokenizer and encoder."""
+
+    def __init__(self, config: DecodeConfig, path: Path, options: LoadOptions) -> None:
+        """Load the model in folder `path`. Raises: ConfigError in one sentence for what cannot start."""
+        encoder = read_encoder_config(path)
+        if config.max_model_len is not None:
+            encoder = encoder.with_context(config.max_model_len)
+        info = ModelInfo(
+            model_name(path), str(path), encoder.vocab_size, encoder.max_model_len, tokenizer_digest(path), encoder.task
+        )
+        served = load_pooling(info, options)
+        self.model = replace(served, task=encoder.task, base=info.name, hidden_size=encoder.hidden_size)
+        prepare_compute(config.threads, config.nice)
+        from common.model.encoder.bert import Encoder
+        from common.model.encoder.pooler import EncoderPooler
+
+        self._pooler = EncoderPooler(Encoder(path, encoder))
+
+    def vectors(
+        self, prompts: Prompt | Sequence[Prompt], options: Mapping[str, Any], *, per_token: bool
+    ) -> Iterator[tuple[list[int], bytes, int]]:
+        """Token ids, vectors and their width, for each prompt. All prompts are checked before any is computed.
+
+        `options`: further fields of `/v1/embeddings`. Raises: BadRequest.
+        """
+        listed = [prompt_value(each) for each in as_list(prompts)]
+        parts = [listed[at : at + MAX_INPUTS] for at in range(0, len(listed), MAX_INPUTS)]
+        bodies = [_body({"input": part, **options}, EmbeddingRequest) for part in parts]
+        works = [embedding_work(body, self.model, "", per_token=per_token) for body in bodies]
+        for work in works:
+            for each, vector in zip(work.inputs, self._pool(work), strict=True):
+                yield each.token_ids, vector, work.width
+
+    def scores(self, text_1: str | list[str], text_2: str | list[str], options: Mapping[str, Any]) -> list[float]:
+        """The score of each pair. `options`: further fields of `/v1/score`. Raises: BadRequest."""
+        body = _body({"text_1": text_1, "text_2": text_2, **options}, ScoreRequest)
+        return scores(body, self.model, list(self._pool(comparison_work(body, self.model, ""))))
+
+    def _pool(self, work: PoolWork) -> Iterator[bytes]:
+        request = PoolRequest(AttemptKey("offline", 1), [], work.normalize, work.dimensions, work.per_token)
+        for part in split(work, 1):
+            yield from self._pooler.compute([(request, work.inputs[place]) for place in part])
+
+    def close(self) -> None:
+        """Nothing runs between calls."""
+
+
+def _body(fields: Mapping[str, Any], kind: type[_BodyT]) -> _BodyT:
+    return validated({name: value for name, value in fields.items() if value is not None}, kind)
