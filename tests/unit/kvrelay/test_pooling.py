@@ -67,7 +67,7 @@ def test_a_cross_encoder_scores_pairs_as_in_transformers(tmp_path: Path, family:
 
 def test_what_does_not_fit_is_refused_before_anything_runs(folder: Path) -> None:
     with LLM(str(folder), max_model_len=16) as llm:
-        with pytest.raises(BadRequest, match="maximum context length is 16 tokens. However, input 1 has"):
+        with pytest.raises(BadRequest, match="However, input 1 has"):
             llm.embed(["a", "the " * 30])
         [cut] = llm.embed("the " * 30, truncate_prompt_tokens=-1)
         assert len(cut.prompt_token_ids) == 16
