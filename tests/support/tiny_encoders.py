@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tqdm import tqdm
 
 WORDS = [
     "a",
@@ -43,6 +44,8 @@ def make_encoder(folder: Path, family: Family = "Bert", *, labels: int = 0, pool
     """An embedding model, or with `labels` a cross-encoder; its context is 64 tokens."""
     import transformers
 
+    transformers.logging.disable_progress_bar()
+    tqdm.monitor_interval = 0  # a bar that huggingface_hub shows all the same would start a thread
     tokenizer = _tokenizer(family)
     first = 0 if family == "Bert" else 2
     config = getattr(transformers, f"{family}Config")(
