@@ -25,6 +25,7 @@ BENCHES = {
     "limits": "bench.limits:run",
     "decode_single": "bench.decode:run_single",
     "decode_batch": "bench.decode:run_batch",
+    "lora": "bench.lora:run",
     "prefill": "bench.prefill:run",
     "attention": "bench.attention:run",
     "engine_overhead": "bench.overhead:run",

@@ -7,17 +7,21 @@ decode node's real core, scheduler and executor, without sockets.
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from bench.overhead_node import OverheadNode, StubRunner
+from support.lora_files import write_adapter
 
 from common.base.hashing import BLOCK_SIZE
 from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig
 from common.control.messages import SamplingParams
 from common.engine.step import SampleSpec, StepInput
+from common.model.lora.checkpoint import open_adapter
 from common.node.plan import make_scheduler, plan_node
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
@@ -34,31 +38,43 @@ class Plain:
         plan = self._plan = plan_node(config)
         worker = load_worker(plan, config, SOLO, small_batches=True)
         worker.allocate_kv(worker.max_blocks)
+        self._adapters = worker.adapters
         self._runner = worker.runner
         self._scheduler = make_scheduler(config, plan, worker.max_blocks, prefill_chunk=config.local_prefill_chunk)
         self._rng = random.Random(1)
         self._step_id = 0
 
-    def decode(self, batch: int, context: int, steps: int) -> dict[str, float]:
-        """Greedy tokens for `batch` sequences that begin with `context` slots of KV. Returns tokens/s and step times."""
+    def load_adapters(self, count: int, rank: int) -> None:
+        """Load LoRA adapters of all linear layers, with the ids 1 ... count."""
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(1, count + 1):
+                path = write_adapter(Path(folder) / str(number), self._plan.path, rank=rank, seed=number)
+                checkpoint = open_adapter(path, self._plan.model_config)
+                self._adapters.load(number, checkpoint, checkpoint.digest(checkpoint.read()))
+
+    def decode(self, batch: int, context: int, steps: int, adapters: int = 0) -> dict[str, float]:
+        """Greedy tokens for `batch` sequences that begin with `context` slots of KV, spread over the first `adapters`.
+        Returns tokens/s and step times."""
+        ids = [1 + i * adapters // batch for i in range(batch)] if adapters else []
         blocks_each = -(-(context + steps) // BLOCK_SIZE)
         tables = [list(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(batch)]
         tokens = self._random_tokens(batch)
         times = []
         for step in range(steps):
             started = time.perf_counter()
-            tokens = self._run(tokens, [1] * batch, [context + step + 1] * batch, tables, sample=True)
+            tokens = self._run(tokens, [1] * batch, [context + step + 1] * batch, tables, sample=True, adapters=ids)
             times.append(time.perf_counter() - started)
         return {"tokens_per_s": batch * steps / sum(times), "median_step_s": sorted(times)[len(times) // 2]}
 
-    def prefill(self, tokens: int, chunk: int) -> float:
+    def prefill(self, tokens: int, chunk: int, adapter: int = 0) -> float:
         """Seconds for a prompt in chunks, its first token drawn."""
+        ids = [adapter] if adapter else []
         table = [list(range(-(-tokens // BLOCK_SIZE)))]
         prompt = self._random_tokens(tokens)
         started = time.perf_counter()
         for at in range(0, tokens, chunk):
             rows = prompt[at : at + chunk]
-            self._run(rows, [len(rows)], [at + len(rows)], table, sample=at + chunk >= tokens)
+            self._run(rows, [len(rows)], [at + len(rows)], table, sample=at + chunk >= tokens, adapters=ids)
         return time.perf_counter() - started
 
     def overhead(self, batch: int, prompt: int, steps: int, stub: bool) -> dict[str, Any]:
@@ -71,7 +87,14 @@ class Plain:
         return [self._rng.randrange(self._plan.model.vocab_size) for _ in range(count)]
 
     def _run(
-        self, rows: list[int], query_lens: list[int], context_lens: list[int], tables: list[list[int]], *, sample: bool
+        self,
+        rows: list[int],
+        query_lens: list[int],
+        context_lens: list[int],
+        tables: list[list[int]],
+        *,
+        sample: bool,
+        adapters: list[int],
     ) -> list[int]:
         self._step_id += 1
         positions = [position for q, c in zip(query_lens, context_lens, strict=True) for position in range(c - q, c)]
@@ -95,5 +118,6 @@ class Plain:
             ]
             if sample
             else [],
+            adapters=adapters,
         )
         return [drawn.token_id for drawn in self._runner.execute(step).sampled]

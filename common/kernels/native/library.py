@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -71,6 +71,22 @@ class LayerStruct(Structure):
     ]
 
 
+class LoraRunStruct(Structure):
+    """struct kv_lora_run."""
+
+    _fields_ = [("start", c_int32), ("stop", c_int32)]
+
+
+class LoraTermStruct(Structure):
+    """struct kv_lora_term."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("a", "b")),
+        ("scale", c_float),
+        *((name, c_int32) for name in ("rank", "inputs", "out", "first", "run")),
+    ]
+
+
 class RotationStruct(Structure):
     """struct kv_rotation."""
 
@@ -85,6 +101,7 @@ _SIGNATURES = {
     "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P],
     "kv_layer_project": [_P, _P, _I, _P],
     "kv_layer_mlp": [_P, _P, _I, _P, _P],
+    "kv_lora_add": [_P, _P, _I, _P, _I, _P, _L, _P, _I, _L],
     "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
     "kv_log_sum_exp": [_P, _P, _L, _I, _P, _I, _P, _P],
 }
@@ -121,6 +138,7 @@ class NativeLibrary:
         self.layer_attend = library.kv_layer_attend
         self.layer_project = library.kv_layer_project
         self.layer_mlp = library.kv_layer_mlp
+        self.lora_add = library.kv_lora_add
         self.norm = library.kv_norm
         self.log_sum_exp = library.kv_log_sum_exp
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,38 +14,13 @@ from torch import Tensor
 from common.attention.base import AttentionBackend
 from common.base.errors import ConfigError
 from common.kernels.base import Rotation
+from common.kernels.native.kernels import NativeKernels
 from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer
 from common.model.formats.base import Linear
 from common.model.lora.checkpoint import LoraCheckpoint
+from common.model.lora.products import NativeProducts, Products, Run, Runs, Term, TorchProducts
 from common.model.mlp import GatedMlp
-
-
-@dataclass(frozen=True)
-class Term:
-    """What an adapter adds to some outputs of a linear layer: scale * (x A^T) B^T, this rank's part of it."""
-
-    a: Tensor
-    """[rank, in]"""
-    b: Tensor
-    """[rank, out], B transposed."""
-    scale: float
-    first: int
-    """The first of the outputs."""
-
-    def add_(self, y: Tensor, x: Tensor) -> None:
-        """x: [T, in]; y: [T, outputs of the whole layer]."""
-        part = y[:, self.first : self.first + self.b.size(1)]
-        inner = (x.to(self.a.dtype) @ self.a.t()).mul_(self.scale)
-        part += inner @ self.b
-
-
-class Run(NamedTuple):
-    """Neighbouring rows of a step with the same adapter."""
-
-    adapter_id: int
-    lo: int
-    hi: int
 
 
 class _Part(NamedTuple):
@@ -63,21 +37,19 @@ class _Part(NamedTuple):
 class AdaptedLinear:
     """A linear layer to whose outputs the adapters of a step's rows are added."""
 
-    def __init__(self, base: Linear, adapters: Adapters, number: int, parts: list[_Part]) -> None:
+    def __init__(self, base: Linear, products: Products, adapters: Adapters, number: int, parts: list[_Part]) -> None:
         """`number`: of its layer in the model."""
         self._base = base
         self._adapters = adapters
         self.number = number
         self.parts = parts
-        self.terms: dict[int, list[Term]] = {}
-        """By adapter id; adapters without this layer are not in it."""
+        self.products = products
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `Linear.forward`."""
         y = self._base.forward(x, dtype)
-        for run in self._adapters.runs:
-            for term in self.terms.get(run.adapter_id, ()):
-                term.add_(y[run.lo : run.hi], x[run.lo : run.hi])
+        if self._adapters.runs:
+            self.products.add_(y, x, self._adapters.runs)
         return y
 
 
@@ -109,7 +81,9 @@ class Adapters:
         self._build = build
         self._linears: list[AdaptedLinear] = []
         self._ids: set[int] = set()
-        self.runs: list[Run] = []
+        native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
+        self._make_products = TorchProducts if native is None else lambda: NativeProducts(native)
+        self.runs: Runs | None = None
         """Of the present step; rows without an adapter are in none."""
 
     def attach(self, layer: DecoderLayer, whole: Layer, number: int) -> Layer:
@@ -144,7 +118,7 @@ class Adapters:
         return whole if whole is layer else _SwitchedLayer(whole, layer, self)
 
     def _adapt(self, base: Linear, number: int, parts: list[_Part]) -> AdaptedLinear:
-        linear = AdaptedLinear(base, self, number, parts)
+        linear = AdaptedLinear(base, self._make_products(), self, number, parts)
         self._linears.append(linear)
         return linear
 
@@ -167,37 +141,39 @@ class Adapters:
                 if (place := (linear.number, part.name)) in tensors
             ]
             if terms:
-                linear.terms[adapter_id] = terms
+                linear.products.put(adapter_id, terms)
         self._ids.add(adapter_id)
 
     def _term(self, part: _Part, scale: float, a: Tensor, b: Tensor) -> Term:
         dtype, device = self._build.precision.wide, self._build.device
-        own_a, own_b = a[:, slice(*part.inputs)], b[slice(*part.outputs)].t()
+        own_a, own_b = a[:, slice(*part.inputs)], b[slice(*part.outputs)]
         return Term(own_a.to(device, dtype).contiguous(), own_b.to(device, dtype).contiguous(), scale, part.first)
 
     def drop(self, adapter_id: int) -> None:
         """Free an adapter's memory. No later step names it."""
         self._ids.discard(adapter_id)
         for linear in self._linears:
-            linear.terms.pop(adapter_id, None)
+            linear.products.drop(adapter_id)
 
     def plan(self, adapter_ids: list[int], query_lens: list[int]) -> None:
         """The adapters of the step that comes next: one for each sequence, 0 for none; empty: none has one.
 
         Raises: ValueError for an adapter that is not in memory.
         """
-        self.runs = []
+        self.runs = None
         if not adapter_ids:
             return
+        runs: list[Run] = []
         first = 0
         for adapter_id, count in zip(adapter_ids, query_lens, strict=True):
             if adapter_id and adapter_id not in self._ids:
                 raise ValueError(f"adapter {adapter_id} is not in memory")
-            if adapter_id and self.runs and self.runs[-1].adapter_id == adapter_id and self.runs[-1].hi == first:
-                self.runs[-1] = Run(adapter_id, self.runs[-1].lo, first + count)
+            if adapter_id and runs and runs[-1].adapter_id == adapter_id and runs[-1].hi == first:
+                runs[-1] = Run(adapter_id, runs[-1].lo, first + count)
             elif adapter_id:
-                self.runs.append(Run(adapter_id, first, first + count))
+                runs.append(Run(adapter_id, first, first + count))
             first += count
+        self.runs = Runs(runs) if runs else None
 
 
 def _column_parts(merged: list[tuple[str, tuple[int, int], int]], inputs: int) -> list[_Part]:

@@ -48,7 +48,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 2; }
+int32_t kv_abi_version(void) { return 3; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -112,6 +112,11 @@ void kv_layer_project(kv_team* team, const kv_layer* layer, int32_t rows, void* 
 
 void kv_layer_mlp(kv_team* team, const kv_layer* layer, int32_t rows, void* residual, void* delta) {
     chosen->layer_mlp(team, layer, rows, residual, delta);
+}
+
+void kv_lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,
+                 const void* x, int64_t x_stride, void* y, int32_t y_dtype, int64_t y_stride) {
+    chosen->lora_add(team, terms, count, runs, dtype, x, x_stride, y, y_dtype, y_stride);
 }
 
 void kv_norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,

@@ -62,6 +62,19 @@ struct kv_rotation {
     const float* sin;
 };
 
+// Rows [start, stop) of a step, which have the same LoRA adapter.
+struct kv_lora_run {
+    int32_t start, stop;
+};
+
+// What an adapter adds to outputs [first, first + out) of a linear layer, in the rows of a run: scale * (x A^T) B^T.
+struct kv_lora_term {
+    const void* a;  // [rank][in]
+    const void* b;  // [panels of 32 outputs][rank][32], outputs padded with zeros
+    float scale;
+    int32_t rank, in, out, first, run;
+};
+
 struct kv_team;
 
 int32_t kv_abi_version(void);
@@ -97,6 +110,11 @@ void kv_layer_attend(kv_team*, const kv_layer*, const kv_cache*, const kv_batch*
 void kv_layer_project(kv_team*, const kv_layer*, int32_t rows, void* delta);
 // residual += delta; delta = MLP(norm(residual)).
 void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, void* residual, void* delta);
+
+// y += terms. x: [rows][in] of `dtype`, the type of all a and b; y: [rows][outputs] of y_dtype. No two terms share an
+// output of a row.
+void kv_lora_add(kv_team*, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,
+                 const void* x, int64_t x_stride, void* y, int32_t y_dtype, int64_t y_stride);
 
 // residual += delta (unless null); out = norm(residual). All [rows][hidden] of dtype.
 void kv_norm(kv_team*, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "attention.h"
+#include "lora.h"
 #include "quantized.h"
 #include "rows.h"
 #include "variant.h"
@@ -147,6 +148,20 @@ void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, void* residual, v
     });
 }
 
+void lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,
+              const void* x, int64_t x_stride, void* y, int32_t y_dtype, int64_t y_stride) {
+    const LoraTerms all{terms, count, runs, scratch<float>(*team, kv_team::PARTIAL, inner_numbers(terms, count, runs))};
+    with_act(dtype, [&](auto model, auto) {
+        using Model = decltype(model);
+        with_act(y_dtype, [&](auto output, auto) {
+            using Y = decltype(output);
+            team->run([&](Worker& w) {
+                add_lora(w, all, static_cast<const Model*>(x), x_stride, static_cast<Y*>(y), y_stride);
+            });
+        });
+    });
+}
+
 void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
           const void* delta, void* out) {
     with_act(dtype, [&](auto model, auto) {
@@ -183,5 +198,6 @@ void log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, co
 
 extern const kv_variant KV_TABLE(KV_VARIANT){
     KV_VARIANT::linear_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
-    KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::norm,              KV_VARIANT::log_sum_exp,
+    KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::norm,
+    KV_VARIANT::log_sum_exp,
 };
