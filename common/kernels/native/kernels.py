@@ -1,4 +1,4 @@
-"""`Kernels` on a CPU: norms and rotation angles by the native library, the rest by PyTorch.
+"""`Kernels` on a CPU: norms, SiLU and rotation angles by the native library, the rest by PyTorch.
 
 Whole layers call the library directly: `common.model.native_layer`.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.kernels.native.library import DTYPES, NativeLibrary, RotationStruct
-from common.kernels.torch_kernels import TorchKernels, TorchRotary
+from common.kernels.torch_kernels import TorchKernels, TorchRotary, TorchRotation
 
 
 class NativeKernels(TorchKernels):
@@ -43,6 +43,14 @@ class NativeKernels(TorchKernels):
         )
         return out
 
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        rows, half = gate_up.size(0), gate_up.size(1) // 2
+        out = torch.empty(rows, half, dtype=gate_up.dtype)
+        native = self.native
+        native.silu_and_mul(native.team, gate_up.data_ptr(), DTYPES[gate_up.dtype], rows, half, out.data_ptr())
+        return out
+
     def rotary(self, inverse_frequencies: Tensor, max_positions: int, factor: float = 1.0) -> NativeRotary:
         return NativeRotary(self.native, inverse_frequencies, factor)
 
@@ -54,6 +62,7 @@ class NativeRotation:
         self._rotary = rotary
         self._positions = positions
         self._dtype = dtype
+        self._by_torch: TorchRotation | None = None
         self._angles: tuple[Tensor, RotationStruct] | None = None
 
     @property
@@ -72,7 +81,9 @@ class NativeRotation:
         return ctypes.addressof(self._angles[1])
 
     def rotate_(self, qk: Tensor, num_q: int) -> None:
-        self._rotary.torch_rotary.step(self._positions, self._dtype).rotate_(qk, num_q)
+        if self._by_torch is None:
+            self._by_torch = self._rotary.torch_rotary.step(self._positions, self._dtype)
+        self._by_torch.rotate_(qk, num_q)
 
 
 class NativeRotary:

@@ -102,6 +102,7 @@ _SIGNATURES = {
     "kv_layer_project": [_P, _P, _I, _P],
     "kv_layer_mlp": [_P, _P, _I, _P, _P],
     "kv_lora_add": [_P, _P, _I, _P, _I, _P, _L, _P, _I, _L],
+    "kv_silu_and_mul": [_P, _P, _I, _I, _I, _P],
     "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
     "kv_log_sum_exp": [_P, _P, _L, _I, _P, _I, _P, _P],
 }
@@ -139,6 +140,7 @@ class NativeLibrary:
         self.layer_project = library.kv_layer_project
         self.layer_mlp = library.kv_layer_mlp
         self.lora_add = library.kv_lora_add
+        self.silu_and_mul = library.kv_silu_and_mul
         self.norm = library.kv_norm
         self.log_sum_exp = library.kv_log_sum_exp
 

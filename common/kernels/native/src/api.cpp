@@ -119,6 +119,10 @@ void kv_lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const 
     chosen->lora_add(team, terms, count, runs, dtype, x, x_stride, y, y_dtype, y_stride);
 }
 
+void kv_silu_and_mul(kv_team* team, const void* x, int32_t dtype, int32_t rows, int32_t half, void* out) {
+    chosen->silu_and_mul(team, x, dtype, rows, half, out);
+}
+
 void kv_norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
              const void* delta, void* out) {
     chosen->norm(team, weight, eps, hidden, dtype, rows, residual, delta, out);

@@ -116,6 +116,9 @@ void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, void* residual, void*
 void kv_lora_add(kv_team*, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,
                  const void* x, int64_t x_stride, void* y, int32_t y_dtype, int64_t y_stride);
 
+// out = silu(first half) * second half. x: [rows][2 * half], out: [rows][half], both of dtype.
+void kv_silu_and_mul(kv_team*, const void* x, int32_t dtype, int32_t rows, int32_t half, void* out);
+
 // residual += delta (unless null); out = norm(residual). All [rows][hidden] of dtype.
 void kv_norm(kv_team*, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
              const void* delta, void* out);

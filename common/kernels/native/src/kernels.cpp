@@ -162,6 +162,24 @@ void lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_
     });
 }
 
+void silu_and_mul(kv_team* team, const void* x, int32_t dtype, int32_t rows, int32_t half, void* out) {
+    constexpr int PART = 1024;
+    const int parts = (half + PART - 1) / PART;
+    with_act(dtype, [&](auto model, auto) {
+        using Model = decltype(model);
+        team->run([&](Worker& w) {
+            w.for_each(rows * parts, [&](int task) {
+                const int row = task / parts, first = task % parts * PART;
+                const Model* gate = static_cast<const Model*>(x) + int64_t(row) * 2 * half + first;
+                Model* to = static_cast<Model*>(out) + int64_t(row) * half + first;
+                for_lanes(half - first < PART ? half - first : PART, [&](int i, int count) {
+                    write(to + i, silu(read(gate + i, count)) * read(gate + half + i, count), count);
+                });
+            });
+        });
+    });
+}
+
 void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t dtype, int32_t rows, void* residual,
           const void* delta, void* out) {
     with_act(dtype, [&](auto model, auto) {
@@ -198,6 +216,6 @@ void log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, co
 
 extern const kv_variant KV_TABLE(KV_VARIANT){
     KV_VARIANT::linear_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
-    KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::norm,
-    KV_VARIANT::log_sum_exp,
+    KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::silu_and_mul,
+    KV_VARIANT::norm,           KV_VARIANT::log_sum_exp,
 };

@@ -10,6 +10,7 @@ struct kv_variant {
     decltype(&kv_layer_project) layer_project;
     decltype(&kv_layer_mlp) layer_mlp;
     decltype(&kv_lora_add) lora_add;
+    decltype(&kv_silu_and_mul) silu_and_mul;
     decltype(&kv_norm) norm;
     decltype(&kv_log_sum_exp) log_sum_exp;
 };
