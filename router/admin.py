@@ -145,7 +145,9 @@ class RouterAdmin:
             raise BadRequest(f"the prompt has {len(prompt_ids)} tokens, the model takes {model.max_model_len}")
         dispatcher = self._router.dispatcher
         avoid = dispatcher.breakers.not_admitted()
-        wanted = PlacementRequest(prompt_ids, HashChain(salt), max_tokens, session, avoid)
+        adapter = model.adapter
+        chain = HashChain(salt, "" if adapter is None else adapter.lora_id)
+        wanted = PlacementRequest(prompt_ids, chain, max_tokens, session, avoid, adapter=adapter)
         objectives = Objectives(self._config.slo_ttft, self._config.slo_tpot)
         state = dispatcher.state(model.base)
         return state.placer.explain(wanted, objectives, len(state.admission_queue))
@@ -213,6 +215,7 @@ def describe_node(node: Node, now_s: float) -> dict[str, Any]:
         "usable": node.usable,
         "draining": node.load.draining,
         "model": record.model.name,
+        "adapters": [adapter.name for adapter in record.adapters],
         "layout": {"tensor_parallel": record.layout.tp_size, "pipeline_stages": list(record.layout.pp_layers)},
         "control_address": record.peer.control_address,
         "admin_address": record.admin_address,

@@ -197,4 +197,9 @@ class ModelCatalog:
         for model in self._registered.values():
             if model is not self._main and model.served is not None:
                 by_name.setdefault(model.name, model.served)
+        for model in self._registered.values():
+            parent = self._main_model if model is self._main else model.served
+            for adapter in model.adapters if parent is not None else ():
+                assert parent is not None
+                by_name.setdefault(adapter.name, replace(parent, name=adapter.name, adapter=adapter))
         self._by_name = by_name

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from common.base.errors import ConfigError
-from common.control.messages import ModelInfo, NodeRecord, Task
+from common.control.messages import Adapter, ModelInfo, NodeRecord, Task
 from router import served_model
 from router.served_model import LoadOptions, ServedModel
 
@@ -27,6 +28,8 @@ class RegisteredModel:
         self.name = name
         self.records: list[NodeRecord] = []
         """The nodes that serve it now."""
+        self.adapters: list[Adapter] = []
+        """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
         self.served: ServedModel | None = None
         self.problem = "its files are being loaded"
         """Why `served` is None."""
@@ -59,6 +62,7 @@ class RegisteredModel:
         infos = decodes or [record.model for record in self.records]
         if infos:
             self._learn(infos)
+            self.adapters = _adapters(self.records)
         return self.records
 
     def close(self) -> None:
@@ -140,3 +144,14 @@ class RegisteredModel:
             task=info.task,
             hidden_size=info.hidden_size,
         )
+
+
+def _adapters(records: list[NodeRecord]) -> list[Adapter]:
+    """The adapters of these nodes by name. Where nodes have other weights under one name: those that most decode nodes have,
+    and among these most nodes.
+    """
+    counts: Counter[Adapter] = Counter()
+    for record in records:
+        counts.update(dict.fromkeys(record.adapters, len(records) + 1 if record.role == "decode" else 1))
+    best = {adapter.name: adapter for adapter, _ in reversed(counts.most_common())}
+    return sorted(best.values())

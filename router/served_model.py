@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 
 from common.base.errors import ConfigError
 from common.config.option_groups import GenerationConfig
-from common.control.messages import ModelInfo, Task
+from common.control.messages import Adapter, ModelInfo, Task
 from common.engine.grammar.compile import load_tokenizer
 from common.model.facts import read_facts
 from common.model.fingerprint import tokenizer_digest
@@ -46,7 +46,9 @@ class ServedModel:
     base: str = ""
     """Name under which its nodes registered it."""
     root: str = ""
-    """The first of its names: that of its metrics, and of the parent of an adapter."""
+    """The first of its names, also for an adapter of it: that of its metrics."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that this name stands for."""
     path: str = ""
     """Where it was loaded from: a folder, a file or a name."""
     hidden_size: int = 0

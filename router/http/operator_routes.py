@@ -120,8 +120,8 @@ def _model_card(model: ServedModel) -> dict[str, object]:
         "object": "model",
         "created": _STARTED_S,
         "owned_by": "kvrelay",
-        "root": model.folder.name,
-        "parent": None,
+        "root": model.folder.name if model.adapter is None else model.name,
+        "parent": None if model.adapter is None else model.root,
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,
     }

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.base.clock import Clock, monotonic
-from common.base.errors import ClientError, HandshakeRefused, KvRelayError, Overloaded
+from common.base.errors import AdapterMissing, ClientError, HandshakeRefused, KvRelayError, Overloaded
 
 
 class BreakerState(Enum):
@@ -83,8 +83,10 @@ class Breakers:
         """Number of times that any node's breaker opened since the router started."""
 
     def failed(self, incarnation: str, error: KvRelayError) -> None:
-        """This node caused an attempt to end. Errors of the request itself, refused handshakes and overload do not count."""
-        if isinstance(error, ClientError | Overloaded | HandshakeRefused):
+        """This node caused an attempt to end. Errors of the request itself, refused handshakes, missing adapters and
+        overload do not count.
+        """
+        if isinstance(error, ClientError | Overloaded | HandshakeRefused | AdapterMissing):
             return
         breaker = self._breakers.setdefault(incarnation, _Breaker())
         now = self._clock()

@@ -39,6 +39,7 @@ class ModelFleets:
                 node.incarnation,
                 kv_kind=node.kv_kind,
                 context=record.model.max_model_len,
+                adapters=record.adapters,
                 capacity=record.max_num_seqs,
                 token_bytes=record.layout.spec.bytes_per_token,
             )
@@ -65,6 +66,10 @@ class Fleets:
     def of(self, node: Node) -> Fleet:
         """The fleet of this node."""
         return self._by_model[node.record.model.name].of(node)
+
+    def adapters_changed(self, node: Node) -> None:
+        """The node's record lists other adapters now."""
+        self.of(node).set_adapters(node.incarnation, node.record.adapters)
 
     def sync(self, node: Node) -> None:
         """As `ModelFleets.sync`."""

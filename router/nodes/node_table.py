@@ -96,11 +96,16 @@ class NodeTable:
         for node in replaced:  # after all links are closed, so that no attempt moves to a node that is lost next
             self._report_loss(node, f"{node.node_id} restarted")
         for incarnation, record in listed.items():
-            if incarnation not in self._nodes:
+            known = self._nodes.get(incarnation)
+            if known is not None and known.record.adapters != record.adapters:
+                known.record = record
+                self._fleets.adapters_changed(known)
+                relisted |= known.usable  # requests may wait for a node with an adapter
+            elif known is None:
                 node = self._nodes[incarnation] = Node(record)
                 log.info("%s node %s is listed at %s", record.role, node.node_id, record.peer.control_address)
                 self._connect(node)
-        if relisted:  # such a node's next pong finds it usable already and does not report it
+        if relisted:  # their next pongs find them usable already and report nothing
             self._on_usable()
 
     def tick(self) -> None:

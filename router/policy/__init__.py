@@ -3,7 +3,7 @@
 from router.policy.base import Memory, Policy, Query
 from router.policy.decision import Decision, LegDecision, Picked
 from router.policy.fleet import Fleet
-from router.policy.place import POLICIES, check_policy, place
+from router.policy.place import POLICIES, check_policy, place, with_adapter
 
 __all__ = [
     "POLICIES",
@@ -16,4 +16,5 @@ __all__ = [
     "Query",
     "check_policy",
     "place",
+    "with_adapter",
 ]

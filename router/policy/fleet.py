@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from common.control.messages import NodeLoad, Role
+from common.control.messages import Adapter, NodeLoad, Role
 from router.index.prefix_hits import PrefixHits
 from router.policy.costs import Costs
 
@@ -106,6 +106,10 @@ _DEFAULTS = {
 }
 
 
+def _common(adapters: list[frozenset[Adapter]]) -> frozenset[Adapter]:
+    return frozenset[Adapter]().union(*adapters[:1]).intersection(*adapters)
+
+
 def _derive(at: Figures[float]) -> None:
     """Compute the derived figures."""
     waiting, own = at.waiting, at.running + (at.in_flight - at.ended)
@@ -136,6 +140,8 @@ class Fleet:
         self.kv_kinds: list[str] = []
         self.contexts: list[int] = []
         """Maximum tokens of one sequence there."""
+        self.adapters: list[frozenset[Adapter]] = []
+        """The LoRA adapters that each node serves."""
         self.nodes: list[Figures[float]] = []
         """Only this class changes them."""
         self._weight = 1.0
@@ -154,6 +160,8 @@ class Fleet:
         self._hit_slots: Mapping[str, int] | None = None
         """The slots that `_hit_places` was made from."""
         self._hit_places: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        self.common_adapters: frozenset[Adapter] = frozenset()
+        """Those that all nodes serve."""
         self.one_kind = False
         """There are nodes, and all have the same KV kind."""
         self.shortest_context = ANY_CONTEXT
@@ -175,7 +183,14 @@ class Fleet:
     # -- membership
 
     def add(
-        self, node_id: str, incarnation: str, *, kv_kind: str = "", context: int = ANY_CONTEXT, **values: float
+        self,
+        node_id: str,
+        incarnation: str,
+        *,
+        kv_kind: str = "",
+        context: int = ANY_CONTEXT,
+        adapters: Iterable[Adapter] = (),
+        **values: float,
     ) -> None:
         """A node becomes usable. `values`: initial figures; the others get defaults."""
         assert incarnation not in self._rows, incarnation
@@ -184,6 +199,7 @@ class Fleet:
         self.incarnations.insert(at, incarnation)
         self.kv_kinds.insert(at, kv_kind)
         self.contexts.insert(at, context)
+        self.adapters.insert(at, frozenset(adapters))
         self.nodes.insert(at, Figures(**_DEFAULTS))
         self._reindex()
         self.update(incarnation, **values)
@@ -193,7 +209,7 @@ class Fleet:
         at = self._rows.get(incarnation)
         if at is None:
             return
-        for entries in (self.node_ids, self.incarnations, self.kv_kinds, self.contexts, self.nodes):
+        for entries in (self.node_ids, self.incarnations, self.kv_kinds, self.contexts, self.adapters, self.nodes):
             del entries[at]
         self._reindex()
 
@@ -206,6 +222,8 @@ class Fleet:
         other.incarnations = [self.incarnations[row] for row in rows]
         other.kv_kinds = [self.kv_kinds[row] for row in rows]
         other.contexts = [self.contexts[row] for row in rows]
+        other.adapters = [self.adapters[row] for row in rows]
+        other.common_adapters = _common(other.adapters)
         other.shortest_context = min(other.contexts, default=ANY_CONTEXT)
         other.nodes = [self.nodes[row] for row in rows]
         other.node_hash, other.kind_hash = self.node_hash[rows], self.kind_hash[rows]
@@ -227,6 +245,14 @@ class Fleet:
         self.kind_hash = np.array([stable_hash(kind) for kind in self.kv_kinds], np.uint64)
         self.one_kind = len(set(self.kv_kinds)) == 1
         self.shortest_context = min(self.contexts, default=ANY_CONTEXT)
+        self.common_adapters = _common(self.adapters)
+
+    def set_adapters(self, incarnation: str, adapters: Iterable[Adapter]) -> None:
+        """A node serves these adapters now. An incarnation that is not here is ignored."""
+        row = self._rows.get(incarnation)
+        if row is not None:
+            self.adapters[row] = frozenset(adapters)
+            self.common_adapters = _common(self.adapters)
 
     # -- figures
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.base.errors import ConfigError, Unavailable
+from common.control.messages import Adapter
 from router.policy import at_random, kv_aware, least_load, power_of_two, round_robin, session
 from router.policy.base import Memory, Policy, Query, Scores
 from router.policy.decision import SHOWN_CANDIDATES, Decision, LegDecision, Picked
@@ -57,6 +58,13 @@ def with_kind(fleet: Fleet, kind: str) -> Fleet:
     if fleet.one_kind and fleet.kv_kinds[0] == kind:
         return fleet
     return fleet.select(fleet.kind_hash == stable_hash(kind))
+
+
+def with_adapter(fleet: Fleet, adapter: Adapter) -> Fleet:
+    """The nodes of `fleet` that serve this adapter, with these weights."""
+    if adapter in fleet.common_adapters:
+        return fleet
+    return fleet.select(np.array([adapter in each for each in fleet.adapters], np.bool_))
 
 
 def with_context(fleet: Fleet, num_tokens: int) -> Fleet:

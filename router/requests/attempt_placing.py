@@ -68,7 +68,7 @@ class Attempts:
         self._router = router
         self._deadline_s = deadline_s
         self._story = story
-        self._chain = HashChain(request.engine.cache_salt)
+        self._chain = HashChain(request.engine.cache_salt, request.engine.lora_id)
         self._placement: Placement | None = None
         self.decision: Decision | None = None
         """The decision of the latest placed attempt."""
@@ -129,6 +129,7 @@ class Attempts:
             frozenset(self._unproven),
             self._kv_kind if token_ids else "",
             wanted.attempt > 1,
+            adapter=request.engine.adapter,
         )
 
     def _take(self, wanted: f.Place, placement: Placement, incarnations: list[str]) -> f.Placed:

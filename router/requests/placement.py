@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from common.base.errors import Unavailable
 from common.base.hashing import BLOCK_SIZE, BlockHash, hash_blocks, root_hash
-from common.control.messages import AttemptStats, NodeLoad, Role
+from common.control.messages import Adapter, AttemptStats, NodeLoad, Role
 from router.index.block_table import KeyArray
 from router.index.prefix_index import PrefixIndex, block_keys
 from router.nodes.fleets import ModelFleets
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
-from router.policy import Decision, Memory, Query, check_policy, place
+from router.policy import Decision, Fleet, Memory, Query, check_policy, place, with_adapter
 from router.policy.costs import CostModel
 from router.policy.decision import SHOWN_CANDIDATES, LegDecision
 from router.requests.admission import Objectives
@@ -36,6 +37,8 @@ class HashChain:
     """The block hashes of one request's tokens, extended as the request grows; each is computed once."""
 
     cache_salt: str = ""
+    lora_id: str = ""
+    """As in `root_hash`."""
     _fingerprint: str = ""
     _hashes: list[BlockHash] = field(default_factory=lambda: [])
 
@@ -43,7 +46,7 @@ class HashChain:
         """Hashes of the full blocks of `token_ids`, which must begin with the tokens of the last call."""
         if fingerprint != self._fingerprint:
             self._fingerprint, self._hashes = fingerprint, []
-        root = root_hash(fingerprint, cache_salt=self.cache_salt)
+        root = root_hash(fingerprint, cache_salt=self.cache_salt, lora_id=self.lora_id)
         self._hashes = hash_blocks(root, token_ids, parents=self._hashes)
         return self._hashes
 
@@ -67,6 +70,8 @@ class PlacementRequest(NamedTuple):
     """Nodes have worked on the request before: a draining node accepts it if no other is left."""
     holder: str = ""
     """As in `Query`."""
+    adapter: Adapter | None = None
+    """Only nodes that serve it are used."""
 
 
 class Placement(NamedTuple):
@@ -126,14 +131,11 @@ class Placer:
 
         Raises: Unavailable when there is no decode node.
         """
-        fleets = self._fleets.by_role
-        decode = fleets["decode"]
-        if request.begun and not decode.nodes:
-            decode = self._fleets.finishing
+        prefill, decode = self._candidates(request)
         query, keys = self._query(request)
         decision = place(
             query,
-            fleets["prefill"],
+            prefill,
             decode,
             policy=self.policy,
             local_prefill_tokens=self._local_prefill_tokens,
@@ -147,17 +149,32 @@ class Placer:
         """What `decide` would decide now, with every candidate, and whether a new request would be admitted with `queued`
         requests in the admission queue. Changes neither the policies' memory nor the index.
         """
-        fleets = self._fleets.by_role
+        prefill, decode = self._candidates(request)
         return dry_run(
             self._query(request, touch=False)[0],
-            fleets["prefill"],
-            fleets["decode"],
+            prefill,
+            decode,
             policy=self.policy,
             local_prefill_tokens=self._local_prefill_tokens,
             memory=self._memory,
             objectives=objectives,
             queued=queued,
         )
+
+    def _candidates(self, request: PlacementRequest) -> tuple[Fleet, Fleet]:
+        """The prefill nodes and the decode nodes that may get the request. Raises: Unavailable if none has its adapter."""
+        fleets, adapter = self._fleets.by_role, request.adapter
+        prefill, decode = fleets["prefill"], fleets["decode"]
+        if request.begun and not decode.nodes:
+            decode = self._fleets.finishing
+        if adapter is None:
+            return prefill, decode
+        able = with_adapter(decode, adapter)
+        if request.begun and not able.nodes:
+            able = with_adapter(self._fleets.finishing, adapter)
+        if decode.nodes and not able.nodes:
+            raise Unavailable(f"no decode node has LoRA adapter {adapter.name!r} now; try again")
+        return with_adapter(prefill, adapter), able
 
     def _query(self, request: PlacementRequest, *, touch: bool = True) -> tuple[Query, KeyArray]:
         """The question for the policies, and the index keys of the prompt's full blocks."""

@@ -24,6 +24,7 @@ from common.config.service_configs import RouterConfig
 from common.control.links import Identity, Server
 from common.control.messages import (
     Abort,
+    Adapter,
     AttemptFailed,
     AttemptKey,
     AttemptStats,
@@ -145,6 +146,7 @@ class StubNode:
     task: Task = "generate"
     hidden_size: int = 0
     model_name: str = "stub-model"
+    adapters: list[Adapter] = field(default_factory=list)
     fail_with: tuple[str, str] | None = None
     """(code, message) with which every request is refused."""
     running: dict[AttemptKey, Sequence] = field(default_factory=dict)
@@ -157,6 +159,7 @@ class StubNode:
 
     def __post_init__(self) -> None:
         self.incarnation = secrets.token_hex(4)
+        self.started_at = time.time()
         self.gate = asyncio.Event()
         self.gate.set()
         self._news = asyncio.Event()
@@ -180,7 +183,9 @@ class StubNode:
             task=self.task,
             hidden_size=self.hidden_size,
         )
-        return NodeRecord(self.role, self.peer, model, layout, 1000, time.time(), self.max_num_seqs)
+        return NodeRecord(
+            self.role, self.peer, model, layout, 1000, self.started_at, self.max_num_seqs, adapters=list(self.adapters)
+        )
 
     def requests(self) -> list[PrefillRequest | DecodeRequest]:
         """The requests received, in order."""
@@ -379,8 +384,7 @@ async def running_stack(
         stack.list_nodes(*nodes)
         while not server.started:
             await asyncio.sleep(0.002)
-        roles = [node.role for node in nodes if node.pings_answered and node.task == "generate"]
-        if roles:
+        if roles := [node.role for node in nodes if node.pings_answered and node.task == "generate"]:
             await stack.usable(roles.count("prefill"), roles.count("decode"))
         if pools := sum(node.task != "generate" for node in nodes):
             await stack.pools(pools)

@@ -50,7 +50,20 @@ def _is_number(value: Any) -> bool:
 
 def nodes(answer: Mapping[str, Any]) -> RenderableType:
     """`kvrelay admin nodes`."""
-    columns = ("node", "role", "state", "running", "waiting", "queued tokens", "KV used", "cached", "hits", "relayed")
+    columns = (
+        "node",
+        "role",
+        "model",
+        "adapters",
+        "state",
+        "running",
+        "waiting",
+        "queued tokens",
+        "KV used",
+        "cached",
+        "hits",
+        "relayed",
+    )
     rows = [_node_row(node) for node in answer["nodes"]]
     return table("", (*columns, "answered"), rows) if rows else cell("the router knows no node")
 
@@ -62,6 +75,8 @@ def _node_row(node: Mapping[str, Any]) -> list[Any]:
     return [
         node["node_id"],
         node["role"],
+        node["model"],
+        ", ".join(node["adapters"]),
         _state(node),
         load["running"],
         load["waiting"],

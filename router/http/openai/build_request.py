@@ -196,7 +196,7 @@ def _generation_request(
     if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
         raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
     return GenerationRequest(
-        EngineRequest(prompt_ids, sampling, body.cache_salt or "", body.priority or 0),
+        EngineRequest(prompt_ids, sampling, body.cache_salt or "", body.priority or 0, model.adapter),
         stop=tuple(body.stop),
         client_stop_ids=frozenset(body.stop_token_ids or ()),
         include_stop=bool(body.include_stop_str_in_output),

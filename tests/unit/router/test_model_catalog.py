@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from common.base.errors import BadRequest, NotFound, Unavailable
-from common.control.identities import PeerRef
+from common.control.identities import Adapter, PeerRef
 from common.control.messages import ModelInfo, NodeRecord, Role, Task
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
@@ -49,8 +49,9 @@ class Folders:
 def record(
     node: str, model: str, *, started_at: float = 0.0, task: Task = "generate", role: Role = "decode", **info: Any
 ) -> NodeRecord:
+    adapters = info.pop("adapters", [])
     about = ModelInfo(model, info.pop("path", f"/m/{model}"), 100, info.pop("max_model_len", 64), task=task, **info)
-    return NodeRecord(role, PeerRef(node, node, f"tcp://{node}", []), about, LAYOUT, 10, started_at)
+    return NodeRecord(role, PeerRef(node, node, f"tcp://{node}", []), about, LAYOUT, 10, started_at, adapters=adapters)
 
 
 def play(
@@ -59,6 +60,7 @@ def play(
     """Run `scene` with a catalog of these settings, whose configured model is loaded."""
     folders = Folders(digests=settings.pop("digests", {}))
     monkeypatch.setattr(served_model, "load", folders.load)
+    monkeypatch.setattr(served_model, "load_pooling", lambda info, options: folders.load(info.path, info.name, options))
 
     async def main() -> None:
         catalog = ModelCatalog(**{"model": None, "served_model_name": None, "chat_template": None, **settings})
@@ -181,5 +183,32 @@ def test_a_model_that_cannot_be_loaded_does_not_hide_the_others(monkeypatch: pyt
         with pytest.raises(Unavailable, match=r"'b' is not known yet: tokenizer.json in /m/b on this machine differs"):
             catalog.get("b")
         assert catalog.get(None).name == "a"
+
+    play(monkeypatch, scene)
+
+
+def test_adapters_are_served_by_name_with_the_weights_that_most_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, other = Adapter("x", "1"), Adapter("x", "2"), Adapter("b", "3")
+
+    async def scene(catalog: ModelCatalog, folders: Folders) -> None:
+        def nodes(*adapters: list[Adapter]) -> list[NodeRecord]:
+            return [
+                *(record(f"a{index}", "a", adapters=each) for index, each in enumerate(adapters)),
+                record("b0", "b", started_at=1.0, adapters=[other]),
+            ]
+
+        catalog.accept(nodes([old], [old], [new, other]))
+        await listed(catalog, "a", "b", "x")  # an adapter named like a model is hidden by it
+        found = catalog.get("x")
+        assert (found.base, found.root, found.adapter) == ("a", "a", old)
+        assert catalog.get("b").adapter is None
+        catalog.accept(nodes([old], [new], [new]))
+        assert catalog.get("x").adapter == new
+        catalog.accept(nodes([], []))
+        with pytest.raises(NotFound):
+            catalog.get("x")
+        catalog.accept(nodes([old]))
+        catalog.accept(nodes())  # its nodes are gone, but not forgotten
+        assert catalog.get("x").adapter == old
 
     play(monkeypatch, scene)

@@ -29,10 +29,18 @@ def test_text_from_a_service_cannot_control_the_terminal() -> None:
 def test_output_that_is_not_a_terminal_has_no_colours() -> None:
     load = {"running": 2, "waiting": 0, "queued_tokens": 0, "kv_blocks_used": 1, "kv_blocks_total": 8}
     load |= {"kv_blocks_cached": 0, "prefix_hits": 1, "prefix_queries": 4, "relayed_bytes": 1_500_000}
-    row = {**known("d0", "aa"), "role": "decode", "state": "usable", "answered_s_ago": 0.25, "load": load}
+    row = {
+        **known("d0", "aa"),
+        "role": "decode",
+        "model": "m",
+        "adapters": ["x", "y"],
+        "state": "usable",
+        "answered_s_ago": 0.25,
+        "load": load,
+    }
     text = rendered(show.nodes({"nodes": [row]}))
     assert "\x1b" not in text
-    for word in ("d0", "usable", "12.5 %", "25.0 %", "1.5 MB", "0.2 s ago"):
+    for word in ("d0", "x, y", "usable", "12.5 %", "25.0 %", "1.5 MB", "0.2 s ago"):
         assert word in text, text
     assert "\x1b" in rendered(show.nodes({"nodes": [row]}), terminal=True)
     assert "usable, breaker half-open" in rendered(show.nodes({"nodes": [{**row, "breaker": {"state": "half_open"}}]}))
