@@ -18,6 +18,9 @@ import pytest
 from support.oracle import TINY, first_difference, greedy, make_tiny
 from support.system import running_system
 
+from common.model.config import load_model_config
+from common.model.kv_spec import kv_spec
+
 NEW_TOKENS = 40
 """Three blocks of growth: more than a node reserves for running sequences, so that some are preempted."""
 NUM_REQUESTS = 16
@@ -110,8 +113,10 @@ def test_tokens_equal_the_reference(
     model = make_tiny(name, tmp_path / name)
     prompts = make_prompts(TINY[name].vocab_size)
     config = tmp_path / "kvrelay.toml"
+    tables = kv_spec(load_model_config(model), "float32").num_tables
     config.write_text(
-        f"[prefill]\nmax_num_batched_tokens = {PREFILL_CHUNK}\nkv_blocks = 60\n[decode]\nkv_blocks = 26\n"
+        f"[prefill]\nmax_num_batched_tokens = {PREFILL_CHUNK}\nkv_blocks = {60 * tables}\n"
+        f"[decode]\nkv_blocks = {26 * tables}\n"
     )
     with running_system(
         tmp_path,

@@ -12,6 +12,7 @@ import torch
 from support.oracle import agreed, first_difference, greedy, prompt_logprobs
 from torch import Tensor
 
+from common.attention.choose import choose_attention
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.config.option_groups import ModelImpl, Quantization
@@ -46,7 +47,9 @@ def make_runner(
     max_model_len: int = 2048,
     quantization: Quantization = "auto",
     model_impl: ModelImpl = "native",
+    chooses_attention: bool = False,
 ) -> ModelRunner:
+    """`chooses_attention`: as a node does, else plain tensor operations attend."""
     config = choose_model(path, model_impl).for_context(max_model_len)
     model = load_model(
         path, config, dtype=dtype, load_format="auto", seed=0, small_batches=True, quantization=quantization
@@ -57,7 +60,10 @@ def make_runner(
     storage = KVStorage(layout, shard, NUM_BLOCKS, scales=scales)
     for group in storage.groups:  # What a reused block may hold must never reach a result.
         group.stacked.fill_(min(1e4, torch.finfo(group.dtype).max))
-    return ModelRunner(model, storage, attention_of_groups(storage, model.attention_shape(BLOCK), CpuAttention))
+    shape = model.attention_shape(BLOCK)
+    if chooses_attention:
+        return ModelRunner(model, storage, choose_attention(storage, shape))
+    return ModelRunner(model, storage, attention_of_groups(storage, shape, CpuAttention))
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from support.runner_cases import check, drive, make_runner, prompt
 
 from common.base.errors import EngineError
 from common.engine.step import StepInput
+from common.kernels.native.library import find_native
+from common.model.native_layer import _log_once  # pyright: ignore[reportPrivateUsage]
 
 LATER = (
     *("phi3", "granite", "smollm3", "olmo2", "starcoder2", "gpt2", "opt", "gemma2", "gemma3", "gemma3-vision"),
@@ -35,6 +38,19 @@ def test_a_mixed_batch_matches_transformers(tiny_dirs: dict[str, Path], name: st
     vocab = TINY[name].vocab_size
     prompts = [prompt(n, vocab) for n in (1, 15, 16, 17, 100)]
     check(tiny_dirs[name], prompts, drive(make_runner(tiny_dirs[name]), prompts, chunk))
+
+
+@pytest.mark.skipif(find_native() is None, reason="no native kernels")
+@pytest.mark.parametrize(("name", "is_whole"), [("mistral", True), ("qwen2-window", True), ("gemma2", False)])
+def test_layers_with_windows_on_the_native_kernels_match_transformers(
+    tiny_dirs: dict[str, Path], name: str, is_whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _log_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        runner = make_runner(tiny_dirs[name], chooses_attention=True)
+    assert ("run part by part" in caplog.text) != is_whole
+    prompts = [prompt(n, TINY[name].vocab_size) for n in (1, 15, 16, 17, 100, 300)]
+    check(tiny_dirs[name], prompts, drive(runner, prompts, 64, 12), 12)
 
 
 @pytest.mark.parametrize(("reach", "lengths"), [(2048, (33, 48, 100)), (32, (1, 15, 16, 17, 20))])
