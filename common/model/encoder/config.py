@@ -79,15 +79,20 @@ def read_encoder_config(path: Path) -> EncoderConfig:
     activation = activations.get(str(config.raw.get("hidden_act", "gelu")))
     if activation is None:
         raise config.error(f"hidden_act {config.raw['hidden_act']!r} is not supported")
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise config.error(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"no tokenizer.json in {path}; routers need a fast tokenizer file there")
     positions = config.integer("max_position_embeddings")
     first = config.integer("pad_token_id", 1) + 1 if family != "Bert" else 0
     return EncoderConfig(
         task=task,
         is_roberta=family != "Bert",
         weight_prefix=_PREFIXES[family],
-        hidden_size=config.integer("hidden_size"),
+        hidden_size=hidden_size,
         num_layers=config.integer("num_hidden_layers"),
-        num_heads=config.integer("num_attention_heads"),
+        num_heads=num_heads,
         intermediate_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
         num_positions=positions,

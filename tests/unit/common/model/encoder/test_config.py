@@ -1,0 +1,77 @@
+"""What is read of an encoder's folder, and what is refused at the start in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_encoders import make_encoder
+
+from common.base.errors import ConfigError
+from common.model.encoder.bert import Encoder
+from common.model.encoder.config import pooling_task, read_encoder_config
+
+
+def change(file: Path, **values: Any) -> None:
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({**raw, **values}))
+
+
+def test_the_task_follows_from_the_class(tmp_path: Path) -> None:
+    assert pooling_task(make_encoder(tmp_path / "embed")) == "embed"
+    assert pooling_task(make_encoder(tmp_path / "cross", "Roberta", labels=1)) == "score"
+    change(tmp_path / "embed" / "config.json", architectures=["LlamaForCausalLM"])
+    assert pooling_task(tmp_path / "embed") is None
+    assert pooling_task(tmp_path) is None
+
+
+def test_context_and_pooling_are_those_of_the_files(tmp_path: Path) -> None:
+    bert = make_encoder(tmp_path / "bert", pooling="cls")
+    found = read_encoder_config(bert)
+    assert (found.max_model_len, found.first_position, found.pooling) == (64, 0, "cls")
+    (bert / "sentence_bert_config.json").write_text('{"max_seq_length": 32}')
+    assert read_encoder_config(bert).max_model_len == 32
+    roberta = read_encoder_config(make_encoder(tmp_path / "roberta", "Roberta"))
+    assert (roberta.max_model_len, roberta.first_position, roberta.pooling) == (64, 2, "mean")
+
+
+def two_labels(folder: Path) -> None:
+    change(folder / "config.json", id2label={"0": "a", "1": "b"}, architectures=["BertForSequenceClassification"])
+
+
+def dense(folder: Path) -> None:
+    kinds = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Dense"]
+    (folder / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (
+            lambda folder: change(folder / "config.json", num_attention_heads=5),
+            "is not a multiple of num_attention_heads",
+        ),
+        (lambda folder: change(folder / "config.json", hidden_act="swish"), "hidden_act 'swish' is not supported"),
+        (lambda folder: change(folder / "config.json", position_embedding_type="relative_key"), "is not supported"),
+        (two_labels, "has one label, this model 2"),
+        (dense, "the module Dense is not supported"),
+        (lambda folder: (folder / "modules.json").write_text("{"), "is not a list of sentence-transformers' modules"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), r"no tokenizer\.json in"),
+        (lambda folder: change(folder / "1_Pooling" / "config.json", pooling_mode_cls_token=True), "exactly one of"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, spoil: Callable[[Path], object], why: str) -> None:
+    folder = make_encoder(tmp_path / "bert")
+    spoil(folder)
+    with pytest.raises(ConfigError, match=why):
+        read_encoder_config(folder)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "bert")
+    change(folder / "config.json", intermediate_size=65)
+    with pytest.raises(ConfigError, match="implies"):
+        Encoder(folder, read_encoder_config(folder))
