@@ -4,6 +4,7 @@ equal those of `generate`."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from support.generic_models import config_of
 from support.oracle import first_difference, greedy, write_model
-from support.system import running_system
+from support.system import System, running_system
 
 NEW_TOKENS = 24
 
@@ -76,3 +77,46 @@ def test_greedy_tokens_equal_transformers(case: Case, tmp_path: Path) -> None:
         tokens = answer["choices"][0]["token_ids"]
         where = first_difference(greedy(model, prompt, NEW_TOKENS), tokens)
         assert where is None, f"prompt of {len(prompt)}: token {where} differs"
+
+
+async def _stream_through_a_kill(system: System, model: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """The tokens of a stream whose decode node is killed once ten have come."""
+    body = {
+        "model": model.name,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    tokens: list[int] = []
+    is_killed = False
+    async with (
+        httpx.AsyncClient(base_url=system.url, timeout=120.0) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            tokens += [token for choice in event["choices"] for token in choice.get("token_ids") or []]
+            if len(tokens) >= 10 and not is_killed:
+                is_killed = True
+                system.kill("decode")
+    return tokens
+
+
+@pytest.mark.thorough
+def test_stream_goes_on_after_kill_9_of_the_decode_node(tmp_path: Path) -> None:
+    model = make_folder("gemma2", tmp_path)
+    prompt = [3 + 7 * i % 240 for i in range(70)]
+    options = ("--model", str(model), "--dtype", "float32", "--kv-blocks", "400", "--local-prefill-tokens", "0")
+    with running_system(tmp_path, *options, "--model-impl", "transformers") as system:
+        system.wait_usable()
+        tokens = asyncio.run(_stream_through_a_kill(system, model, prompt, 300))
+        system.wait_usable()
+        system.wait_whole()
+    assert len(tokens) == 300
+    assert first_difference(greedy(model, prompt, 300), tokens) is None

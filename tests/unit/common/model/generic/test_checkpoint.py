@@ -1,0 +1,47 @@
+"""Weights that transformers' classes name and merge in other ways than files do, and files that lack some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.generic_models import config_of
+from support.oracle import write_model
+from support.runner_cases import drive, make_runner, prompt
+
+from common.base.errors import ConfigError
+from common.model.generic.build_model import build_class
+from common.model.generic.checkpoint import GenericCheckpoint
+from common.model.tensor_files import Part
+
+
+def test_experts_are_merged_from_tensors_of_each(tmp_path: Path) -> None:
+    folder = write_model(config_of("mixtral"), tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    model = build_class(folder, torch.float32)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    shape = tuple(model.get_parameter(name).shape)
+    checkpoint = GenericCheckpoint(folder, model)
+    assert name not in stored
+    whole = checkpoint.read(name, shape, torch.float32)
+    first = stored["model.layers.1.block_sparse_moe.experts.0.w1.weight"]
+    assert torch.equal(whole[0, : first.size(0)], first)
+    assert torch.equal(checkpoint.read(name, shape, torch.float32, Part(0, 1, 3)), whole[1:3])
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = write_model(config_of("llama"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        make_runner(folder, model_impl="transformers")
+
+
+def test_int8_weights_are_made_while_loading(tmp_path: Path) -> None:
+    folder = write_model(config_of("glm"), tmp_path)
+    runner = make_runner(folder, model_impl="transformers", quantization="int8")
+    [sequence] = drive(runner, [prompt(20, 250)], 16, 4)
+    assert len(sequence.generated) == 4
