@@ -1,0 +1,111 @@
+"""Requests with adapters on both nodes, and what the prefix cache shares among them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.fake_adapters import FakeLoader, source
+from support.node_pair import D_REF, KEY, P_REF, PROMPT, ROUTER, Pair
+
+from common.base.hashing import root_hash
+from common.control.messages import (
+    Adapter,
+    AttemptFailed,
+    AttemptKey,
+    DecodeRequest,
+    EngineRequest,
+    PrefillRequest,
+    SamplingParams,
+)
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.sequence import Sequence
+from common.engine.step import SampledToken
+from common.kv.pool import BlockPool
+from common.node.adapter_table import AdapterTable
+from common.node.events import FromClient, ToClient
+
+
+def a_pair() -> tuple[Pair, FakeLoader, FakeLoader]:
+    """Both nodes serve adapter "a", which is not in memory yet."""
+    pair = Pair()
+    loaders = FakeLoader(), FakeLoader()
+    for core, loader in zip((pair.p, pair.d), loaders, strict=True):
+        core.adapters = AdapterTable(loader, 2, [source("a")])
+    return pair, *loaders
+
+
+def send(pair: Pair, adapter: Adapter, key: AttemptKey = KEY) -> None:
+    asked = EngineRequest(PROMPT, SamplingParams(seed=0, max_tokens=3, temperature=0.0), adapter=adapter)
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(key, asked, [], P_REF, 600.0)))
+    pair.p.handle(FromClient(ROUTER, PrefillRequest(key, asked, [], D_REF, 600.0)))
+
+
+def test_a_request_waits_for_its_adapter_beside_the_batch_and_steps_then_name_it() -> None:
+    pair, p_loader, _ = a_pair()
+    send(pair, source("a").adapter)
+    assert not pair.p.step()
+    p_loader.finish(pair.p.adapters)
+    assert pair.p.step()
+    assert pair.p.attempts[KEY].seq.adapter_id == 1
+    assert pair.p.attempts[KEY].seq.root == root_hash("fake", lora_id=source("a").adapter.lora_id)
+
+
+def test_an_adapter_that_a_node_lacks_or_has_with_other_weights_fails_the_attempt_at_once() -> None:
+    pair, _, _ = a_pair()
+    for number, adapter in enumerate([source("b").adapter, source("a", "other").adapter]):
+        send(pair, adapter, AttemptKey(f"r{number}", 1))
+    failed = [out.message for out in pair.p_out + pair.d_out if isinstance(out, ToClient)]
+    for core in (pair.p, pair.d):
+        core.send_buffer.flush()
+    failed = [out.message for out in pair.p_out + pair.d_out if isinstance(out, ToClient)]
+    assert [type(message) for message in failed] == [AttemptFailed] * 4
+    assert {message.code for message in failed if isinstance(message, AttemptFailed)} == {"adapter_missing"}
+    assert not pair.p.attempts
+    assert not pair.d.attempts
+
+
+def test_an_adapter_that_was_unloaded_leaves_memory_when_its_last_request_has_ended() -> None:
+    pair, p_loader, _ = a_pair()
+    send(pair, source("a").adapter)
+    p_loader.finish(pair.p.adapters)
+    pair.p.adapters.unregister("a")
+    pair.p.on_time(0.0)
+    assert p_loader.dropped == []
+    pair.p._end(pair.p.attempts[KEY])  # pyright: ignore[reportPrivateUsage]
+    pair.p.on_time(0.0)
+    assert p_loader.dropped == [1]
+
+
+def test_a_thousand_prompts_over_eight_adapters_hit_only_blocks_of_the_same_adapter_and_weights() -> None:
+    draw = random.Random(1)
+    scheduler = Scheduler(SchedulerConfig(256, 4, 256, 256), BlockPool(4096))
+    prompts = [[draw.randrange(250) for _ in range(64)] for _ in range(3)]
+    seen: set[tuple[int, str]] = set()
+    for number in range(1000):
+        index, adapter = draw.randrange(3), Adapter(f"a{draw.randrange(8)}", "old" if number < 500 else "new")
+        request = EngineRequest(prompts[index], SamplingParams(seed=0, max_tokens=1), adapter=adapter)
+        root = root_hash("f", lora_id=request.lora_id)
+        seq = Sequence(AttemptKey(str(number), 1), request, list(prompts[index]), root, 0.0)
+        scheduler.add(seq)
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.update(plan, [SampledToken(7)])
+        assert seq.cached_tokens == (48 if (index, adapter.lora_id) in seen else 0)
+        seen.add((index, adapter.lora_id))
+    assert len(seen) == 3 * 8 * 2
+
+
+@pytest.mark.parametrize("ids", [[0, 2, 1, 2, 0, 1]])
+def test_rows_of_one_adapter_are_neighbours_in_a_step(ids: list[int]) -> None:
+    scheduler = Scheduler(SchedulerConfig(256, 8, 256, 256), BlockPool(64))
+    for number, adapter_id in enumerate(ids):
+        request = EngineRequest([5] * 9, SamplingParams(seed=0, max_tokens=4))
+        seq = Sequence(AttemptKey(str(number), 1), request, [5] * 9, root_hash(str(number)), 0.0)
+        seq.adapter_id = adapter_id
+        scheduler.add(seq)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert plan.step.adapters == sorted(ids)
+        scheduler.update(plan, [SampledToken(7)] * len(plan.step.samples))
