@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from common.base.clock import monotonic
+from common.base.device import CPU
 from common.base.process import run_service
 from common.config.fields import listed
 from common.config.service_configs import PrefillConfig
 from common.control.messages import ModelInfo, NodeRecord
 from common.control.pooling import PoolInput
+from common.kernels.choose import describe_kernels
 from common.kv.journal import BlockJournal
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
@@ -70,7 +72,14 @@ async def _serve(config: PrefillConfig, path: Path, encoder_config: EncoderConfi
     )
     layout = KVLayout(f"pooling-{digest}", KVSpec.uniform(1, 1, 1, "float32"))
     record = NodeRecord(
-        "prefill", server.me, info, layout, 0, time.time(), max_num_seqs=config.max_num_seqs, kernels="PyTorch"
+        "prefill",
+        server.me,
+        info,
+        layout,
+        0,
+        time.time(),
+        max_num_seqs=config.max_num_seqs,
+        kernels=describe_kernels(CPU),
     )
     await server.run(
         core,

@@ -1,4 +1,4 @@
-"""An encoder of the BERT family on one device: hidden states of a batch of texts, without padding.
+"""An encoder of the BERT family on a CPU: hidden states of a batch of texts, without padding.
 
 All products run over the tokens of all texts together; only attention goes text by text, of equal lengths together.
 """
@@ -14,28 +14,32 @@ import torch
 import torch.nn.functional as fn
 from torch import Tensor
 
+from common.base.device import CPU
 from common.control.pooling import PoolInput
+from common.kernels.choose import choose_kernels
 from common.model.encoder.config import EncoderConfig
-from common.model.tensor_files import TensorFiles
+from common.model.formats.base import Linear
+from common.model.formats.floating import float_linear
+from common.model.precision import Precision
+from common.model.weights import CheckpointWeights
+
+_FLOAT32 = Precision(torch.float32, torch.float32, torch.float32)
 
 
-class _Linear(NamedTuple):
-    """weight: [out, in]; bias: [out]."""
+class _Norm(NamedTuple):
+    """weight, bias: [hidden]."""
 
     weight: Tensor
     bias: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return fn.linear(x, self.weight, self.bias)
-
 
 class _Layer(NamedTuple):
-    qkv: _Linear
-    attention_out: _Linear
-    attention_norm: _Linear
-    up: _Linear
-    down: _Linear
-    norm: _Linear
+    qkv: Linear
+    attention_out: Linear
+    attention_norm: _Norm
+    up: Linear
+    down: Linear
+    norm: _Norm
 
 
 class Encoder:
@@ -46,28 +50,29 @@ class Encoder:
 
     def __init__(self, path: Path, config: EncoderConfig) -> None:
         self.config = config
-        files = TensorFiles(path, config.weight_prefix)
+        weights = CheckpointWeights(path, optional_prefix=config.weight_prefix)
+        kernels = choose_kernels(CPU, torch.float32)
         hidden, wide, prefix = config.hidden_size, config.intermediate_size, config.weight_prefix
 
         def read(name: str, *shape: int) -> Tensor:
-            return files.read(name, shape).float()
+            return weights.read(name, shape, torch.float32)
 
-        def linear(name: str, out: int, width: int = hidden) -> _Linear:
-            return _Linear(read(f"{name}.weight", out, width), read(f"{name}.bias", out))
+        def linear(names: Sequence[str], out: int, width: int = hidden) -> Linear:
+            """One layer for several of equal shapes, whose outputs follow each other."""
+            weight = torch.cat([read(f"{name}.weight", out, width) for name in names])
+            return float_linear(weight, torch.cat([read(f"{name}.bias", out) for name in names]), _FLOAT32, kernels)
 
-        def norm(name: str) -> _Linear:
-            return _Linear(read(f"{name}.weight", hidden), read(f"{name}.bias", hidden))
+        def norm(name: str) -> _Norm:
+            return _Norm(read(f"{name}.weight", hidden), read(f"{name}.bias", hidden))
 
         def layer(index: int) -> _Layer:
             at = f"{prefix}encoder.layer.{index}"
-            parts = [linear(f"{at}.attention.self.{name}", hidden) for name in ("query", "key", "value")]
-            qkv = _Linear(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
             return _Layer(
-                qkv,
-                linear(f"{at}.attention.output.dense", hidden),
+                linear([f"{at}.attention.self.{name}" for name in ("query", "key", "value")], hidden),
+                linear([f"{at}.attention.output.dense"], hidden),
                 norm(f"{at}.attention.output.LayerNorm"),
-                linear(f"{at}.intermediate.dense", wide),
-                linear(f"{at}.output.dense", hidden, wide),
+                linear([f"{at}.intermediate.dense"], wide),
+                linear([f"{at}.output.dense"], hidden, wide),
                 norm(f"{at}.output.LayerNorm"),
             )
 
@@ -77,11 +82,11 @@ class Encoder:
         self._types = read(f"{at}.token_type_embeddings.weight", config.num_types, hidden)
         self._norm = norm(f"{at}.LayerNorm")
         self._layers = [layer(index) for index in range(config.num_layers)]
-        self._head: tuple[_Linear, _Linear] | None = None
+        self._head: tuple[Linear, Linear] | None = None
         if config.task == "score":
             dense = "classifier.dense" if config.is_roberta else f"{prefix}pooler.dense"
             last = "classifier.out_proj" if config.is_roberta else "classifier"
-            self._head = linear(dense, hidden), linear(last, 1)
+            self._head = linear([dense], hidden), linear([last], 1)
 
     @torch.inference_mode()
     def hidden(self, inputs: Sequence[PoolInput]) -> tuple[Tensor, list[int]]:
@@ -102,13 +107,15 @@ class Encoder:
         x = self._normed(x + self._types[types], self._norm)
         groups = _same_length(lengths)
         for layer in self._layers:
-            x = self._normed(x + layer.attention_out(self._attend(layer.qkv(x), groups)), layer.attention_norm)
-            up = layer.up(x)
+            x = self._normed(
+                x + layer.attention_out.forward(self._attend(layer.qkv.forward(x), groups)), layer.attention_norm
+            )
+            up = layer.up.forward(x)
             if config.activation == "relu":
                 up = fn.relu(up)
             else:
                 up = fn.gelu(up, approximate="tanh" if config.activation == "gelu_tanh" else "none")
-            x = self._normed(x + layer.down(up), layer.norm)
+            x = self._normed(x + layer.down.forward(up), layer.norm)
         return x, lengths
 
     @torch.inference_mode()
@@ -117,7 +124,7 @@ class Encoder:
         assert self._head is not None
         dense, last = self._head
         first = hidden[_starts(lengths)]
-        return torch.sigmoid(last(torch.tanh(dense(first))))[:, 0]
+        return torch.sigmoid(last.forward(torch.tanh(dense.forward(first))))[:, 0]
 
     @torch.inference_mode()
     def pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -130,7 +137,7 @@ class Encoder:
         parts = hidden.split(list(lengths))
         return torch.stack([part.mean(0) if mode == "mean" else part.amax(0) for part in parts])
 
-    def _normed(self, x: Tensor, norm: _Linear) -> Tensor:
+    def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
         return fn.layer_norm(x, (x.size(-1),), norm.weight, norm.bias, self.config.norm_eps)
 
     def _attend(self, qkv: Tensor, groups: Sequence[tuple[Tensor, int]]) -> Tensor:

@@ -1,0 +1,76 @@
+"""Encoders against transformers, with the native kernels and with PyTorch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.tiny_encoders import Family, make_encoder
+
+from common.base.errors import ConfigError
+from common.base.variables import CPU_KERNELS
+from common.control.pooling import PoolInput
+from common.model.encoder.bert import Encoder
+from common.model.encoder.config import read_encoder_config
+
+# No padding tokens (0, or 1 in RoBERTa), which transformers masks.
+INPUTS = [
+    PoolInput([4, 5, 6, 2]),
+    PoolInput([4]),
+    PoolInput([4, 7, 2, 8, 9, 2], second_at=3),
+    PoolInput([4, 9, 8, 2]),
+    PoolInput([4, *[4 + i % 20 for i in range(62)], 2]),
+]
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(CPU_KERNELS, "torch" if request.param == "torch" else "")
+    return request.param
+
+
+def load(folder: Path) -> Encoder:
+    return Encoder(folder, read_encoder_config(folder))
+
+
+def types(each: PoolInput) -> torch.Tensor:
+    place = each.second_at or len(each.token_ids)
+    return torch.tensor([[int(index >= place) for index in range(len(each.token_ids))]])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_a_batch_of_several_lengths_has_the_hidden_states_of_each_alone(tmp_path: Path, family: Family) -> None:
+    folder = make_encoder(tmp_path / "model", family)
+    oracle = transformers.AutoModel.from_pretrained(folder).eval()
+    hidden, lengths = load(folder).hidden(INPUTS)
+    assert lengths == [len(each.token_ids) for each in INPUTS]
+    for each, rows in zip(INPUTS, hidden.split(lengths), strict=True):
+        kind = types(each) if family == "Bert" else torch.zeros_like(types(each))
+        with torch.no_grad():
+            expected = oracle(torch.tensor([each.token_ids]), token_type_ids=kind).last_hidden_state[0]
+        torch.testing.assert_close(rows, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_scores_are_the_sigmoids_of_the_logits_of_transformers(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", labels=1)
+    oracle = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    encoder = load(folder)
+    scores = encoder.scores(*encoder.hidden(INPUTS))
+    with torch.no_grad():
+        logits = [oracle(torch.tensor([each.token_ids]), token_type_ids=types(each)).logits[0, 0] for each in INPUTS]
+    torch.testing.assert_close(scores, torch.sigmoid(torch.stack(logits)), atol=2e-5, rtol=1e-4)
+
+
+def test_weights_of_whole_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("layer.1.output.dense.weight"))
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, file)
+    with pytest.raises(ConfigError, match=r"layer\.1\.output\.dense\.weight is torch\.int8"):
+        load(folder)
