@@ -6,6 +6,7 @@
     │   ├── BadRequest           400
     │   │   └── NoTokenAllowed   a request's masks and bans exclude every token
     │   ├── Unauthorized         401
+    │   ├── Forbidden            403
     │   ├── NotFound             404
     │   ├── RequestTimeout       408
     │   ├── PayloadTooLarge      413
@@ -79,6 +80,13 @@ class Unauthorized(ClientError):
 
     http_status = 401
     code = "invalid_api_key"
+
+
+class Forbidden(ClientError):
+    """This server does not allow the call."""
+
+    http_status = 403
+    code = "forbidden"
 
 
 class NotFound(ClientError):

@@ -324,6 +324,12 @@ class ClientOptions:
         "Clients",
         low=0,
     )
+    allow_runtime_lora: bool = option(
+        False,
+        "Let clients load and unload LoRA adapters with /v1/load_lora_adapter and /v1/unload_lora_adapter; needs an "
+        "admin token.",
+        "Clients",
+    )
     strict_parameters: bool = option(
         False,
         "Refuse requests with fields that no known API has (400); by default these are ignored and named in the "

@@ -66,6 +66,13 @@ class RouterConfig(AdminHostOptions, RoutingOptions, ClientOptions, MembershipOp
     served_model_name: str | None = variant(ModelOptions, "served_model_name")
     max_body_mb: float = option(4.0, "Maximum size of a request body in MB; larger ones get 413.", "Clients", low=0.001)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.allow_runtime_lora and not self.admin_token:
+            raise ConfigError(
+                "--allow-runtime-lora needs --admin-token: adapters are loaded through nodes' admin ports"
+            )
+
 
 @dataclass(frozen=True)
 class StepTokens:

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.base.errors import ClientError, KvRelayError, RequestTimeout
+from router.http.adapter_routes import add_adapter_routes
 from router.http.answer_types import ChatCompletion, Completion
 from router.http.anthropic.routes import add_anthropic_routes
 from router.http.api_keys import OPEN_PATHS, KeyGuard
@@ -47,6 +48,7 @@ def build(services: Services) -> FastAPI:
     add_responses_routes(app, services)
     add_ollama_routes(app, services)
     add_pooling_routes(app, services)
+    add_adapter_routes(app, services)
     _add_completion_routes(app, services)
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"}:

@@ -22,6 +22,7 @@ _REF = "#/components/schemas/{model}"
 ERRORS = {
     400: "malformed, out of range, or longer than the model's context",
     401: "no API key, or a wrong one",
+    403: "this server does not allow the call",
     404: "no such model or object",
     405: "this method is not allowed here",
     408: "the body did not arrive in time",

@@ -15,6 +15,7 @@ from common.cluster.membership import Directory
 from common.config.fields import listed
 from common.config.service_configs import RouterConfig
 from common.control.http_server import HttpServer
+from router.adapter_control import AdapterControl
 from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
@@ -107,6 +108,12 @@ def http_server(
         dispatcher=router.dispatcher,
         catalog=router.catalog,
         metrics=router.metrics,
+        adapters=AdapterControl(
+            router.dispatcher.nodes,
+            router.catalog,
+            allowed=config.allow_runtime_lora,
+            admin_token=config.admin_token,
+        ),
         degraded=lambda: router.degraded(directory),
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.adapter_control import AdapterControl
 from router.http.response_store import ResponseStore
 from router.metrics import Metrics
 from router.model_catalog import ModelCatalog
@@ -21,6 +22,7 @@ class Services:
     dispatcher: Dispatcher
     catalog: ModelCatalog
     metrics: Metrics
+    adapters: AdapterControl
     degraded: Callable[[], str]
     """What is wrong with Redis; empty if nothing is."""
     max_body_bytes: int
