@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.model.config import load_model_config
-from common.model.lora.checkpoint import linear_shapes
+from common.model.lora.checkpoint import linear_shapes, open_adapter
+from common.model.rank_model import RankModel
 
 
 def write_adapter(
@@ -48,3 +49,10 @@ def merge(model: Path, adapter: Path, folder: Path, scale: float = 1.0) -> Path:
         weights[target] += delta.t() if is_transposed else delta
     save_file(weights, file, metadata={"format": "pt"})
     return folder
+
+
+def load_adapters(model: RankModel, folders: Iterable[Path | str]) -> None:
+    """Load adapters into a rank's model, with the ids 1, 2, ..."""
+    for adapter_id, folder in enumerate(folders, 1):
+        checkpoint = open_adapter(Path(folder), model.config)
+        model.adapters.load(adapter_id, checkpoint, checkpoint.digest(checkpoint.read()))

@@ -7,12 +7,14 @@ import pickle
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from support.lora_files import load_adapters
 
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
@@ -201,8 +203,10 @@ def replay(
     pp_layers: list[int],
     same_host: bool,
     model_impl: ModelImpl = "native",
+    adapters: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run a recording's steps on this rank's shard of the model, as fast as the stages allow.
+    """Run a recording's steps on this rank's shard of the model, as fast as the stages allow. `adapters`: folders of LoRA
+    adapters, which the steps name by 1, 2, ...
 
     Returns the drawn tokens and their log-probabilities, and how far the KV is from the recorded slice.
     """
@@ -218,6 +222,7 @@ def replay(
     share = load_model(
         Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp
     )
+    load_adapters(share, adapters)
     runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shape(BLOCK), CpuAttention))
     announced: list[int] = []
     outputs = [runner.execute(step, announced.append) for step in recorded.steps]
