@@ -177,6 +177,11 @@ class ModelCatalog:
         )
 
     @property
+    def refusals(self) -> list[str]:
+        """Why models that nodes registered cannot be served."""
+        return [f"the model {each.name!r}: {each.problem}" for each in self._registered.values() if each.is_refused]
+
+    @property
     def models(self) -> list[ServedModel]:
         """The loaded models under each of their names; the main one first."""
         return list(self._by_name.values())

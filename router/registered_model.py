@@ -32,6 +32,8 @@ class RegisteredModel:
         """Its LoRA adapters, one of each name; while it has no node, those of its last nodes."""
         self.served: ServedModel | None = None
         self.problem = "its files are being loaded"
+        self.is_refused = False
+        """Whether its files were found unusable; `problem` says why."""
         """Why `served` is None."""
         self._options = options
         self._on_loaded = on_loaded
@@ -117,17 +119,21 @@ class RegisteredModel:
             else:
                 model = await asyncio.to_thread(served_model.load_pooling, info, self._options)
         except ConfigError as error:
+            self.is_refused = True
             self.problem = f"{error}; give the router a folder with --model"
             log.error("cannot use the model that the nodes registered: %s", self.problem)
             return
         except Exception as error:  # a model folder can hold anything; clients must be told that it cannot be loaded
+            self.is_refused = True
             self.problem = f"{info.path} cannot be loaded: {type(error).__name__}; see the router's log"
             log.exception("cannot load the model that the nodes registered")
             return
         if info.tokenizer not in (model.tokenizer_digest, ""):
+            self.is_refused = True
             self.problem = f"tokenizer.json in {info.path} on this machine differs from that of the nodes"
             log.error("cannot use the model that the nodes registered: %s", self.problem)
             return
+        self.is_refused = False
         self._files = model
         self._serve(model, info)
         log.info("serving %s from %s", info.name, info.path)

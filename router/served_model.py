@@ -73,6 +73,7 @@ def load(name_or_path: str, name: str | None, options: LoadOptions) -> ServedMod
     folder = model_folder(path)
     facts = read_facts(path)
     tokenizer = Tokenizer(folder, chat_template=options.chat_template)
+    tokenizer.check_template()
     formats = choose_formats(
         tokenizer.template_source,
         lambda token: tokenizer.token_id(token) is not None,

@@ -139,7 +139,8 @@ class Prompt(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether requests can be served. `prefill`, `decode` and `pooling`: usable nodes. `redis`: ok, or what is wrong with it."""
+    """Whether requests can be served. `prefill`, `decode` and `pooling`: usable nodes. `redis`: ok, or what is wrong with it.
+    `refused`: models that nodes registered and whose files the router cannot use, with the reason."""
 
     status: Literal["ok", "degraded", "unavailable"]
     prefill: int
@@ -148,6 +149,7 @@ class Health(TypedDict):
     prefill_mode: str
     degraded: bool
     redis: str
+    refused: list[str]
 
 
 class Ready(TypedDict):

@@ -81,6 +81,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
             "prefill_mode": "relayed" if prefill else "local: no prefill node, decode nodes compute prompts themselves",
             "degraded": bool(degraded),
             "redis": degraded or "ok",
+            "refused": services.catalog.refusals,
         }
         return JsonResponse(body, 200 if ready else 503)
 

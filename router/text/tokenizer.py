@@ -156,6 +156,15 @@ class Tokenizer:
             return 0  # such a tokenizer may map any unknown word to one token
         return len(text) // self._longest_token
 
+    def check_template(self) -> None:
+        """Raises: ConfigError if there is a chat template that refuses a single message of a user."""
+        if self._template is not None:
+            try:
+                self._template.render([{"role": "user", "content": "Hello"}])
+            except BadRequest as error:
+                reason = error.message.partition(": ")[2]
+                raise ConfigError(f"the chat template refuses a single message of a user ({reason})") from error
+
     @property
     def template_source(self) -> str:
         """The source of the chat template for requests with tools; empty if there is none."""

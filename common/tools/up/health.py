@@ -44,8 +44,14 @@ class HealthProbe:
         return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
     async def sees(self, url: str, prefill: int, decode: int) -> bool:
-        """Whether the router at `url` sees at least this many usable nodes of each role."""
+        """Whether the router at `url` sees at least this many usable nodes of each role.
+
+        Raises: ConfigError if it cannot use the files of their model.
+        """
         health = await self.health(url) or {}
+        refused = health.get("refused")
+        if isinstance(refused, list) and refused:
+            raise ConfigError(str(cast("list[object]", refused)[0]))
         return _count(health.get("prefill")) >= prefill and _count(health.get("decode")) >= decode
 
     async def close(self) -> None:

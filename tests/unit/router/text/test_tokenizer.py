@@ -295,3 +295,13 @@ def test_a_router_without_the_nodes_tokenizer_says_so_to_clients(folder: Path) -
             await node.close()
 
     asyncio.run(main())
+
+
+def test_a_template_that_refuses_every_user_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    """The router once was ready with it, and every chat failed."""
+    template = tmp_path / "template.jinja"
+    for source in ("{{ raise_exception('no') }}", "{{ messages[0]['nothing']['here'] }}"):
+        template.write_text(source)
+        with pytest.raises(ConfigError, match="refuses a single message of a user"):
+            Tokenizer(folder, chat_template=str(template)).check_template()
+    Tokenizer(folder).check_template()

@@ -1,0 +1,27 @@
+"""What `kvrelay up` makes of a router's health."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from common.base.errors import ConfigError
+from common.tools.up.health import HealthProbe
+
+
+def sees(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any] | None) -> bool:
+    async def answer(self: HealthProbe, url: str) -> dict[str, Any] | None:
+        return health
+
+    monkeypatch.setattr(HealthProbe, "health", answer)
+    return asyncio.run(HealthProbe().sees("http://a", 1, 1))
+
+
+def test_the_start_waits_for_nodes_and_ends_where_the_model_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not sees(monkeypatch, None)
+    assert not sees(monkeypatch, {"prefill": 1, "decode": 0, "refused": []})
+    assert sees(monkeypatch, {"prefill": 1, "decode": 2})
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        sees(monkeypatch, {"prefill": 1, "decode": 1, "refused": ["the model 'm': no tokenizer.json in /m"]})
