@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from common.security.names import ServiceRole
 def made() -> Path:
     """A folder with those of `router`, `node` and `admin`, an `expired` node, and a `stranger` of another authority."""
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-certificates-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     authority = Authority.create(folder / "ca")
     roles: list[ServiceRole] = ["router", "node", "admin"]
     for role in roles:
