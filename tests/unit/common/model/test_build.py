@@ -256,7 +256,7 @@ def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_is_read(
 
 
 _LOAD = """
-import sys, torch
+import gc, sys, torch
 from dataclasses import replace
 from pathlib import Path
 from common.model.config import load_model_config
@@ -270,6 +270,7 @@ def load(config, kind):
     return load_model(path, config, dtype="float32", load_format=kind, seed=0, small_batches=True, mesh=mesh)
 # What a first load allocates once: libraries, arenas.
 load(replace(config, layers=config.layers[:1], vocab_size=64), "dummy")
+gc.collect()  # a model and its adapters refer to each other
 print("ready", flush=True)
 sys.stdin.readline()
 model = load(config, "auto")
