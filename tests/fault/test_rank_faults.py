@@ -47,8 +47,16 @@ def decode_lines(system: System) -> list[str]:
     return [line for line in system.log_file.read_text(errors="replace").splitlines() if "decode-0" in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (0, signal.SIGKILL),
+        (3, signal.SIGKILL),
+        (3, signal.SIGSTOP),
+        *(pytest.param(rank, signal.SIGKILL, marks=pytest.mark.thorough) for rank in (1, 2)),
+        *(pytest.param(rank, signal.SIGSTOP, marks=pytest.mark.thorough) for rank in (0, 1, 2)),
+    ],
+)
 def test_any_ranks_end_is_the_nodes_and_the_node_comes_back(
     served: tuple[Path, System], rank: int, number: signal.Signals
 ) -> None:

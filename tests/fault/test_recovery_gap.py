@@ -85,6 +85,7 @@ def longest_gap(system: System, seed: int, *, with_prefill_node: bool) -> float:
     return max(b - a for a, b in itertools.pairwise(after))
 
 
+@pytest.mark.thorough
 def test_recovery_costs_a_relay_and_not_a_prefill(served: System) -> None:
     relayed = longest_gap(served, 1, with_prefill_node=False)
     computed = longest_gap(served, 2, with_prefill_node=True)

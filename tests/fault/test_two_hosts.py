@@ -234,7 +234,14 @@ def test_a_link_cut_for_three_seconds_costs_time_and_no_token(hosts: TwoHosts) -
     assert wall_s < SILENCE_S + 10
 
 
-@pytest.mark.parametrize("lost", ["both ways", "to the decode node", "to the prefill node"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "both ways",
+        pytest.param("to the decode node", marks=pytest.mark.thorough),
+        pytest.param("to the prefill node", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_dead_link_is_noticed_and_the_answers_are_still_right(hosts: TwoHosts, lost: str) -> None:
     """The decode node computes the prompts itself then: at once after the silence, not after a transfer's deadline."""
     prompts = make_prompts(100 + len(lost))

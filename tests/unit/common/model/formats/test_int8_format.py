@@ -37,6 +37,7 @@ def test_ranks_multiply_their_own_rows_and_columns(tmp_path: Path, style: str) -
         assert error.norm() / (x @ expected.t()).norm() < 0.02
 
 
+@pytest.mark.thorough
 def test_perplexity_of_an_int8_checkpoint_stays_within_one_percent(tmp_path: Path) -> None:
     quantized, _ = quantize(DEMO_MODEL_PATH, STYLES["int8 channel"], tmp_path)
     assert perplexity(quantized) < 1.01 * perplexity(DEMO_MODEL_PATH)
