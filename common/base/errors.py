@@ -40,6 +40,10 @@ class KvRelayError(Exception):
     code: str = "internal_error"
     retryable: bool = False
 
+    def __str__(self) -> str:
+        """One line, whatever a library's error or a broken file put into it."""
+        return " ".join(super().__str__().splitlines())
+
     @property
     def message(self) -> str:
         return str(self)
