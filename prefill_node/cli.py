@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from common.base.process import lasting_imports, prepare_compute
 from common.cli import service_app
 from common.config.service_configs import PrefillConfig
+from common.config.sources import Resolved
 from common.node.before_torch import main
 
 if TYPE_CHECKING:
@@ -27,17 +28,23 @@ def _load_role() -> PrefillRole:
     return ROLE
 
 
-def _run(config: PrefillConfig) -> None:
-    from common.model.encoder.config import pooling_task
+def _run(resolved: Resolved[PrefillConfig]) -> None:
     from common.model.hub import resolve_model
+    from common.model.pooling.task import find_task
 
-    if pooling_task(resolve_model(config.model)) is None:
+    config = resolved.config
+    path = resolve_model(config.model)
+    if find_task(path, config.task) == "generate":
         main(config, _load_role)
         return
+    from common.model.pooling.encoder_config import is_encoder
+    from prefill_node.pooling_options import check_options
+
+    check_options(resolved, is_encoder=is_encoder(path))
     prepare_compute(config.threads, config.nice)
     with lasting_imports():
         from prefill_node.pooling_service import run_pooling_node
     run_pooling_node(config)
 
 
-app = service_app(PrefillConfig, help=_HELP, run=lambda resolved: _run(resolved.config))
+app = service_app(PrefillConfig, help=_HELP, run=_run)

@@ -20,11 +20,12 @@ from common.kernels.choose import describe_kernels
 from common.kv.journal import BlockJournal
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
-from common.model.encoder.bert import Encoder
-from common.model.encoder.config import EncoderConfig, read_encoder_config
-from common.model.encoder.pooler import EncoderPooler
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_name, resolve_model
+from common.model.pooling.decoder_config import PoolingDecoderConfig
+from common.model.pooling.encoder_config import EncoderConfig
+from common.model.pooling.open import load_pooling_model, read_pooling_config
+from common.model.pooling.pooler import Pooler, PoolingModel
 from common.node.plan import node_id_for
 from common.node.server import NodeServer
 from prefill_node.pooling_core import PoolingNode, PoolLimits
@@ -42,33 +43,31 @@ def run_pooling_node(config: PrefillConfig) -> None:
     Raises: ConfigError for what cannot start, EngineError if the engine loop crashed.
     """
     path = resolve_model(config.model)
-    encoder_config = read_encoder_config(path)
-    if config.max_model_len is not None:
-        encoder_config = encoder_config.with_context(config.max_model_len)
-    run_service(lambda: _serve(config, path, encoder_config))
+    pooling_config = read_pooling_config(path, config.max_model_len)
+    run_service(lambda: _serve(config, path, pooling_config))
 
 
-async def _serve(config: PrefillConfig, path: Path, encoder_config: EncoderConfig) -> None:
+async def _serve(config: PrefillConfig, path: Path, of_model: EncoderConfig | PoolingDecoderConfig) -> None:
     server = NodeServer(config, node_id_for("prefill", config))
     await server.bind()
-    encoder = await asyncio.to_thread(_load, path, encoder_config)
+    model = await asyncio.to_thread(_load, path, of_model, config)
     limits = PoolLimits(
-        encoder_config.vocab_size,
-        encoder_config.max_model_len,
+        of_model.vocab_size,
+        of_model.max_model_len,
         config.max_num_batched_tokens or _STEP_TOKENS,
         _MAX_ACCEPTED,
     )
-    core = PoolingNode(EncoderPooler(encoder), limits, server.send_buffer, monotonic)
+    core = PoolingNode(Pooler(model), limits, server.send_buffer, monotonic)
     names = listed("served_model_name", config.served_model_name)
     digest = tokenizer_digest(path)
     info = ModelInfo(
         names[0] if names else model_name(path),
         str(path),
-        encoder_config.vocab_size,
-        encoder_config.max_model_len,
+        of_model.vocab_size,
+        of_model.max_model_len,
         digest,
-        encoder_config.task,
-        encoder_config.hidden_size,
+        of_model.task,
+        of_model.hidden_size,
     )
     layout = KVLayout(f"pooling-{digest}", KVSpec.uniform(1, 1, 1, "float32"))
     record = NodeRecord(
@@ -91,9 +90,9 @@ async def _serve(config: PrefillConfig, path: Path, encoder_config: EncoderConfi
     )
 
 
-def _load(path: Path, config: EncoderConfig) -> Encoder:
-    """The encoder, after one forward pass, so that no client waits for the first access to its weights."""
-    encoder = Encoder(path, config)
+def _load(path: Path, of_model: EncoderConfig | PoolingDecoderConfig, config: PrefillConfig) -> PoolingModel:
+    """The model, after one forward pass, so that no client waits for the first access to its weights."""
+    model = load_pooling_model(path, of_model, config)
     torch.set_flush_denormal(True)
-    encoder.hidden([PoolInput([0])])
-    return encoder
+    model.hidden([PoolInput([0])])
+    return model

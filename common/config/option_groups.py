@@ -20,6 +20,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
 Quantization = Literal["auto", "fp8", "int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
+TaskName = Literal["auto", "generate", "embed", "score"]
 GenerationConfig = Literal["auto", "none"]
 
 CPU_KV_GB = 1.0
@@ -118,6 +119,7 @@ class ModelOptions:
         "(the extra kvrelay[models]); auto uses the latter where there is no native family. The same on all nodes.",
         "Model",
     )
+    task: TaskName = option("auto", "What the model is served for; auto follows from its class and files.", "Model")
     load_format: LoadFormat = option(
         "auto", "auto reads the weights; dummy generates random ones from config.json alone.", "Model"
     )

@@ -63,6 +63,8 @@ class Build:
     """What weights of linear layers that are stored as floating-point numbers become."""
     packed: PackedWeights | None = None
     """Where packed weights are shared with other processes; None: nowhere."""
+    lm_head: bool = True
+    """Whether the model gives logits."""
 
     @property
     def names(self) -> WeightNames:

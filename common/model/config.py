@@ -121,17 +121,32 @@ class ModelConfig:
         return dtype
 
 
-def load_model_config(path: Path) -> ModelConfig:
+def load_model_config(path: Path, *, headless: bool = False) -> ModelConfig:
     """The config of the model in directory or GGUF file `path`.
 
-    Raises: ConfigError, one sentence, for a missing or corrupt file, an unsupported architecture or feature.
+    `headless`: it needs no LM head; it may also be of a family's class without one (`Qwen3Model`), whose files name tensors
+    without the first part of their names. Raises: ConfigError, one sentence, for a missing or corrupt file, an unsupported architecture or feature.
     """
     if is_gguf(path):
         # Imported here because it costs a fifth of a second, which other models need not pay.
         from common.model.gguf.config import GGUF_NAMES, read_gguf_config
 
         return _describe(ConfigFile(path, read_gguf_config(path)), model_folder(path), GGUF_NAMES)
-    return _describe(ConfigFile(path / "config.json"), path, None)
+    file = path / "config.json"
+    if not headless:
+        return _describe(ConfigFile(file), path, None)
+    described = _describe(ConfigFile(file, _with_head(read_json_object(file))), path, None)
+    names = described.weight_names
+    prefix = names.optional_prefix or names.embedding.partition(".")[0] + "."
+    return replace(described, weight_names=replace(names, optional_prefix=prefix))
+
+
+def _with_head(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of the class with an LM head, for that of one without."""
+    names = raw.get("architectures")
+    named = cast("list[Any]", names) if isinstance(names, list) else []
+    known = [f"{str(name).removesuffix('Model')}ForCausalLM" for name in named if str(name).endswith("Model")]
+    return {**raw, "architectures": known} if known else raw
 
 
 def _describe(config: ConfigFile, folder: Path, weight_names: WeightNames | None) -> ModelConfig:

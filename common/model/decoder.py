@@ -38,7 +38,7 @@ class DecoderModel:
         self.mesh = build.mesh
         self.device = build.device
         self._heads = build.heads(config.attention)
-        tied = config.tie_word_embeddings
+        tied = config.tie_word_embeddings and build.lm_head
         needed = place.is_first_stage or (place.is_last_stage and tied)
         vocabulary = build.vocabulary(f"{names.embedding}.weight") if needed else None
         self._embedding = Embedding(build, vocabulary) if place.is_first_stage and vocabulary is not None else None
@@ -62,8 +62,9 @@ class DecoderModel:
         self._lm_head: LMHead | None = None
         if place.is_last_stage:
             self._norm = make_norm(build, names.final_norm, config.final_norm)
-            lm_head = names.embedding if tied else names.lm_head
-            self._lm_head = LMHead(build, f"{lm_head}.weight", vocabulary if tied else None)
+            if build.lm_head:
+                lm_head = names.embedding if tied else names.lm_head
+                self._lm_head = LMHead(build, f"{lm_head}.weight", vocabulary if tied else None)
         self._rope, self._layers = _with_rotary(build, layers)
         on_progress(parts, parts)
 

@@ -51,13 +51,14 @@ def load_model(
     device: torch.device = CPU,
     quantization: Quantization = "auto",
     packed: PackedWeights | None = None,
+    lm_head: bool = True,
 ) -> RankModel:
     """Build this rank's part of the model of `config`, with the weights in `path` or random ones (format "dummy").
 
     `dtype` "auto" means that of the files. `small_batches` False leaves out what only single-row steps need
     (see `common.model.precision`). Weights are kept on `device`. `pp_layers`: layers per pipeline stage, empty for one
     stage. `quantization` "int8" or "int4" quantizes weights that are stored as floating-point numbers.
-    `packed` shares packed weights with other processes. All ranks of `mesh` load at the same time, with the same
+    `packed` shares packed weights with other processes. Without `lm_head` the model of a native family has no logits. All ranks of `mesh` load at the same time, with the same
     arguments; each reads only the bytes of its own part.
 
     Raises: ConfigError for missing, corrupt or misshapen tensors, for unknown options, for a layout that the model
@@ -82,7 +83,8 @@ def load_model(
     started = time.monotonic()
 
     def build(weights: WeightSource) -> Build:
-        return Build(config, weights, precision, mesh, pp_layers, device, kernels, weight_bits(quantization), packed)
+        bits = weight_bits(quantization)
+        return Build(config, weights, precision, mesh, pp_layers, device, kernels, bits, packed, lm_head=lm_head)
 
     with torch.inference_mode(), _progress(f"loading {config.architecture}") as on_progress:
         if is_generic:

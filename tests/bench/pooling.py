@@ -18,9 +18,9 @@ from support.sentences import sentences
 from common.base.clock import monotonic
 from common.control.identities import AttemptKey
 from common.control.pooling import PoolInput, PoolRequest, PoolResult
-from common.model.encoder.bert import Encoder
-from common.model.encoder.config import read_encoder_config
-from common.model.encoder.pooler import EncoderPooler
+from common.model.pooling.bert import Encoder
+from common.model.pooling.encoder_config import read_encoder_config
+from common.model.pooling.pooler import Pooler
 from common.node.events import FromClient, SendBuffer, ToClient
 from prefill_node.pooling_core import PoolingNode, PoolLimits
 from router.text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class _Ours:
         limits = PoolLimits(config.vocab_size, config.max_model_len, step_tokens=4096, max_accepted=1)
         self._sent: list[Any] = []
         self._buffer = SendBuffer(self._sent.extend)
-        self._node = PoolingNode(EncoderPooler(Encoder(path, config)), limits, self._buffer, monotonic)
+        self._node = PoolingNode(Pooler(Encoder(path, config)), limits, self._buffer, monotonic)
 
     def encode(self, texts: list[str]) -> torch.Tensor:
         """[texts, hidden], in batches of `BATCH`."""

@@ -18,8 +18,8 @@ from common.config.option_groups import CapacityOptions, DeviceOptions, GpuMemor
 from common.config.service_configs import DecodeConfig, ServiceConfig, UpConfig
 from common.config.sources import resolve
 from common.control.messages import Task
-from common.model.encoder.config import pooling_task
 from common.model.hub import resolve_model
+from common.model.pooling.task import find_task
 from kvrelay.engine import Engine, load_options
 from kvrelay.outputs import RequestOutput, completion_output, prompt_logprobs
 from kvrelay.pooling_engine import PoolingEngine
@@ -207,7 +207,7 @@ def _local_engine(options: dict[str, Any]) -> Engine | PoolingEngine:
     if config.num_ranks > 1:
         raise ConfigError("one process runs one rank: for more, start a cluster with LLM(..., decode=1, decode_tp=2)")
     path = resolve_model(config.model)
-    if pooling_task(path) is not None:
+    if find_task(path, config.task) != "generate":
         return PoolingEngine(config, path, files)
     from kvrelay.local_engine import LocalEngine
 

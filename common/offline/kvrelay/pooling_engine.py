@@ -13,9 +13,9 @@ from common.base.process import prepare_compute
 from common.config.service_configs import DecodeConfig
 from common.control.messages import AttemptKey, ModelInfo
 from common.control.pooling import PoolRequest
-from common.model.encoder.config import read_encoder_config
 from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_name
+from common.model.pooling.open import load_pooling_model, read_pooling_config
 from kvrelay.prompts import Prompt, as_list, prompt_value
 from router.http.openai.parse_body import validated
 from router.http.pooling.format import scores
@@ -28,23 +28,25 @@ _BodyT = TypeVar("_BodyT", bound=BaseModel)
 
 
 class PoolingEngine:
-    """Tokenizer and encoder."""
+    """Tokenizer and of_model."""
 
     def __init__(self, config: DecodeConfig, path: Path, options: LoadOptions) -> None:
         """Load the model in folder `path`. Raises: ConfigError in one sentence for what cannot start."""
-        encoder = read_encoder_config(path)
-        if config.max_model_len is not None:
-            encoder = encoder.with_context(config.max_model_len)
+        of_model = read_pooling_config(path, config.max_model_len)
         info = ModelInfo(
-            model_name(path), str(path), encoder.vocab_size, encoder.max_model_len, tokenizer_digest(path), encoder.task
+            model_name(path),
+            str(path),
+            of_model.vocab_size,
+            of_model.max_model_len,
+            tokenizer_digest(path),
+            of_model.task,
         )
         served = load_pooling(info, options)
-        self.model = replace(served, task=encoder.task, base=info.name, hidden_size=encoder.hidden_size)
+        self.model = replace(served, task=of_model.task, base=info.name, hidden_size=of_model.hidden_size)
         prepare_compute(config.threads, config.nice)
-        from common.model.encoder.bert import Encoder
-        from common.model.encoder.pooler import EncoderPooler
+        from common.model.pooling.pooler import Pooler
 
-        self._pooler = EncoderPooler(Encoder(path, encoder))
+        self._pooler = Pooler(load_pooling_model(path, of_model, config))
 
     def vectors(
         self, prompts: Prompt | Sequence[Prompt], options: Mapping[str, Any], *, per_token: bool

@@ -11,21 +11,13 @@ import pytest
 from support.tiny_encoders import make_encoder
 
 from common.base.errors import ConfigError
-from common.model.encoder.bert import Encoder
-from common.model.encoder.config import pooling_task, read_encoder_config
+from common.model.pooling.bert import Encoder
+from common.model.pooling.encoder_config import read_encoder_config
 
 
 def change(file: Path, **values: Any) -> None:
     raw = json.loads(file.read_text())
     file.write_text(json.dumps({**raw, **values}))
-
-
-def test_the_task_follows_from_the_class(tmp_path: Path) -> None:
-    assert pooling_task(make_encoder(tmp_path / "embed")) == "embed"
-    assert pooling_task(make_encoder(tmp_path / "cross", "Roberta", labels=1)) == "score"
-    change(tmp_path / "embed" / "config.json", architectures=["LlamaForCausalLM"])
-    assert pooling_task(tmp_path / "embed") is None
-    assert pooling_task(tmp_path) is None
 
 
 def test_context_and_pooling_are_those_of_the_files(tmp_path: Path) -> None:
@@ -75,3 +67,27 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     change(folder / "config.json", intermediate_size=65)
     with pytest.raises(ConfigError, match="implies"):
         Encoder(folder, read_encoder_config(folder))
+
+
+@pytest.mark.parametrize(
+    ("noted", "activation"),
+    [
+        ({}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "identity"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, "sigmoid"),
+    ],
+)
+def test_the_activation_of_scores_is_that_of_sentence_transformers(
+    tmp_path: Path, noted: dict[str, Any], activation: str
+) -> None:
+    folder = make_encoder(tmp_path / "cross", labels=1)
+    change(folder / "config.json", **noted)
+    assert read_encoder_config(folder).score_activation == activation
+
+
+def test_an_activation_that_is_not_implemented_is_refused_by_name(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "cross", labels=1)
+    change(folder / "config.json", sentence_transformers={"activation_fn": "torch.nn.modules.activation.Tanh"})
+    with pytest.raises(ConfigError, match=r"activation 'torch\.nn\.modules\.activation\.Tanh' is not supported"):
+        read_encoder_config(folder)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from common.base.errors import ConfigError
 from common.control.messages import Task
 from common.model.config_file import ConfigFile, read_json_object
+from common.model.pooling.sentence_transformers import Pooling, max_seq_length, read_pooling
 
-Pooling = Literal["cls", "mean", "max", "lasttoken"]
-_POOLING_KEYS: dict[str, Pooling] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_lasttoken": "lasttoken",
-}
+ScoreActivation = Literal["sigmoid", "identity"]
+_ACTIVATIONS: dict[str, ScoreActivation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 _PREFIXES = {"Bert": "bert.", "Roberta": "roberta.", "XLMRoberta": "roberta."}
 _SUFFIXES: dict[str, Task] = {"Model": "embed", "ForSequenceClassification": "score"}
 ARCHITECTURES: dict[str, Task] = {family + suffix: task for family in _PREFIXES for suffix, task in _SUFFIXES.items()}
@@ -44,6 +39,8 @@ class EncoderConfig:
     activation: Literal["gelu", "gelu_tanh", "relu"]
     max_model_len: int
     pooling: Pooling = "mean"
+    score_activation: ScoreActivation = "sigmoid"
+    """What makes a score of a cross-encoder's output."""
 
     def with_context(self, max_model_len: int) -> EncoderConfig:
         """The same for inputs of at most so many tokens. Raises: ConfigError if it takes fewer."""
@@ -54,13 +51,18 @@ class EncoderConfig:
         return replace(self, max_model_len=max_model_len)
 
 
-def pooling_task(path: Path) -> Task | None:
-    """What the model in this folder does, if it is a supported encoder; None for all else."""
+def architecture(path: Path) -> str:
+    """The first class that the config.json in this folder names; empty if there is none."""
     file = path / "config.json"
     if not file.is_file():
-        return None
+        return ""
     names = read_json_object(file).get("architectures")
-    return ARCHITECTURES.get(str(cast("list[Any]", names)[0])) if isinstance(names, list) and names else None
+    return str(cast("list[Any]", names)[0]) if isinstance(names, list) and names else ""
+
+
+def is_encoder(path: Path) -> bool:
+    """Whether the model in this folder is a supported encoder."""
+    return architecture(path) in ARCHITECTURES
 
 
 def read_encoder_config(path: Path) -> EncoderConfig:
@@ -100,41 +102,18 @@ def read_encoder_config(path: Path) -> EncoderConfig:
         num_types=config.integer("type_vocab_size", 2),
         norm_eps=config.number("layer_norm_eps", 1e-12),
         activation=cast("Any", activation),
-        max_model_len=min(positions - first, _longest(path, positions)),
-        pooling=_pooling(path),
+        max_model_len=min(positions - first, max_seq_length(path, positions)),
+        pooling=read_pooling(path, "mean"),
+        score_activation=_score_activation(config) if task == "score" else "sigmoid",
     )
 
 
-def _longest(path: Path, default: int) -> int:
-    """sentence-transformers' own limit."""
-    file = path / "sentence_bert_config.json"
-    return ConfigFile(file).integer("max_seq_length", default) if file.is_file() else default
-
-
-def _check_modules(file: Path) -> None:
-    """Raises: ConfigError for modules after the encoder other than pooling and normalization."""
-    if not file.is_file():
-        return
-    try:
-        found: Any = json.loads(file.read_bytes())
-        kinds = [str(module["type"]).rpartition(".")[2] for module in found][1:]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{file} is not a list of sentence-transformers' modules") from error
-    for kind in kinds:
-        if kind not in ("Pooling", "Normalize"):
-            raise ConfigError(f"{file}: the module {kind} is not supported; only Pooling and Normalize are")
-
-
-def _pooling(path: Path) -> Pooling:
-    _check_modules(path / "modules.json")
-    file = path / "1_Pooling" / "config.json"
-    if not file.is_file():
-        return "mean"
-    raw = read_json_object(file)
-    found: list[Pooling] = [mode for key, mode in _POOLING_KEYS.items() if raw.get(key)]
-    named = raw.get("pooling_mode")
-    if named in get_args(Pooling):
-        return cast("Pooling", named)
-    if len(found) != 1:
-        raise ConfigError(f"{file}: exactly one of {', '.join(_POOLING_KEYS)} must be set")
-    return found[0]
+def _score_activation(config: ConfigFile) -> ScoreActivation:
+    """The activation that sentence-transformers has noted, under its newer or its older name. Raises: ConfigError."""
+    noted: Any = config.raw.get("sentence_transformers")
+    newer = cast("dict[str, Any]", noted).get("activation_fn") if isinstance(noted, dict) else None
+    name = newer or config.raw.get("sbert_ce_default_activation_function") or "Sigmoid"
+    found = _ACTIVATIONS.get(str(name).rpartition(".")[2])
+    if found is None:
+        raise config.error(f"the cross-encoder's activation {name!r} is not supported; {', '.join(_ACTIVATIONS)} are")
+    return found

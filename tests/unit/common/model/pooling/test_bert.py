@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from support.tiny_encoders import Family, make_encoder
 from common.base.errors import ConfigError
 from common.base.variables import CPU_KERNELS
 from common.control.pooling import PoolInput
-from common.model.encoder.bert import Encoder
-from common.model.encoder.config import read_encoder_config
+from common.model.pooling.bert import Encoder
+from common.model.pooling.encoder_config import read_encoder_config
 
 # No padding tokens (0, or 1 in RoBERTa), which transformers masks.
 INPUTS = [
@@ -56,14 +57,19 @@ def test_a_batch_of_several_lengths_has_the_hidden_states_of_each_alone(tmp_path
 
 
 @pytest.mark.usefixtures("kernels")
-def test_scores_are_the_sigmoids_of_the_logits_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("activation", ["Sigmoid", "Identity"])
+def test_scores_are_the_logits_of_transformers_behind_the_activation(tmp_path: Path, activation: str) -> None:
     folder = make_encoder(tmp_path / "model", labels=1)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "sbert_ce_default_activation_function": activation}))
     oracle = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     encoder = load(folder)
     scores = encoder.scores(*encoder.hidden(INPUTS))
     with torch.no_grad():
         logits = [oracle(torch.tensor([each.token_ids]), token_type_ids=types(each)).logits[0, 0] for each in INPUTS]
-    torch.testing.assert_close(scores, torch.sigmoid(torch.stack(logits)), atol=2e-5, rtol=1e-4)
+    expected = torch.stack(logits)
+    expected = expected if activation == "Identity" else torch.sigmoid(expected)
+    torch.testing.assert_close(scores, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_weights_of_whole_numbers_are_refused_by_name(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ All products run over the tokens of all texts together; only attention goes text
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +16,10 @@ from torch import Tensor
 from common.base.device import CPU
 from common.control.pooling import PoolInput
 from common.kernels.choose import choose_kernels
-from common.model.encoder.config import EncoderConfig
 from common.model.formats.base import Linear
 from common.model.formats.floating import float_linear
+from common.model.pooling.encoder_config import EncoderConfig
+from common.model.pooling.pool import same_length, starts
 from common.model.precision import Precision
 from common.model.weights import CheckpointWeights
 
@@ -105,7 +105,7 @@ class Encoder:
                     types[begin + each.second_at : begin + length] = 1
                 begin += length
         x = self._normed(x + self._types[types], self._norm)
-        groups = _same_length(lengths)
+        groups = same_length(lengths)
         for layer in self._layers:
             x = self._normed(
                 x + layer.attention_out.forward(self._attend(layer.qkv.forward(x), groups)), layer.attention_norm
@@ -120,22 +120,11 @@ class Encoder:
 
     @torch.inference_mode()
     def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The scores of pairs between 0 and 1, [inputs], from their hidden states."""
+        """The scores of pairs, [inputs], from their hidden states."""
         assert self._head is not None
         dense, last = self._head
-        first = hidden[_starts(lengths)]
-        return torch.sigmoid(last.forward(torch.tanh(dense.forward(first))))[:, 0]
-
-    @torch.inference_mode()
-    def pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """One vector for each input, [inputs, hidden], as the model is configured."""
-        mode = self.config.pooling
-        if mode == "cls":
-            return hidden[_starts(lengths)]
-        if mode == "lasttoken":
-            return hidden[torch.tensor(lengths).cumsum(0) - 1]
-        parts = hidden.split(list(lengths))
-        return torch.stack([part.mean(0) if mode == "mean" else part.amax(0) for part in parts])
+        found = last.forward(torch.tanh(dense.forward(hidden[starts(lengths)])))[:, 0]
+        return found if self.config.score_activation == "identity" else torch.sigmoid(found)
 
     def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
         return fn.layer_norm(x, (x.size(-1),), norm.weight, norm.bias, self.config.norm_eps)
@@ -149,17 +138,3 @@ class Encoder:
             mixed = fn.scaled_dot_product_attention(parts[0], parts[1], parts[2])
             out[rows] = mixed.transpose(1, 2).reshape(-1, hidden)
         return out
-
-
-def _starts(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths[:-1]]).cumsum(0)
-
-
-def _same_length(lengths: Sequence[int]) -> list[tuple[Tensor, int]]:
-    """Rows of the tokens of the inputs of each length."""
-    rows: defaultdict[int, list[int]] = defaultdict(list)
-    begin = 0
-    for length in lengths:
-        rows[length].extend(range(begin, begin + length))
-        begin += length
-    return [(torch.tensor(each), length) for length, each in rows.items()]

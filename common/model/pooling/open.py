@@ -1,0 +1,41 @@
+"""Opens a pooling model of any kind: its config, without torch, and then the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.base.errors import ConfigError
+from common.config.option_groups import ModelOptions
+from common.model.hub import is_gguf
+from common.model.pooling.decoder_config import PoolingDecoderConfig, read_pooling_decoder
+from common.model.pooling.encoder_config import EncoderConfig, is_encoder, read_encoder_config
+
+if TYPE_CHECKING:
+    from common.model.pooling.pooler import PoolingModel
+
+
+def read_pooling_config(path: Path, max_model_len: int | None) -> EncoderConfig | PoolingDecoderConfig:
+    """The pooling model at `path`, for inputs of at most so many tokens. Raises: ConfigError."""
+    if is_gguf(path):
+        raise ConfigError(f"{path}: GGUF files do not pool; give the folder of a checkpoint in safetensors")
+    config = read_encoder_config(path) if is_encoder(path) else read_pooling_decoder(path)
+    return config if max_model_len is None else config.with_context(max_model_len)
+
+
+def load_pooling_model(path: Path, config: EncoderConfig | PoolingDecoderConfig, options: ModelOptions) -> PoolingModel:
+    """The model with its weights; imports torch. Raises: ConfigError for missing or wrong weights."""
+    if isinstance(config, EncoderConfig):
+        from common.model.pooling.bert import Encoder
+
+        return Encoder(path, config)
+    from common.model.pooling.decoder import PoolingDecoder
+
+    return PoolingDecoder(
+        path,
+        config,
+        dtype=options.dtype,
+        load_format=options.load_format,
+        seed=options.seed,
+        quantization=options.quantization,
+    )

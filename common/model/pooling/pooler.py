@@ -1,0 +1,72 @@
+"""From inputs to the vectors that clients get: runs a model, pools, cuts and normalizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.control.messages import Task
+from common.control.pooling import PoolInput, PoolRequest
+from common.model.pooling.pool import pool
+from common.model.pooling.sentence_transformers import Pooling
+
+_SMALLEST_NORM = 1e-12
+"""As in sentence-transformers: a vector of zeros stays one."""
+
+
+class PoolingConfig(Protocol):
+    """What a pooling model's files say of it."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def pooling(self) -> Pooling: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class PoolingModel(Protocol):
+    """Computes hidden states without KV that would be kept."""
+
+    @property
+    def config(self) -> PoolingConfig: ...
+
+    def hidden(self, inputs: Sequence[PoolInput]) -> tuple[Tensor, list[int]]:
+        """The last hidden states of all tokens, [tokens, hidden], and the number of tokens of each input."""
+        ...
+
+    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The scores of pairs, [inputs], from their hidden states; only of models whose task that is."""
+        ...
+
+
+class Pooler:
+    """Computes the vectors of requests with a model."""
+
+    def __init__(self, model: PoolingModel) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def compute(self, batch: Sequence[tuple[PoolRequest, PoolInput]]) -> list[bytes]:
+        """The vector of each input, as `PoolResult` carries it, as its request asks for it."""
+        hidden, lengths = self._model.hidden([each for _, each in batch])
+        if self._model.config.task == "score":
+            return [score.numpy().tobytes() for score in self._model.scores(hidden, lengths).split(1)]
+        pooled = pool(self._model.config.pooling, hidden, lengths)
+        tokens = hidden.split(lengths)
+        found: list[bytes] = []
+        for index, (request, _) in enumerate(batch):
+            vectors = tokens[index] if request.per_token else pooled[index]
+            if request.dimensions:
+                vectors = vectors[..., : request.dimensions]
+            if request.normalize:
+                vectors = vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(_SMALLEST_NORM)
+            found.append(vectors.numpy().tobytes())
+        return found

@@ -1,0 +1,45 @@
+"""Refuses the options of `kvrelay prefill` that a node of a pooling model would not use. No torch."""
+
+from __future__ import annotations
+
+import logging
+
+from common.base.errors import ConfigError
+from common.config.service_configs import PrefillConfig
+from common.config.sources import Resolved
+
+log = logging.getLogger(__name__)
+
+USED = frozenset(
+    {
+        *("cluster", "log_level", "host", "port", "node_id", "advertise_host", "redis_url", "lease_s", "tls_dir"),
+        *("admin_host", "admin_port", "admin_token", "model", "served_model_name", "task", "max_model_len"),
+        *("max_num_batched_tokens", "max_num_seqs", "threads", "nice", "start_timeout_s"),
+    }
+)
+_USED_BY_DECODERS = frozenset({"dtype", "load_format", "seed", "quantization"})
+_AS_ENCODERS_ARE = {"dtype": "float32"}
+_AS_NODES_ARE = {"device": "cpu", "model_impl": "native"}
+
+
+def check_options(resolved: Resolved[PrefillConfig], *, is_encoder: bool) -> None:
+    """Refuse what was given to this node alone; what a file's top level or a variable says for all nodes is logged.
+
+    Raises: ConfigError naming an option that would change nothing.
+    """
+    used = USED if is_encoder else USED | _USED_BY_DECODERS
+    same = {**_AS_NODES_ARE, **(_AS_ENCODERS_ARE if is_encoder else {})}
+    unused: list[str] = []
+    for name, source in resolved.sources.items():
+        value, default = getattr(resolved.config, name), getattr(PrefillConfig, name)
+        if name in used or source == "default" or value in (default, same.get(name, default)):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if source in ("flag", "table"):
+            raise ConfigError(
+                f"{flag} has no effect on a node of a pooling model, which runs on the CPU as one rank and keeps no KV: leave "
+                "it out"
+            )
+        unused.append(flag)
+    if unused:
+        log.info("without effect on a node of a pooling model: %s", ", ".join(unused))
