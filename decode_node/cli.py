@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.base.errors import ConfigError
 from common.cli import service_app
 from common.config.service_configs import DecodeConfig
 from common.node.before_torch import main
@@ -27,16 +26,4 @@ def _load_role() -> DecodeRole:
     return ROLE
 
 
-def _run(config: DecodeConfig) -> None:
-    from common.model.hub import resolve_model
-    from common.model.pooling.task import find_task
-
-    task = find_task(resolve_model(config.model), config.task)
-    if task != "generate":
-        raise ConfigError(
-            f"the model {config.model} is served for --task {task}, which needs prefill nodes only: kvrelay prefill"
-        )
-    main(config, _load_role)
-
-
-app = service_app(DecodeConfig, help=_HELP, run=lambda resolved: _run(resolved.config))
+app = service_app(DecodeConfig, help=_HELP, run=lambda resolved: main(resolved.config, _load_role))

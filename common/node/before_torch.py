@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from common.base.errors import ConfigError
 from common.base.process import lasting_imports, prepare_compute
 from common.config.service_configs import NodeConfig
 
@@ -25,9 +26,16 @@ def main(config: NodeConfig, load_role: Callable[[], NodeRole[Any, Any]]) -> Non
     from common.kernels.native.build import build_library
     from common.model.choose import check_model
     from common.model.hub import resolve_model
+    from common.model.pooling.task import find_task
 
     asyncio.run(check_redis(config.redis_url))
-    check_model(resolve_model(config.model), config.model_impl)
+    path = resolve_model(config.model)
+    task = find_task(path, config.task)
+    if task != "generate":
+        raise ConfigError(
+            f"the model {config.model} does not generate but {task}s, for which only prefill nodes are needed"
+        )
+    check_model(path, config.model_impl)
     if config.device != "cuda":
         build_library(min(COMPILE_S, config.start_timeout_s / 2))
     prepare_compute(config.threads, config.nice)
