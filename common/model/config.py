@@ -190,13 +190,13 @@ def _max_position(config: ConfigFile, family: Family, layer: LayerDescription) -
 
 def _find_family(config: ConfigFile) -> tuple[str, Family]:
     named = config.raw.get("architectures")
-    names = cast("list[Any]", named) if isinstance(named, list) else []
+    names = [str(name) for name in cast("list[Any]", named)] if isinstance(named, list) else []
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]
     known = ", ".join(FAMILIES)
     unsupported = config.error(f"architecture {names or 'is not given, so it'} is not supported; supported: {known}")
-    raise UnknownArchitecture(unsupported.message, str(names[0]) if names else "none is named")
+    raise UnknownArchitecture(unsupported.message, names[0] if names else "none is named")
 
 
 def _read_quantization(config: ConfigFile) -> Quantization | None:

@@ -118,6 +118,7 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> Non
     [
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*supported: LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": None}, "is not given"),
+        ({"architectures": [["LlamaForCausalLM"], {}]}, "is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "896"}, "hidden_size must be a positive integer"),
         ({"vocab_size": 0}, "vocab_size must be a positive integer"),
