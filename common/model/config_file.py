@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from common.base.errors import ConfigError
 
+MOST_LAYERS = 10_000
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in file `path`.
@@ -36,14 +38,20 @@ class ConfigFile:
         self._path = path
         self.raw = read_json_object(path) if raw is None else raw
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def num_layers(self) -> int:
+        """Positive, and small enough that one object for each layer costs nothing."""
+        return self.integer("num_hidden_layers", most=MOST_LAYERS)
+
+    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        """A positive integer, of at most `most`."""
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
             raise self.error(f"{key} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(f"{key} must be a positive integer, not {value!r}")
+        if value > most:
+            raise self.error(f"{key} must be at most {most}, not {value}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:

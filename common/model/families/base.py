@@ -103,4 +103,4 @@ def repeat_layer(
 
 def repeated(config: ConfigFile, layer: LayerDescription) -> tuple[LayerDescription, ...]:
     """As many layers as config.json says, all alike."""
-    return (layer,) * config.integer("num_hidden_layers")
+    return (layer,) * config.num_layers()

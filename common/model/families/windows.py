@@ -31,7 +31,7 @@ def window_if_switched_on(config: ConfigFile) -> int | None:
 
 def read_layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> list[str]:
     """`layer_types`, `FULL` or `SLIDING` for each layer. `slides(number)`: which it is where config.json has no such list."""
-    given, num_layers = config.raw.get("layer_types"), config.integer("num_hidden_layers")
+    given, num_layers = config.raw.get("layer_types"), config.num_layers()
     if given is None:
         return [SLIDING if slides(number) else FULL for number in range(num_layers)]
     types = cast("list[Any]", given) if isinstance(given, list) else []

@@ -93,7 +93,7 @@ def read_encoder_config(path: Path) -> EncoderConfig:
         is_roberta=family != "Bert",
         weight_prefix=_PREFIXES[family],
         hidden_size=hidden_size,
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=config.num_layers(),
         num_heads=num_heads,
         intermediate_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),

@@ -120,6 +120,8 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> Non
         ({"architectures": None}, "is not given"),
         ({"architectures": [["LlamaForCausalLM"], {}]}, "is not supported"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 2**40}, "hidden_size must be at most"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
         ({"hidden_size": "896"}, "hidden_size must be a positive integer"),
         ({"vocab_size": 0}, "vocab_size must be a positive integer"),
         ({"num_key_value_heads": 3}, "not a multiple"),
