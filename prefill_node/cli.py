@@ -37,8 +37,8 @@ def _run(resolved: Resolved[PrefillConfig]) -> None:
     if find_task(path, config.task) == "generate":
         main(config, _load_role)
         return
+    from common.config.pooling_options import check_options
     from common.model.pooling.encoder_config import is_encoder
-    from prefill_node.pooling_options import check_options
 
     check_options(resolved, is_encoder=is_encoder(path))
     prepare_compute(config.threads, config.nice)

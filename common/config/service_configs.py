@@ -186,6 +186,13 @@ class UpConfig(
 
     section: ClassVar[str] = "up"
 
+    model: str = variant(
+        ModelOptions,
+        "model",
+        several=True,
+        help="Model folder, GGUF file or hub name; demo is a small model that is included. Each of several gets nodes of its "
+        "own; a model that embeds or scores needs prefill nodes only.",
+    )
     redis_url: str | None = variant(
         MembershipOptions, "redis_url", default=None, help="A running Redis to use; by default one is started."
     )

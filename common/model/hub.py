@@ -28,9 +28,9 @@ def model_name(path: Path) -> str:
     return path.stem if is_gguf(path) else path.name
 
 
-def resolve_model(name_or_path: str) -> Path:
+def resolve_model(name_or_path: str, *, config_only: bool = False) -> Path:
     """The model's directory or GGUF file: `name_or_path` itself if it exists, else a hub snapshot of its small and
-    weight files.
+    weight files, or with `config_only` of what says which kind of model it is.
 
     "demo" is the small model that comes with kvrelay.
 
@@ -51,9 +51,11 @@ def resolve_model(name_or_path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+    if config_only:
+        patterns = ["config.json", "modules.json"]
     try:
         folder = Path(snapshot_download(name_or_path, allow_patterns=patterns))
-        if not any(folder.glob("*.safetensors")):
+        if not config_only and not any(folder.glob("*.safetensors")):
             snapshot_download(name_or_path, allow_patterns=["pytorch_model*.bin"])
         return folder
     except HFValidationError as error:

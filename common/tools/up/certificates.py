@@ -11,7 +11,7 @@ from common.security.tls import Credentials
 from common.tools.up.plan import ChildSpec
 
 _DAYS = 3650
-_ROLES: dict[str, ServiceRole] = {"router": "router", "prefill": "node", "decode": "node"}
+_ROLES: dict[str, ServiceRole] = {"router": "router", "prefill": "node", "decode": "node", "pooling": "node"}
 
 
 def with_certificates(specs: list[ChildSpec], directory: Path) -> tuple[list[ChildSpec], Credentials]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import httpx
@@ -43,8 +44,8 @@ class HealthProbe:
             return None
         return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
-    async def sees(self, url: str, prefill: int, decode: int) -> bool:
-        """Whether the router at `url` sees at least this many usable nodes of each role.
+    async def sees(self, url: str, counts: Mapping[str, int]) -> bool:
+        """Whether the router at `url` sees at least so many usable nodes of each of these roles, as `/health` names them.
 
         Raises: ConfigError if it cannot use the files of their model.
         """
@@ -52,7 +53,7 @@ class HealthProbe:
         refused = health.get("refused")
         if isinstance(refused, list) and refused:
             raise ConfigError(str(cast("list[object]", refused)[0]))
-        return _count(health.get("prefill")) >= prefill and _count(health.get("decode")) >= decode
+        return all(_count(health.get(role)) >= count for role, count in counts.items())
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from common.config.fields import field_infos
-from common.config.service_configs import DecodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
+from common.config.pooling_options import OF_PROCESS
+from common.config.service_configs import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, ServiceConfig, UpConfig
 from common.config.sources import ENV_PREFIX, Source
 from common.tools.up.gpus import VISIBLE, NodeGpus, share_gpus
+from common.tools.up.models import UpModel
 from common.tools.up.routers import ADMIN_HOST, RouterPlace
 
-ServiceRole = Literal["redis", "router", "prefill", "decode"]
-STOP_ORDER: tuple[ServiceRole, ...] = ("router", "prefill", "decode", "redis")
+ServiceRole = Literal["redis", "router", "prefill", "decode", "pooling"]
+"""pooling: a prefill node of a model that embeds or scores."""
+STOP_ORDER: tuple[ServiceRole, ...] = ("router", "pooling", "prefill", "decode", "redis")
 """Clients before the services that they use: no service sees a node vanish, and Redis stops last."""
 
 _YIELDING_NICE = 10
@@ -41,6 +45,7 @@ class ChildSpec:
 def plan_children(
     config: UpConfig,
     sources: Mapping[str, Source],
+    models: Sequence[UpModel],
     *,
     redis_url: str,
     routers: list[RouterPlace],
@@ -51,7 +56,7 @@ def plan_children(
 ) -> list[ChildSpec]:
     """The children in start order.
 
-    `own_redis` is the command of the Redis server to run, None if an existing one is used. `gpus` are the CUDA GPUs to
+    Each of `models` gets nodes of its own. `own_redis` is the command of the Redis server to run, None if an existing one is used. `gpus` are the CUDA GPUs to
     distribute over the nodes. All services get `admin_token`.
 
     An option of `config` that a service has too is passed on only if it was set by a flag, the environment or the [up]
@@ -65,27 +70,45 @@ def plan_children(
         router |= {"admin_token": admin_token, "admin_port": str(place.admin_port), "admin_host": ADMIN_HOST}
         spec = _service(place.name, RouterConfig, config, sources, router, None)
         children.append(replace(spec, url=place.url))
+    generating = [each for each in models if each.generates]
     ranks = [config.prefill_tp] * config.prefill + [config.decode_tp * config.decode_pp] * config.decode
-    shares = iter(share_gpus(gpus if config.device != "cpu" else [], ranks))
-    for role, cls, count in (("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)):
-        for index in range(count):
-            name = f"{role}-{index}"
-            own = {"model": config.model, "redis_url": redis_url, "cluster": config.cluster}
-            # In a shared Redis, plain names would collide with those of another `kvrelay up`.
-            node_id = name if own_redis is not None else f"{name}-{host_name}-{routers[0].port}"
-            own |= {"node_id": node_id, "host": "127.0.0.1", "port": "0", "data_port": "0"}
-            own |= {"admin_token": admin_token, "admin_port": "0", "admin_host": ADMIN_HOST}
-            share = next(shares)
-            own |= _role_options(role, config, share)
-            if yielding_role(config.favor) == role:
-                own["nice"] = str(_YIELDING_NICE)
-            if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
-                own["start_timeout_s"] = str(config.start_timeout_s)
-            node = _service(name, cls, config, sources, own, node_id)
-            if share is not None:
-                node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})
-            children.append(node)
+    shares = iter(share_gpus(gpus if config.device != "cpu" else [], ranks * len(generating)))
+    numbers: Counter[ServiceRole] = Counter()
+    for model in models:
+        for role, cls, count in _nodes_of(model, config):
+            for _ in range(count):
+                name = f"{role}-{numbers[role]}"
+                numbers[role] += 1
+                # In a shared Redis, plain names would collide with those of another `kvrelay up`.
+                node_id = name if own_redis is not None else f"{name}-{host_name}-{routers[0].port}"
+                own = {"model": model.model, "redis_url": redis_url, "cluster": config.cluster, "node_id": node_id}
+                own |= {"host": "127.0.0.1", "port": "0", "data_port": "0"}
+                own |= {"admin_token": admin_token, "admin_port": "0", "admin_host": ADMIN_HOST}
+                share = next(shares) if model.generates else None
+                if model.generates or not generating:
+                    own |= _role_options(cls.section, config, share)
+                if yielding_role(config.favor) == cls.section:
+                    own["nice"] = str(_YIELDING_NICE)
+                if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
+                    own["start_timeout_s"] = str(config.start_timeout_s)
+                given = sources if model.generates or not generating else _of_process(sources)
+                node = replace(_service(name, cls, config, given, own, node_id), role=role)
+                if share is not None:
+                    node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})
+                children.append(node)
     return children
+
+
+def _nodes_of(model: UpModel, config: UpConfig) -> list[tuple[ServiceRole, type[NodeConfig], int]]:
+    """Role, configuration and number of a model's nodes."""
+    if not model.generates:
+        return [("pooling", PrefillConfig, config.prefill)]
+    return [("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)]
+
+
+def _of_process(sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Of the options, those that reach a pooling model beside generating ones, for which the others are."""
+    return {name: source for name, source in sources.items() if name in OF_PROCESS}
 
 
 def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:

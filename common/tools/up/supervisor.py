@@ -27,7 +27,7 @@ from common.cluster.redis_client import check_redis
 from common.cluster.redis_server import free_port, redis_command
 from common.config.service_configs import UpConfig
 from common.config.sources import CONFIG_FILE_VARIABLE, Source
-from common.control.messages import NodeRecord
+from common.control.messages import NodeRecord, Task
 from common.node.healthcheck import node_complaint
 from common.security.tls import Credentials
 from common.tools.admin.running_clusters import RunningCluster, announced, runtime_folder
@@ -38,6 +38,7 @@ from common.tools.up.gpus import find_gpus
 from common.tools.up.hang_watch import HangWatch
 from common.tools.up.health import HealthProbe, redis_answers
 from common.tools.up.kv_memory import check_memory
+from common.tools.up.models import find_models
 from common.tools.up.pid_file import PidEntry, PidFile
 from common.tools.up.plan import STOP_ORDER, ChildSpec, plan_children
 from common.tools.up.restarts import GiveUp, describe_exit
@@ -73,9 +74,11 @@ async def up(config: UpConfig, sources: Mapping[str, Source]) -> None:
         redis_port = free_port()
         redis_url = config.redis_url or f"redis://127.0.0.1:{redis_port}/0"
         gpus = find_gpus(os.environ)
+        models = await asyncio.to_thread(find_models, config, sources)
         specs = plan_children(
             config,
             sources,
+            models,
             redis_url=redis_url,
             routers=routers,
             own_redis=None if config.redis_url else tuple(redis_command(redis_port, directory)),
@@ -210,8 +213,9 @@ class Supervisor:
         return [child.spec.name for child in self._children if not child.ready]
 
     async def _find_waiting_routers(self) -> list[str]:
-        nodes = self._config.prefill, self._config.decode
-        self._waiting_routers = [spec.name for spec in self._routers if not await self._probe.sees(spec.url, *nodes)]
+        roles = ("prefill", "decode", "pooling")
+        nodes = {role: sum(child.spec.role == role for child in self._children) for role in roles}
+        self._waiting_routers = [spec.name for spec in self._routers if not await self._probe.sees(spec.url, nodes)]
         return self._waiting_routers
 
     def _missing(self) -> str:
@@ -234,11 +238,10 @@ class Supervisor:
         self._published = True
         self._write_pids()
         rows = [(child.spec.name, child.pid or 0, child.address) for child in self._children]
-        models = sorted({record.model.name for record in self._records.values()})
-        model = models[0] if models else self._config.model
+        models: dict[str, Task] = {record.model.name: record.model.task for record in self._records.values()}
         urls = [spec.url for spec in self._routers]
         kernels = sorted({record.kernels for record in self._records.values()})
-        self._console.plain(banner(urls, model, rows, kernels, self._config.api_key != "", took_s))
+        self._console.plain(banner(urls, models, rows, kernels, self._config.api_key != "", took_s))
 
     # ------------------------------------------------------------ watch
 

@@ -16,12 +16,12 @@ def sees(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any] | None) -> bool
         return health
 
     monkeypatch.setattr(HealthProbe, "health", answer)
-    return asyncio.run(HealthProbe().sees("http://a", 1, 1))
+    return asyncio.run(HealthProbe().sees("http://a", {"prefill": 1, "decode": 1, "pooling": 0}))
 
 
 def test_the_start_waits_for_nodes_and_ends_where_the_model_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sees(monkeypatch, None)
-    assert not sees(monkeypatch, {"prefill": 1, "decode": 0, "refused": []})
-    assert sees(monkeypatch, {"prefill": 1, "decode": 2})
+    assert not sees(monkeypatch, {"prefill": 1, "decode": 0, "pooling": 0, "refused": []})
+    assert sees(monkeypatch, {"prefill": 1, "decode": 2, "pooling": 0})
     with pytest.raises(ConfigError, match="no tokenizer"):
         sees(monkeypatch, {"prefill": 1, "decode": 1, "refused": ["the model 'm': no tokenizer.json in /m"]})

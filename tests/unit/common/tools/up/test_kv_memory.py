@@ -10,6 +10,7 @@ from common.base.errors import ConfigError
 from common.config.service_configs import UpConfig
 from common.config.sources import resolve
 from common.tools.up.kv_memory import check_memory
+from common.tools.up.models import UpModel
 from common.tools.up.plan import plan_children
 from common.tools.up.routers import RouterPlace
 
@@ -21,6 +22,7 @@ def fits(free_gb: float, /, *, gpu: str = "", file: str = "", **flags: str) -> N
     specs = plan_children(
         up.config,
         up.sources,
+        [UpModel(up.config.model, "generate")],
         redis_url="redis://127.0.0.1:7/0",
         routers=[RouterPlace("router", 9000, 9001, "http://127.0.0.1:9000", "http://127.0.0.1:9001")],
         own_redis=("redis-server",),

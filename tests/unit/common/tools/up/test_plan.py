@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from common.config.service_configs import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from common.config.sources import Resolved, resolve
+from common.tools.up.models import UpModel
 from common.tools.up.plan import ChildSpec, plan_children
 from common.tools.up.routers import RouterPlace
 
-CLASSES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+CLASSES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig, "pooling": PrefillConfig}
 
 
 def place(name: str, port: int) -> RouterPlace:
@@ -21,11 +22,13 @@ def plan(
     *,
     own_redis: bool = True,
     gpus: tuple[str, ...] = (),
+    models: tuple[UpModel, ...] = (),
     routers: tuple[RouterPlace, ...] = (place("router", 9000),),
 ) -> list[ChildSpec]:
     return plan_children(
         up.config,
         up.sources,
+        models or [UpModel(up.config.model, "generate")],
         redis_url="redis://:pw@127.0.0.1:7/0",
         routers=list(routers),
         own_redis=("redis-server",) if own_redis else None,
@@ -184,3 +187,28 @@ def test_no_gpu_is_shared_while_another_is_free() -> None:
 
 def test_nodes_on_the_cpu_are_given_no_gpu_options() -> None:
     assert on_gpus(("0",), device="cpu") == on_gpus(()) == {"prefill-0": (None, 0.9), "decode-0": (None, 0.9)}
+
+
+def test_each_model_gets_nodes_of_its_own_and_a_pooling_model_no_decode_node() -> None:
+    models = (UpModel("/a", "generate"), UpModel("/e", "embed"), UpModel("/b", "generate"))
+    specs = [spec for spec in plan(resolved(decode="2"), models=models) if spec.role not in ("redis", "router")]
+    assert [(spec.name, as_the_child_sees_it(spec).model) for spec in specs] == [
+        *(("prefill-0", "/a"), ("decode-0", "/a"), ("decode-1", "/a")),
+        ("pooling-0", "/e"),
+        *(("prefill-1", "/b"), ("decode-2", "/b"), ("decode-3", "/b")),
+    ]
+
+
+def test_a_pooling_model_gets_the_options_unless_another_model_generates() -> None:
+    given = {"kv_blocks": "100", "max_model_len": "64", "log_level": "debug", "prefill_tp": "2"}
+    embed, demo = UpModel("/e", "embed"), UpModel("demo", "generate")
+    alone = as_the_child_sees_it(plan(resolved(**given), models=(embed,))[-1])
+    assert (alone.kv_blocks, alone.max_model_len, alone.log_level, alone.tensor_parallel_size) == (100, 64, "debug", 2)
+    beside = as_the_child_sees_it(plan(resolved(**given), models=(demo, embed))[-1])
+    assert (beside.kv_blocks, beside.max_model_len, beside.log_level, beside.tensor_parallel_size) == (None, None, "debug", 1)
+
+
+def test_pooling_models_are_on_no_gpu() -> None:
+    models = (UpModel("/e", "embed"), UpModel("demo", "generate"))
+    specs = plan(resolved(), models=models, gpus=("0", "1"))
+    assert [spec.environ.get("CUDA_VISIBLE_DEVICES") for spec in specs[2:]] == [None, "0", "1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_start_waits_until_every_router_sees_all_nodes_and_names_those_that_do_n
         cluster = Supervisor(UpConfig(routers=3), specs, "redis://127.0.0.1:1", PidFile(None))
         seeing = {"http://1"}
 
-        async def sees(url: str, prefill: int, decode: int) -> bool:
+        async def sees(url: str, counts: Mapping[str, int]) -> bool:
             return url in seeing
 
         monkeypatch.setattr(cluster._probe, "sees", sees)

@@ -1,4 +1,4 @@
-"""Refuses the options of `kvrelay prefill` that a node of a pooling model would not use. No torch."""
+"""Which options of `kvrelay prefill` a node of a pooling model uses; others are refused. Pure but for a log line."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from common.config.sources import Resolved
 
 log = logging.getLogger(__name__)
 
-USED = frozenset(
+OF_PROCESS = frozenset(
     {
         *("cluster", "log_level", "host", "port", "node_id", "advertise_host", "redis_url", "lease_s", "tls_dir"),
-        *("admin_host", "admin_port", "admin_token", "model", "served_model_name", "task", "max_model_len"),
-        *("max_num_batched_tokens", "max_num_seqs", "threads", "nice", "start_timeout_s"),
+        *("admin_host", "admin_port", "admin_token", "threads", "nice", "start_timeout_s"),
     }
 )
+"""The options in use that do not depend on the model."""
+USED = OF_PROCESS | {
+    *("model", "served_model_name", "task", "max_model_len", "max_num_batched_tokens", "max_num_seqs"),
+}
 _USED_BY_DECODERS = frozenset({"dtype", "load_format", "seed", "quantization"})
 _AS_ENCODERS_ARE = {"dtype": "float32"}
 _AS_NODES_ARE = {"device": "cpu", "model_impl": "native"}
 
 
 def check_options(resolved: Resolved[PrefillConfig], *, is_encoder: bool) -> None:
-    """Refuse what was given to this node alone; what a file's top level or a variable says for all nodes is logged.
+    """Refuse what was given as a flag; what a file or a variable says, perhaps for several nodes, is logged.
 
     Raises: ConfigError naming an option that would change nothing.
     """
@@ -35,7 +38,7 @@ def check_options(resolved: Resolved[PrefillConfig], *, is_encoder: bool) -> Non
         if name in used or source == "default" or value in (default, same.get(name, default)):
             continue
         flag = "--" + name.replace("_", "-")
-        if source in ("flag", "table"):
+        if source == "flag":
             raise ConfigError(
                 f"{flag} has no effect on a node of a pooling model, which runs on the CPU as one rank and keeps no KV: leave "
                 "it out"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.base.errors import ConfigError
+from common.config.pooling_options import USED, check_options
 from common.config.service_configs import PrefillConfig
 from common.config.sources import resolve
-from prefill_node.pooling_options import USED, check_options
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,6 @@ def test_what_is_said_for_all_nodes_is_logged(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.INFO):
         check_options(resolve(PrefillConfig, flags={}, environ=environ, file=str(file)), is_encoder=True)
     assert "without effect on a node of a pooling model: --dtype, --kv-blocks" in caplog.text
-    file.write_text("[prefill]\nkv_blocks = 100\n")
-    with pytest.raises(ConfigError, match="--kv-blocks has no effect"):
-        check_options(resolve(PrefillConfig, flags={}, environ={}, file=str(file)), is_encoder=True)
 
 
 def test_the_options_in_use_exist() -> None:

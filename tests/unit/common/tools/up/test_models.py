@@ -1,0 +1,66 @@
+"""Which models `kvrelay up` serves, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.base.errors import ConfigError
+from common.config.service_configs import UpConfig
+from common.config.sources import resolve
+from common.tools.up.models import UpModel, find_models
+
+CLASSES = {"gen": "LlamaForCausalLM", "gen2": "Qwen3ForCausalLM", "bert": "BertModel"}
+
+
+def folders(root: Path) -> dict[str, str]:
+    for name, architecture in CLASSES.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    return {name: str(root / name) for name in CLASSES}
+
+
+def find(**flags: str) -> list[UpModel]:
+    up = resolve(UpConfig, flags=flags, environ={}, file=None)
+    return find_models(up.config, up.sources)
+
+
+def test_each_models_task_follows_from_its_files(tmp_path: Path) -> None:
+    at = folders(tmp_path)
+    assert find(model=f"{at['gen']},{at['bert']}") == [(at["gen"], "generate"), (at["bert"], "embed")]
+    assert find(model=at["gen2"], task="embed") == [(at["gen2"], "embed")]
+    assert find() == [("demo", "generate")]
+
+
+@pytest.mark.parametrize(
+    ("models", "flags", "why"),
+    [
+        ("gen,gen", {}, "names two models"),
+        ("gen,nowhere", {}, "model directory .*nowhere does not exist"),
+        ("gen,bert", {"task": "embed"}, "--task belongs to one model, and several are served"),
+        ("gen,gen2", {"lora": "a=b"}, "--lora belongs to one model that generates, and several"),
+        ("gen,gen2", {"chat_template": "t"}, "--chat-template belongs to one model that generates"),
+        ("bert", {"decode": "2"}, "--decode has no effect: .*bert does not generate"),
+        ("bert", {"prefill": "0"}, "--prefill 0: .*bert needs prefill nodes"),
+        ("gen,bert", {"prefill": "0"}, "--prefill 0: .*bert needs prefill nodes"),
+    ],
+)
+def test_what_fits_no_model_or_several_is_refused(tmp_path: Path, models: str, flags: dict[str, str], why: str) -> None:
+    folders(tmp_path)
+    with pytest.raises(ConfigError, match=why):
+        find(model=",".join(str(tmp_path / name) for name in models.split(",")), **flags)
+
+
+def test_two_folders_of_one_name_are_refused(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+        folders(tmp_path / parent)
+    with pytest.raises(ConfigError, match="names two models 'gen'"):
+        find(model=f"{tmp_path / 'a' / 'gen'},{tmp_path / 'b' / 'gen'}")
+
+
+def test_options_of_one_model_are_taken_beside_a_pooling_model(tmp_path: Path) -> None:
+    at = folders(tmp_path)
+    assert len(find(model=f"{at['bert']},{at['gen']}", served_model_name="x", lora="a=b")) == 2
