@@ -24,8 +24,10 @@ def accepts(source: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-# A choice with the text of a special token ("<|bos|>") is not matched yet.
-_CHOICES = st.text(st.characters(codec="utf-8"), max_size=8).filter(lambda text: "<|" not in text)
+_CHARACTERS = st.text(st.characters(codec="utf-8"), max_size=8)
+_CHOICES = st.one_of(
+    _CHARACTERS, st.sampled_from(["<|bos|>", "<|eos|>", "a<|bos|>b"]), _CHARACTERS.map("<|{}|>".format)
+)
 
 
 @given(st.lists(_CHOICES, min_size=1, max_size=4, unique=True))
@@ -34,6 +36,16 @@ def test_every_choice_is_accepted_whatever_its_characters(choices: list[str]) ->
     for choice in choices:
         assert accepts(source, choice)
     assert not accepts(source, "".join(choices) + "?!?!?!?!?")
+
+
+def test_the_text_of_a_special_token_is_written_with_ordinary_tokens() -> None:
+    matcher = compile_grammar(TOKENIZER, choice_grammar(["a<|bos|>b"]))
+    forced = matcher.compute_ff_tokens()
+    assert matcher.consume_tokens(forced)
+    assert not any(TOKENIZER.is_special_token(token_id) for token_id in forced)
+    assert b"a<|bos|>b".startswith(TOKENIZER.decode_bytes(forced))
+    named = compile_grammar(TOKENIZER, 'start: "a" <|bos|> "b"')
+    assert TOKENIZER.is_special_token(named.compute_ff_tokens()[1])
 
 
 @pytest.mark.parametrize("choice", ['a"b', "x\ny", "a/b\\c", "é😀", "\u2028", "\x00", "$ref", "%json", "/a/"])

@@ -205,7 +205,12 @@ def test_a_pooling_model_gets_the_options_unless_another_model_generates() -> No
     alone = as_the_child_sees_it(plan(resolved(**given), models=(embed,))[-1])
     assert (alone.kv_blocks, alone.max_model_len, alone.log_level, alone.tensor_parallel_size) == (100, 64, "debug", 2)
     beside = as_the_child_sees_it(plan(resolved(**given), models=(demo, embed))[-1])
-    assert (beside.kv_blocks, beside.max_model_len, beside.log_level, beside.tensor_parallel_size) == (None, None, "debug", 1)
+    assert (beside.kv_blocks, beside.max_model_len, beside.log_level, beside.tensor_parallel_size) == (
+        None,
+        None,
+        "debug",
+        1,
+    )
 
 
 def test_pooling_models_are_on_no_gpu() -> None:
