@@ -17,7 +17,7 @@ import urllib.request
 
 from common.base.errors import KvRelayError
 from common.control.links import Link
-from common.control.messages import Message, Ping, Pong
+from common.control.messages import Message, NodeLoad, Ping, Pong
 from common.security.tls import Credentials, open_credentials
 
 TIMEOUT_S = 4.0
@@ -54,7 +54,7 @@ async def node_complaint(
         link.close()
     if isinstance(pong, str):
         return pong
-    if pong.load.kv_blocks_total == 0:
+    if pong.load == NodeLoad():  # all zero until it serves
         return f"node {pong.node_id} is still loading its model"
     if not pong.load.step_age_s <= max_step_age_s:
         return f"the engine loop of node {pong.node_id} last made a round {math.ceil(pong.load.step_age_s)} s ago"

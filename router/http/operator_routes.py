@@ -78,7 +78,7 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
             "prefill": prefill,
             "decode": decode,
             "pooling": nodes.num_pooling,
-            "prefill_mode": "relayed" if prefill else "local: no prefill node, decode nodes compute prompts themselves",
+            "prefill_mode": _prefill_mode(nodes),
             "degraded": bool(degraded),
             "redis": degraded or "ok",
             "refused": services.catalog.refusals,
@@ -107,6 +107,14 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
         cards = [_model_card(model) for model in services.catalog.models]
         counts = {role: len(nodes.usable(role)) for role in ("prefill", "decode")} | {"pooling": nodes.num_pooling}
         return JsonResponse({"version": version(), "models": cards, "nodes": counts, "settings": services.settings})
+
+
+def _prefill_mode(nodes: NodeTable) -> str:
+    if nodes.usable("prefill"):
+        return "relayed"
+    if nodes.num_pooling and not nodes.usable("decode"):
+        return "none: no node generates"
+    return "local: no prefill node, decode nodes compute prompts themselves"
 
 
 def _is_served(nodes: NodeTable, model: ServedModel) -> bool:

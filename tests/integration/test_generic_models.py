@@ -37,6 +37,10 @@ THOROUGH = [
     Case("deepseek_v3"),
     Case("gpt_bigcode"),
     Case("olmo2", decode="tensor_parallel_size = 2"),
+    Case("mixtral", prefill="tensor_parallel_size = 2"),
+    Case("seed_oss", decode="pipeline_parallel_size = 2"),
+    *map(Case, ("arcee", "cohere", "ernie4_5", "exaone4", "glm", "granitemoe", "helium", "nemotron")),
+    *map(Case, ("olmo3", "olmoe", "phimoe", "qwen2_moe")),
 ]
 CASES = [
     Case("glm4", lengths=(1, 17, 100)),
@@ -67,7 +71,7 @@ def test_greedy_tokens_equal_transformers(case: Case, tmp_path: Path) -> None:
     with running_system(
         tmp_path,
         *("--model", str(model), "--dtype", "float32", "--config", str(config), "--kv-blocks", "400"),
-        *("--local-prefill-tokens", "0"),
+        *("--local-prefill-tokens", "0", "--model-impl", "transformers"),
     ) as system:
         system.wait_usable()
         bodies = [{**fixed, "prompt": prompt, "max_tokens": NEW_TOKENS} for prompt in prompts]

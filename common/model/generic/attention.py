@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from common.attention.base import AttentionBackend
 from common.model.generic.library import load
@@ -62,7 +63,8 @@ class LayerAttention:
         if width < self._head_dim:
             value = F.pad(value, (0, self._head_dim - width))
         step = self._step
-        out = step.backend.forward(self._index, *(x[0].transpose(0, 1) for x in (query, key, value)))
+        rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        out = step.backend.forward(self._index, *rows)
         if step.on_layer is not None:
             step.on_layer(self._index)
         if width < self._head_dim:
@@ -88,4 +90,7 @@ def _attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Scale, window, soft cap and sinks are among `options`; `common.model.generic.probe` has found them before."""
-    return getattr(module, _STATE).attend(query, key, value), None
+    attend: Callable[..., Tensor] = getattr(module, _STATE).attend
+    if has_torch_function((query,)):  # while a step is recorded
+        return handle_torch_function(attend, (query,), query, key, value), None
+    return attend(query, key, value), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,9 @@ from common.base.errors import ConfigError
 from common.model.build import Build, Share
 from common.model.generic.library import load
 from common.model.generic.modules import (
+    ColumnsOfMerged,
     GatheredColumns,
+    MergedColumns,
     PackedLinear,
     PackedLMHead,
     SummedOutput,
@@ -21,6 +24,9 @@ from common.model.generic.modules import (
 from common.model.generic.styles import COLUMNS, EXPERTS, GATHERED, ROWS, SPLIT, Plan
 from common.model.sharding import even_range
 from common.model.tensor_files import Part
+
+_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that are given the same input."""
 
 
 class ModuleLoader:
@@ -35,8 +41,10 @@ class ModuleLoader:
         self._conv1d: type[nn.Module] = load("transformers.pytorch_utils").Conv1D
 
     def fill(self, name: str) -> None:
-        """Load all that is in module `name`, and replace its linear layers."""
+        """Load all that is in module `name`, and replace its linear layers and norms."""
         root = self._model.get_submodule(name)
+        for inner, module in list(root.named_modules()):
+            self._merge_layers(f"{name}.{inner}" if inner else name, module)
         for inner, module in list(root.named_modules()):
             full = f"{name}.{inner}" if inner else name
             if self._is_packed(module):
@@ -45,6 +53,25 @@ class ModuleLoader:
                 self._fill_own(full, module)
                 if self._place.tp_size > 1 and self._plan.style(full) == EXPERTS:
                     self._replace(full, SummedOutput(module, self._build.mesh))
+
+    def _merge_layers(self, name: str, parent: nn.Module) -> None:
+        """Replace linear layers of `parent` that get the same input by shares of one product."""
+        for group in _MERGED:
+            modules = [getattr(parent, each, None) for each in group]
+            if not all(isinstance(each, nn.Linear) and self._is_packed(each) for each in modules):
+                continue
+            layers = cast("list[nn.Linear]", modules)
+            names = [f"{name}.{each}" for each in group]
+            styles = {self._plan.style(each) if self._place.tp_size > 1 else None for each in names}
+            kinds = {(each.in_features, each.bias is None) for each in layers}
+            if len(kinds) > 1 or len(styles) > 1 or not styles <= {None, "colwise"}:
+                continue
+            shares = [self._share(each, layer.out_features) for each, layer in zip(names, layers, strict=True)]
+            has_bias = layers[0].bias is not None
+            linear = self._build.column_linear(names, shares, layers[0].in_features, bias=has_bias)
+            merged = MergedColumns(linear, self._build.precision.wide, [share.count for share in shares])
+            for index, each in enumerate(names):
+                self._replace(each, ColumnsOfMerged(merged, index))
 
     def _is_packed(self, module: nn.Module) -> bool:
         """Whether it is a linear layer that computes in the activations' dtype; routers of experts may use another one."""
@@ -84,8 +111,12 @@ class ModuleLoader:
             lo, hi = even_range(outputs, place.tp_size, place.tp_rank)
             linear = build.column_linear([name], [Share(outputs, lo, hi)], inputs, bias=has_bias)
             return GatheredColumns(linear, dtype, lo, hi, outputs, mesh)
-        share = Share(outputs, *self._columns(name, outputs)) if style in COLUMNS else Share(outputs, 0, outputs)
-        return PackedLinear(build.column_linear([name], [share], inputs, bias=has_bias), dtype)
+        return PackedLinear(build.column_linear([name], [self._share(name, outputs)], inputs, bias=has_bias), dtype)
+
+    def _share(self, name: str, outputs: int) -> Share:
+        """This rank's output features of a layer that is split by columns or not at all."""
+        is_split = self._place.tp_size > 1 and self._plan.style(name) in COLUMNS
+        return Share(outputs, *(self._columns(name, outputs) if is_split else (0, outputs)))
 
     def _columns(self, name: str, outputs: int) -> tuple[int, int]:
         """This rank's output features: those of its heads for keys and values, which ranks may hold in common."""

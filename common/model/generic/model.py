@@ -21,6 +21,8 @@ from common.model.generic.config import GenericConfig
 from common.model.generic.load import ModuleLoader
 from common.model.generic.modules import NotHere
 from common.model.generic.names import PartNames, find_parts
+from common.model.generic.norms import replace_norms
+from common.model.generic.recorded_step import RecordedSteps
 from common.model.generic.rope import freeze_rotary
 from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, StageDone
 from common.model.generic.styles import SPLIT, Plan
@@ -54,6 +56,9 @@ class GenericModel:
         self._final = _FinalHidden()
         if place.is_last_stage:
             _replace(causal, names.trunk, self._final)
+        # Ranks that wait for each other would have to agree on what can be recorded.
+        self._recorded = RecordedSteps(self._from_tokens) if place.world_size == 1 else None
+        self._recorded_head = RecordedSteps(self._head)
 
     def _attach(self, build: Build, names: PartNames) -> None:
         """Give this rank's attention modules the backend."""
@@ -85,27 +90,36 @@ class GenericModel:
     ) -> Tensor:
         """As `RankModel.forward`."""
         self._step.backend, self._step.on_layer = attention, on_layer
-        inputs: dict[str, Tensor] = {}
-        if hidden is None:
-            inputs["input_ids"] = token_ids[None]
-        else:
+        if hidden is not None:
             assert self._first is not None
-            inputs["inputs_embeds"] = self._first.received = hidden[None]
+            self._first.received = hidden[None]
+            return self._run(positions, inputs_embeds=hidden[None])
+        if self._recorded is not None and on_layer is None:
+            return self._recorded(token_ids, positions)
+        return self._from_tokens(token_ids, positions)
+
+    def _from_tokens(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        return self._run(positions, input_ids=token_ids[None])
+
+    def _run(self, positions: Tensor, **inputs: Tensor) -> Tensor:
         try:
-            output = self._trunk(position_ids=positions[None], use_cache=False, **inputs)
+            return self._trunk(position_ids=positions[None], use_cache=False, **inputs).last_hidden_state[0]
         except StageDone as done:
             return done.hidden[0]
-        return output.last_hidden_state[0]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
         """As `RankModel.logits`: what the class does after its base model."""
-        self._final.hidden = hidden.to(self.precision.wide)[None]
+        hidden = hidden.to(self.precision.wide)
         try:
-            # Only the final hidden states matter, which `_final` gives whatever the inputs are.
-            return self._causal(inputs_embeds=self._final.hidden, use_cache=False).logits[0].float()
+            return self._head(hidden) if self._recorded is None else self._recorded_head(hidden)
         except NotHere:
             return None
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        self._final.hidden = hidden[None]
+        # Only the final hidden states matter, which `_final` gives whatever the inputs are.
+        return self._causal(inputs_embeds=self._final.hidden, use_cache=False).logits[0].float()
 
 
 class _FinalHidden(nn.Module):
@@ -160,6 +174,7 @@ def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) 
     on_progress(1, parts)
     for done, number in enumerate(build.layer_numbers):
         loader.fill(names.layers[number])
+        replace_norms(causal.get_submodule(names.layers[number]), build.kernels, build.precision.wide)
         on_progress(done + 2, parts)
     if place.is_last_stage:
         loader.lm_head(names.lm_head, lm_head, rows if tied else None)

@@ -5,15 +5,22 @@ Run on a rank's engine thread, under inference mode.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from common.model.build import Build
 from common.model.formats.base import Linear
 from common.model.sharding import vocab_range
 from common.parallel.mesh import Mesh
+
+
+def as_one_operation(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """compute(x), which a recording of the step (`common.model.generic.recorded_step`) has as one operation."""
+    return handle_torch_function(compute, (x,), x) if has_torch_function_unary(x) else compute(x)
 
 
 class PackedLinear(nn.Module):
@@ -28,8 +35,50 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
+        return as_one_operation(self.compute, x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """As `forward`."""
+        if x.dim() == 3 and x.size(0) == 1:  # the rows of a step, for which other operations take longer
+            return self._linear.forward(x.squeeze(0)).unsqueeze(0)
         y = self._linear.forward(x.reshape(-1, x.size(-1)))
         return y.view(*x.shape[:-1], y.size(-1))
+
+
+class MergedColumns(PackedLinear):
+    """Several layers of the same input as one product. Each is a `ColumnsOfMerged`, and the first that is called computes all."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+        """`sizes`: output features of each layer."""
+        super().__init__(linear, dtype)
+        self._parts = [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
+        self._input: Tensor | None = None
+        self._outputs: list[Tensor | None] = []
+
+    def columns(self, x: Tensor, index: int) -> Tensor:
+        """The outputs of layer `index` for x."""
+        if self._input is not x or self._outputs[index] is None:
+            y = self.forward(x)
+            self._input, self._outputs = x, [y.narrow(-1, at, size) for at, size in self._parts]
+        found = self._outputs[index]
+        self._outputs[index] = None
+        if not any(each is not None for each in self._outputs):
+            self._input = None
+        assert found is not None
+        return found
+
+
+class ColumnsOfMerged(nn.Module):
+    """One of the layers of a `MergedColumns`."""
+
+    def __init__(self, merged: MergedColumns, index: int) -> None:
+        super().__init__()
+        self._columns = merged.columns
+        self._index = index
+        self.weight = merged.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._columns(x, self._index)
 
 
 class GatheredColumns(PackedLinear):
@@ -106,6 +155,10 @@ class PackedLMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [1, rows, hidden]. Returns [1, rows, vocab]. Raises: NotHere on the other ranks."""
+        return as_one_operation(self.compute, x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """As `forward`."""
         logits = self._mesh.gather_columns(self._linear.forward(x[0], torch.float32))
         if logits is None:
             raise NotHere

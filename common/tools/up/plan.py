@@ -91,7 +91,7 @@ def plan_children(
                     own["nice"] = str(_YIELDING_NICE)
                 if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
                     own["start_timeout_s"] = str(config.start_timeout_s)
-                given = sources if model.generates or not generating else _of_process(sources)
+                given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
                 node = replace(_service(name, cls, config, given, own, node_id), role=role)
                 if share is not None:
                     node = replace(node, environ={**node.environ, VISIBLE: ",".join(share.visible)})
@@ -106,9 +106,12 @@ def _nodes_of(model: UpModel, config: UpConfig) -> list[tuple[ServiceRole, type[
     return [("prefill", PrefillConfig, config.prefill), ("decode", DecodeConfig, config.decode)]
 
 
-def _of_process(sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Of the options, those that reach a pooling model beside generating ones, for which the others are."""
-    return {name: source for name, source in sources.items() if name in OF_PROCESS}
+def _of_pooling(sources: Mapping[str, Source], *, is_alone: bool) -> dict[str, Source]:
+    """The options that a pooling model's nodes get as flags. Beside generating models most are for these; what variables
+    say, which may be meant for several nodes, is inherited."""
+    return {
+        name: source for name, source in sources.items() if name in OF_PROCESS or (is_alone and source != "environment")
+    }
 
 
 def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[str, str]:

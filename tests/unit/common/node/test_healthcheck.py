@@ -36,6 +36,10 @@ def test_a_node_whose_loop_turns_is_well() -> None:
     assert asyncio.run(ask(NodeLoad(kv_blocks_total=10, step_age_s=0.2))) is None
 
 
+def test_a_node_of_a_pooling_model_is_well_without_kv() -> None:
+    assert asyncio.run(ask(NodeLoad(step_age_s=0.2))) is None
+
+
 def test_a_node_without_its_model_is_not_ready() -> None:
     assert "still loading" in str(asyncio.run(ask(NodeLoad())))
 

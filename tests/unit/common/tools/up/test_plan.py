@@ -213,6 +213,11 @@ def test_a_pooling_model_gets_the_options_unless_another_model_generates() -> No
     )
 
 
+def test_variables_reach_a_pooling_model_by_inheritance_and_not_as_flags() -> None:
+    specs = plan(resolved(environ={"KVRELAY_KV_BLOCKS": "100"}), models=(UpModel("/e", "embed"),))
+    assert "--kv-blocks" not in specs[-1].argv
+
+
 def test_pooling_models_are_on_no_gpu() -> None:
     models = (UpModel("/e", "embed"), UpModel("demo", "generate"))
     specs = plan(resolved(), models=models, gpus=("0", "1"))

@@ -1,0 +1,62 @@
+"""Puts our RMS norm in the place of a class's own norms that compute the same, as random rows show. While a rank loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.kernels.base import Kernels
+from common.model.generic.modules import as_one_operation
+
+_OFFSETS = (0.0, 1.0)
+"""What classes add to the weight before they multiply with it."""
+_SCALES = (1e-2, 1.0, 30.0)
+
+
+class OwnNorm(nn.Module):
+    """An RMS norm over the last axis."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, eps: float) -> None:
+        """weight: as the kernels take it."""
+        super().__init__()
+        self._kernels = kernels
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return as_one_operation(self.compute, x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """x: [..., n]. Returns the same shape."""
+        if x.dim() == 3 and x.size(0) == 1:
+            return self._kernels.rms_norm(x.squeeze(0), self.weight, self._eps).unsqueeze(0)
+        return self._kernels.rms_norm(x.reshape(-1, x.size(-1)), self.weight, self._eps).view(x.shape)
+
+
+def replace_norms(root: Any, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Replace the RMS norms in a module whose weights are loaded. dtype: of activations."""
+    for name, module in list(root.named_modules()):
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        parameters = dict(module.named_parameters())
+        if "RMSNorm" not in type(module).__name__ or list(parameters) != ["weight"] or not isinstance(eps, float):
+            continue
+        weight = parameters["weight"].detach()
+        if weight.is_meta or weight.dim() != 1:
+            continue
+        ours = [OwnNorm(kernels, kernels.norm_weight(weight, offset), eps) for offset in _OFFSETS]
+        same = next((each for each in ours if _is_same(module, each, weight, dtype)), None)
+        if same is not None:
+            parent, _, own = name.rpartition(".")
+            setattr(root.get_submodule(parent), own, same)
+
+
+def _is_same(theirs: nn.Module, ours: nn.Module, weight: Tensor, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(len(_SCALES), weight.size(0), generator=generator) * torch.tensor(_SCALES)[:, None]
+    x = rows.to(weight.device, dtype)[None]
+    expected, found = theirs(x), ours(x)
+    if found.dtype != expected.dtype:
+        return False
+    return torch.allclose(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)

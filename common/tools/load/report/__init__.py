@@ -1,1 +1,0 @@
-"""A report as one HTML page without scripts: charts as inline SVG."""
