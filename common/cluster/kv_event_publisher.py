@@ -16,7 +16,7 @@ from typing import Literal
 
 from common.base.clock import Clock, monotonic
 from common.base.hashing import HASH_BYTES, BlockHash
-from common.cluster.membership import LEASE_IN_REDIS
+from common.cluster.membership import HEAL, LEASE_IN_REDIS
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.control.messages import PeerRef
@@ -38,7 +38,10 @@ may leave an entry."""
 # KEYS: fence, events, blocks. ARGV: incarnation, lease in ms, kind, number of the last entry, number of blocks after
 # this entry, maximum stream length, bytes of a hash, stored, removed. Returns the number of the last entry; 0: no lease
 # in Redis (yet); -1: another incarnation has the node id; -2: Redis does not contain what was published.
-_PUBLISH = """
+_PUBLISH = (
+    HEAL
+    + """
+heal(KEYS[1], 'hash') heal(KEYS[2], 'stream') heal(KEYS[3], 'set')
 local holder = redis.call('HGET', KEYS[1], 'incarnation')
 if not holder then return 0 end
 if holder ~= ARGV[1] then return -1 end
@@ -75,6 +78,7 @@ end
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 return last
 """
+)
 
 Kind = Literal["change", "reset", "renew"]
 

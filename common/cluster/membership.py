@@ -31,15 +31,29 @@ _RETRY_S = 0.2
 LEASE_IN_REDIS = 5 / 6
 """Part of the lease after which a record expires; the router's poll interval makes up the rest."""
 
+HEAL = """
+local function heal(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+end
+"""
+"""Lua: removes a key that somebody wrote with another type, which would fail every command on it for good."""
+
 # KEYS: fence, node, load, nodes, epoch. ARGV: incarnation, its start time, lease in ms, record, node id, seconds until
 # an id is forgotten, a new epoch, then alternately field and value of the load. Returns 1, or a newer holder's record.
-_RENEW = """
+_RENEW = (
+    HEAL
+    + """
+heal(KEYS[1], 'hash') heal(KEYS[2], 'string') heal(KEYS[3], 'hash') heal(KEYS[4], 'zset') heal(KEYS[5], 'string')
 local holder = redis.call('HMGET', KEYS[1], 'incarnation', 'started_at')
 if holder[1] and holder[1] ~= ARGV[1] then
   local theirs, mine = tonumber(holder[2]) or 0, tonumber(ARGV[2])
+  -- A holder writes fence and record at once: a fence beside another record belongs to no node.
+  local record = redis.call('GET', KEYS[2])
+  local is_node = record and string.find(record, holder[1], 1, true)
   -- Incarnations break the tie, so that exactly one of the two ends.
-  if theirs > mine or (theirs == mine and holder[1] > ARGV[1]) then
-    return redis.call('GET', KEYS[2]) or ''
+  if is_node and (theirs > mine or (theirs == mine and holder[1] > ARGV[1])) then
+    return record
   end
 end
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'started_at', ARGV[2])
@@ -49,10 +63,18 @@ for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
 -- Redis' clock: a node with its own clock an hour ahead would make Redis forget all others.
 local now = tonumber(redis.call('TIME')[1])
 redis.call('ZADD', KEYS[4], now, ARGV[5])
-redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now - tonumber(ARGV[6]))
+local patience = tonumber(ARGV[6])
+for _, range in ipairs({{'-inf', now - patience}, {now + patience, '+inf'}}) do
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], range[1], range[2])) do
+    redis.call('ZREM', KEYS[4], id)
+    -- Gone already, unless somebody wrote them without an expiry.
+    for i = 1, 3 do redis.call('DEL', string.sub(KEYS[i], 1, -1 - #ARGV[5]) .. id) end
+  end
+end
 redis.call('SET', KEYS[5], ARGV[7], 'NX')
 return 1
 """
+)
 
 # KEYS: fence, node, load, nodes, blocks, events. ARGV: incarnation, node id.
 _DEREGISTER = """
@@ -223,10 +245,12 @@ class Directory:
         self._epoch: bytes | None = None
         self._renewals: dict[str, float] = {}
         """Node id -> time of its last renewal, by Redis' clock."""
+        self._progress: dict[str, tuple[float, float]] = {}
+        """Node id -> that time, and this process' clock when it was first read."""
         self.degraded = False
         """Redis did not answer the last poll."""
         self.unrenewed: list[str] = []
-        """Nodes that still answer although their records in Redis have expired."""
+        """Nodes that still answer although their records in Redis have expired or are damaged."""
 
     @property
     def records(self) -> list[NodeRecord]:
@@ -287,16 +311,27 @@ class Directory:
             log.warning("Redis lost its newest data; waiting for the nodes to register again")
             self._grace_until = now + self._grace_s
         self._epoch, self._renewals = epoch, renewals
-        view = {node_id: record for node_id, raw in answer.items() if (record := self._parse(node_id, raw)) is not None}
+        self._progress = {
+            node_id: known if (known := self._progress.get(node_id)) and known[0] == renewed else (renewed, now)
+            for node_id, renewed in renewals.items()
+        }
+        # A record that somebody wrote without an expiry.
+        ended = {node_id for node_id, (_, read_s) in self._progress.items() if now - read_s > 2 * self._grace_s}
+        view = {
+            node_id: record
+            for node_id, raw in answer.items()
+            if (record := self._parse(node_id, raw)) is not None and node_id not in ended
+        }
         self._parsed = {node_id: self._parsed[node_id] for node_id in answer}
         if now < self._grace_until:
             view = {**self._records, **view}
-        gone = renewals.keys() & self._records.keys() - answer.keys() - view.keys()
+        gone = renewals.keys() & self._records.keys() - view.keys()
         unrenewed = sorted(node_id for node_id in gone if self._answers(self._records[node_id].peer.incarnation))
         view |= {node_id: self._records[node_id] for node_id in unrenewed}
         if unrenewed and not self.unrenewed:
             log.warning(
-                "the records of %s in Redis have expired, although these nodes still answer", ", ".join(unrenewed)
+                "the records of %s in Redis have expired or are damaged, although these nodes still answer",
+                ", ".join(unrenewed),
             )
         self.unrenewed = unrenewed
         if view != self._records:

@@ -16,7 +16,7 @@ from common.model.config import load_model_config
 from common.model.fingerprint import fingerprint
 from common.model.hub import DEMO_MODEL_PATH
 from common.model.tensor_files import TensorFiles
-from common.tools.load.jobs import read_trace
+from common.tools.load.traces import read_trace
 from fuzz import mutate
 from router.sampling_defaults import read_sampling_defaults
 from router.text.tokenizer import Tokenizer

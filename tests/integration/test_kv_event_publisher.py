@@ -168,6 +168,26 @@ def test_set_that_redis_lost_in_part_is_published_again(redis_server: RedisServe
     play(scene())
 
 
+def test_keys_that_somebody_wrote_with_another_type_are_published_again(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene() -> None:
+        node, router = ANode(redis_server.url, cluster, make_record("n0")), ARouter(redis_server.url, cluster)
+        keys = Keys(cluster)
+        with redis.Redis.from_url(redis_server.url) as client:
+            async with running(node, router):
+                for count, key in enumerate((keys.blocks(node.incarnation), keys.events(node.incarnation)), 1):
+                    node.stored(names(10, 10 * count))
+                    await until(lambda count=count: router.index.held(node.incarnation) == 10 * count)
+                    client.set(key, "x")
+                    await until(lambda key=key: client.type(key) in (b"set", b"stream"))
+                    await until(lambda count=count: client.scard(keys.blocks(node.incarnation)) == 10 * count)
+                node.stored(names(10, 100))
+                await until(lambda: router.index.held(node.incarnation) == 30)
+
+    play(scene())
+
+
 def test_node_that_dies_while_redis_holds_part_of_its_set_leaves_nothing_for_good(
     redis_server: RedisServer, cluster: str
 ) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from common.kernels.native.library import DTYPES, NativeLibrary, RotationStruct
 from common.kernels.torch_kernels import TorchKernels, TorchRotary, TorchRotation
 
+_TABLE_STEP = 1024
+
 
 class NativeKernels(TorchKernels):
     """For float32 and bfloat16."""
@@ -69,15 +71,9 @@ class NativeRotation:
     def address(self) -> int:
         """Of a struct kv_rotation, valid as long as this object."""
         if self._angles is None:
-            native, frequencies = self._rotary.native, self._rotary.inverse_frequencies
-            rows, half = self._positions.size(0), frequencies.size(0)
-            table = torch.empty(2, rows, half)
-            cos, sin = table.data_ptr(), table.data_ptr() + rows * half * table.itemsize
-            positions = self._positions.contiguous()
-            native.rotation_angles(native.team, positions.data_ptr(), rows, frequencies.data_ptr(), half, cos, sin)
-            if self._rotary.factor != 1.0:
-                table.mul_(self._rotary.factor)
-            self._angles = table, RotationStruct(cos, sin)
+            angles = self._rotary.angles(self._positions)
+            cos, sin = angles.data_ptr(), angles.data_ptr() + angles[0].numel() * angles.itemsize
+            self._angles = angles, RotationStruct(cos, sin)
         return ctypes.addressof(self._angles[1])
 
     def rotate_(self, qk: Tensor, num_q: int) -> None:
@@ -94,6 +90,24 @@ class NativeRotary:
         self.factor = factor
         self.inverse_frequencies = inverse_frequencies.float().contiguous()
         self.torch_rotary = TorchRotary(inverse_frequencies, factor)
+        self._table = torch.empty(2, 0, self.inverse_frequencies.size(0))
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """[2, rows, frequencies]: cosines and sines, from a table that grows with the positions that occur."""
+        most = int(positions.max()) + 1 if len(positions) else 0
+        if most > self._table.size(1):
+            self._grow(-(-most // _TABLE_STEP) * _TABLE_STEP)
+        return self._table.index_select(1, positions)
+
+    def _grow(self, rows: int) -> None:
+        known, half = self._table.size(1), self.inverse_frequencies.size(0)
+        positions = torch.arange(known, rows)
+        added = torch.empty(2, len(positions), half)
+        cos, sin = added.data_ptr(), added[1].data_ptr()
+        self.native.rotation_angles(
+            self.native.team, positions.data_ptr(), len(positions), self.inverse_frequencies.data_ptr(), half, cos, sin
+        )
+        self._table = torch.cat((self._table, added * self.factor), 1)
 
     def step(self, positions: Tensor, dtype: torch.dtype) -> NativeRotation:
         return NativeRotation(self, positions, dtype)

@@ -120,18 +120,17 @@ def _server(url: str | None, cluster: list[str] | None) -> Generator[str]:
 def _run(client: Any, input_file: Path, output: Any, concurrency: int, total: int) -> None:
     from common.tools.batch.input_file import read_lines
     from common.tools.batch.runner import run_batch
-    from common.tools.load import show
+    from common.tools.progress import LiveProgress
 
     async def run() -> None:
         async with client:
-            with show.progress() as progress:
-                task = progress.add_task("requests", total=total, completed=len(output.finished))
+            with LiveProgress("requests", total=total, completed=len(output.finished)) as progress:
                 await run_batch(
                     read_lines(input_file),
                     output,
                     client,
                     concurrency=concurrency,
-                    on_result=lambda: progress.advance(task),
+                    on_result=progress.advance,
                 )
 
     asyncio.run(run())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import secrets
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,13 @@ import typer
 
 from common.base.errors import ConfigError
 from common.cli import check_writable, flowing, run_checked
-from common.config.sources import ENV_PREFIX
 from common.tools.admin.client import AdminUsage
-from common.tools.load.jobs import TRACE_BLOCK
+from common.tools.load.measure import ask_server, measure
+from common.tools.load.options import check_usage, takes_plan
+from common.tools.load.outcome import Outcome
 from common.tools.load.plan import LoadPlan, Workload
-from common.tools.load.processes import LoadFailed, run_load
-from common.tools.load.summary import summarise
-from common.tools.served_models import default_url, list_models
+from common.tools.load.processes import LoadFailed
+from common.tools.load.results import read_result, run_result, write_report, write_result
 
 _HELP = """Benchmark a server of the OpenAI API: send requests, report latency, throughput and goodput.
 
@@ -26,11 +27,16 @@ _HELP = """Benchmark a server of the OpenAI API: send requests, report latency, 
 
 [bold]Open loop, Poisson:[/bold] kvrelay load run --rate 20 --duration 60 --slo-ttft 0.5 --slo-tpot 0.05
 
+[bold]Sessions:[/bold] kvrelay load run --concurrency 8 --requests 20 --turns 6 --think-time 2
+
 [bold]Trace replay:[/bold] kvrelay load run --trace conversation_trace.jsonl --scale 32 --rate-scale 2
+
+[bold]Highest rate inside the objectives:[/bold] kvrelay load sweep --slo-ttft 0.5 --slo-tpot 0.05 --html report.html
+
+[bold]Two servers:[/bold] kvrelay load ab --url http://a:8000 --url-b http://b:8000 --concurrency 8 --requests 100
 
 Exit codes: 0 done, 1 more errors than --max-error-rate or the run failed, 2 wrong usage, 3 no answer.
 """
-_FALLBACK_VOCAB = 32_000
 
 app = typer.Typer(
     name="load",
@@ -43,146 +49,47 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _group() -> None:
-    """Keep `run` a subcommand although it is the only one."""
+def _result_option(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(name, help=help, rich_help_panel="Results", **more)
 
 
-def _option(name: str, help: str, panel: str, **more: Any) -> Any:
-    return typer.Option(name, help=help, rich_help_panel=panel, **more)
-
-
-Url = Annotated[
-    str | None,
-    _option(
-        "--url", "Server URL; by default that of this user's only `kvrelay up`, else port 8000 on this host.", "Server"
-    ),
-]
-Model = Annotated[str | None, _option("--model", "Model name; by default the first that the server lists.", "Server")]
-ApiKey = Annotated[str, _option("--api-key", "Bearer token.", "Server", envvar=ENV_PREFIX + "API_KEY")]
-Concurrency = Annotated[int, _option("--concurrency", "Closed loop: number of concurrent requests.", "Pace", min=0)]
-Rate = Annotated[float, _option("--rate", "Open loop: mean request rate per second.", "Pace", min=0.0)]
-Burstiness = Annotated[
-    float,
-    _option(
-        "--burstiness", "Shape of the gaps: 1 is Poisson, lower is burstier, higher is more even.", "Pace", min=0.01
-    ),
-]
-Requests = Annotated[int, _option("--requests", "Total number of requests.", "Pace", min=0)]
-Duration = Annotated[float, _option("--duration", "Seconds during which requests are started.", "Pace", min=0.0)]
-Warmup = Annotated[int, _option("--warmup", "Requests sent before the measurement and not counted.", "Pace", min=0)]
-Timeout = Annotated[float, _option("--timeout", "Maximum seconds per request.", "Pace", min=0.001)]
-Processes = Annotated[int, _option("--processes", "Number of sending processes.", "Pace", min=1, max=64)]
-Chat = Annotated[
-    bool, _option("--chat", "Send text to /v1/chat/completions instead of token ids to /v1/completions.", "Prompts")
-]
-Prefixes = Annotated[int, _option("--prefixes", "Number of different shared prefixes.", "Prompts", min=1)]
-PrefixTokens = Annotated[int, _option("--prefix-tokens", "Tokens per prefix.", "Prompts", min=0)]
-SuffixTokens = Annotated[int, _option("--suffix-tokens", "Unique tokens at the end of each prompt.", "Prompts", min=0)]
-OutputTokens = Annotated[int, _option("--output-tokens", "Tokens per answer.", "Prompts", min=1)]
-Vocab = Annotated[
-    int,
-    _option(
-        "--vocab-size", "Token ids are below this; 0: the vocabulary size that the server reports.", "Prompts", min=0
-    ),
-]
-Seed = Annotated[int, _option("--seed", "Random seed for prompts and arrivals.", "Prompts")]
-Temperature = Annotated[
-    float, _option("--temperature", "Sampling temperature; 0 is greedy.", "Prompts", min=0.0, max=2.0)
-]
-RespectEos = Annotated[bool, _option("--respect-eos", "Let the model end answers early.", "Prompts")]
-Trace = Annotated[str, _option("--trace", "Mooncake trace (JSON lines) to replay.", "Trace")]
-Scale = Annotated[int, _option("--scale", f"Divide all lengths by this; must divide {TRACE_BLOCK}.", "Trace", min=1)]
-RateScale = Annotated[float, _option("--rate-scale", "Speed-up of the trace's arrival times.", "Trace", min=1e-6)]
 SloTtft = Annotated[
-    float | None, _option("--slo-ttft", "Goodput objective: maximum seconds to the first token.", "Results")
+    float | None, _result_option("--slo-ttft", "Goodput objective: maximum seconds to the first token.")
 ]
-SloTpot = Annotated[
-    float | None, _option("--slo-tpot", "Goodput objective: maximum seconds per later token.", "Results")
-]
+SloTpot = Annotated[float | None, _result_option("--slo-tpot", "Goodput objective: maximum seconds per later token.")]
 MaxErrors = Annotated[
     float,
-    _option("--max-error-rate", "Exit with code 1 if a larger share of requests fails.", "Results", min=0.0, max=1.0),
+    _result_option("--max-error-rate", "Exit with code 1 if a larger share of requests fails.", min=0.0, max=1.0),
 ]
-JsonFile = Annotated[Path | None, _option("--json", "Write results to this JSON file.", "Results", metavar="FILE")]
-Details = Annotated[bool, _option("--details", "Include every request in that file.", "Results")]
+JsonFile = Annotated[Path | None, _result_option("--json", "Write results to this JSON file.", metavar="FILE")]
+HtmlFile = Annotated[Path | None, _result_option("--html", "Write a report with charts to this file.", metavar="FILE")]
+Details = Annotated[bool, _result_option("--details", "Include everything about every request in the JSON file.")]
+Result = Annotated[Path, typer.Argument(metavar="FILE", help="Results that --json wrote.")]
 
 
 @app.command("run")
+@takes_plan()
 def run(
-    url: Url = None,
-    model: Model = None,
-    api_key: ApiKey = "",
-    concurrency: Concurrency = 0,
-    rate: Rate = 0.0,
-    burstiness: Burstiness = 1.0,
-    requests: Requests = 0,
-    duration: Duration = 0.0,
-    warmup: Warmup = 0,
-    timeout: Timeout = 600.0,
-    processes: Processes = 1,
-    chat: Chat = False,
-    prefixes: Prefixes = 8,
-    prefix_tokens: PrefixTokens = 256,
-    suffix_tokens: SuffixTokens = 64,
-    output_tokens: OutputTokens = 32,
-    vocab_size: Vocab = 0,
-    seed: Seed = 0,
-    temperature: Temperature = 0.0,
-    respect_eos: RespectEos = False,
-    trace: Trace = "",
-    scale: Scale = 32,
-    rate_scale: RateScale = 1.0,
+    plan: LoadPlan,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     max_error_rate: MaxErrors = 0.01,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
     details: Details = False,
 ) -> None:
     """Send requests (closed loop, open loop or a trace); print latencies, prefix hits, errors and goodput."""
-    plan = LoadPlan(
-        url=url or default_url(),
-        model=model or "",
-        api_key=api_key,
-        chat=chat,
-        concurrency=concurrency,
-        rate=rate,
-        burstiness=burstiness,
-        requests=requests,
-        duration_s=duration,
-        warmup=warmup,
-        timeout_s=timeout,
-        prefixes=prefixes,
-        prefix_tokens=prefix_tokens,
-        suffix_tokens=suffix_tokens,
-        output_tokens=output_tokens,
-        vocab_size=vocab_size,
-        trace=trace,
-        scale=scale,
-        rate_scale=rate_scale,
-        seed=seed,
-        temperature=temperature,
-        ignore_eos=not respect_eos,
-        processes=processes,
-    )
-    _run_plan(plan, (slo_ttft, slo_tpot), max_error_rate, json_file, details)
-
-
-def _run_plan(
-    plan: LoadPlan, slo: tuple[float | None, float | None], max_error_rate: float, json_file: Path | None, details: bool
-) -> None:
-    """Check and run the plan; end the process with the exit code that `--help` lists."""
-    try:
-        plan.check()
-    except ConfigError as error:
-        raise typer.BadParameter(error.message) from None
+    check_usage(plan)
 
     def act() -> None:
-        try:
-            summary = _run(_ask_server(plan), slo, json_file, details)
-        except ConfigError as error:
-            raise AdminUsage(error.message) from error
-        failed = summary["error_rate"]
+        ready, workload = _ready(plan, json_file, html_file)
+        began = time.time()
+        outcomes = measure(ready, workload, ready.model).outcomes
+        result = run_result(ready, [outcomes], (slo_ttft, slo_tpot), began=began, left_out=workload.left_out)
+        if details:
+            result["requests"] = [outcome.as_json() for outcome in outcomes]
+        _finish(result, json_file, html_file)
+        failed = result["summary"]["error_rate"]
         if failed > max_error_rate:
             raise LoadFailed(
                 f"{100 * failed:.1f} % of the requests failed, more than the allowed {100 * max_error_rate:g} %"
@@ -191,44 +98,186 @@ def _run_plan(
     run_checked(act)
 
 
-def _run(
-    plan: LoadPlan, slo: tuple[float | None, float | None], json_file: Path | None, details: bool
-) -> dict[str, Any]:
+@app.command("sweep")
+@takes_plan(without=("rate", "concurrency", "ramp_from", "requests", "trace", "scale", "rate_scale", "duration_s"))
+def sweep(
+    plan: LoadPlan,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    duration: Annotated[
+        float, typer.Option("--duration", help="Seconds at each rate.", rich_help_panel="Pace", min=0.1)
+    ] = 20.0,
+    rates: Annotated[
+        str, typer.Option("--rates", help="These rates and no others, such as 1,2,4.", rich_help_panel="Pace")
+    ] = "",
+    first_rate: Annotated[
+        float, typer.Option("--first-rate", help="Rate that is tried first.", rich_help_panel="Pace", min=0.01)
+    ] = 1.0,
+    highest_rate: Annotated[
+        float, typer.Option("--highest-rate", help="No rate above this is tried.", rich_help_panel="Pace", min=0.01)
+    ] = 1000.0,
+    precision: Annotated[
+        float, _result_option("--precision", "Find the highest rate to within this share of it.", min=0.01, max=1.0)
+    ] = 0.1,
+    attainment: Annotated[
+        float, _result_option("--attainment", "Share of requests that must be inside the objectives.", max=1.0)
+    ] = 0.9,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Find the highest rate whose requests meet the objectives; print the goodput at each rate that was tried."""
+    from common.tools.load import sweep as sweeping
+
+    if slo_ttft is None and slo_tpot is None:
+        raise typer.BadParameter("give --slo-ttft or --slo-tpot: what is the highest rate to be inside of?")
+    base = dataclasses.replace(plan, rate=first_rate, duration_s=duration)
+    check_usage(base)
+    wanted = _rates(rates)
+
+    def measure_one(at_rate: LoadPlan) -> Sequence[Outcome]:
+        outcomes, interrupted = measure(at_rate, Workload(at_rate), f"{at_rate.rate:.3g} requests/s")
+        if interrupted:
+            raise KeyboardInterrupt
+        return outcomes
+
+    def act() -> None:
+        ready, _ = _ready(base, json_file, html_file)
+        settings = sweeping.SweepPlan(
+            ready, (slo_ttft, slo_tpot), attainment, wanted, first_rate, precision, highest_rate
+        )
+        _finish(sweeping.sweep(settings, measure_one), json_file, html_file)
+
+    run_checked(act)
+
+
+@app.command("ab")
+@takes_plan()
+def ab(
+    plan: LoadPlan,
+    url_b: Annotated[str, typer.Option("--url-b", help="The other server, B.", rich_help_panel="Server")],
+    model_b: Annotated[str, typer.Option("--model-b", help="Its model.", rich_help_panel="Server")] = "",
+    rounds: Annotated[int, _result_option("--rounds", "Runs of each server, one after the other.", min=2)] = 6,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    json_file: JsonFile = None,
+    json_b: Annotated[Path | None, _result_option("--json-b", "Write the results of B to this file.")] = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Run the same load on two servers in turns (A B B A ...); print how they differ, with 95 % intervals."""
+    check_usage(plan)
+
+    def act() -> None:
+        plans = [_ready(plan, json_file, json_b, html_file)[0]]
+        plans.append(_ready(dataclasses.replace(plan, url=url_b, model=model_b))[0])
+        began, slo = time.time(), (slo_ttft, slo_tpot)
+        done = _interleaved(plans, rounds)
+        pair = secrets.token_hex(4)
+        a, b = (
+            run_result(side, of_side, slo, began=began, pair=pair) for side, of_side in zip(plans, done, strict=True)
+        )
+        for path, result in ((json_file, a), (json_b, b)):
+            if path is not None:
+                write_result(path, result)
+        _finish(_comparison(a, b), None, html_file)
+
+    run_checked(act)
+
+
+@app.command("compare")
+def compare(
+    a: Result,
+    b: Result,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Print how run B differs from run A, with 95 % intervals; both sides of `ab` are compared round by round."""
+    _checked(lambda: _finish(_comparison(read_result(a), read_result(b)), json_file, html_file))
+
+
+@app.command("report")
+def report(file: Result, page: Annotated[Path, typer.Argument(metavar="HTML", help="The report to write.")]) -> None:
+    """Write results as one HTML page with charts, which needs no network and no scripts."""
+    from common.tools.load.report.page import render
+
+    _checked(lambda: write_report(page, render(read_result(file))))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    """Raises: typer.BadParameter."""
+    try:
+        rates = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise typer.BadParameter(f"--rates is a list of numbers such as 1,2,4, not {text!r}") from None
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise typer.BadParameter("--rates must be above 0")
+    return rates
+
+
+def _checked(act: Callable[[], None]) -> None:
+    """`run_checked`; a wrong file is wrong usage."""
+
+    def checked() -> None:
+        try:
+            act()
+        except ConfigError as error:
+            raise AdminUsage(error.message) from error
+
+    run_checked(checked)
+
+
+def _ready(plan: LoadPlan, *files: Path | None) -> tuple[LoadPlan, Workload]:
+    """The plan with what the server says, and its jobs; `files` can be written. Raises: AdminUsage."""
+    try:
+        ready = ask_server(plan)
+        for path in files:
+            if path is not None:
+                check_writable(path)
+        return ready, Workload(ready)
+    except ConfigError as error:
+        raise AdminUsage(error.message) from error
+
+
+def _interleaved(plans: Sequence[LoadPlan], rounds: int) -> tuple[list[list[Outcome]], list[list[Outcome]]]:
+    """The outcomes of each round of A and of B; after Ctrl-C those of the rounds that both completed.
+
+    Raises: LoadFailed.
+    """
+    done: tuple[list[list[Outcome]], list[list[Outcome]]] = ([], [])
+    for number in range(rounds):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            plan = dataclasses.replace(plans[side], seed=plans[side].seed + number)
+            outcomes, interrupted = measure(plan, Workload(plan), f"{'AB'[side]}, round {number + 1} of {rounds}")
+            if interrupted:
+                whole = min(map(len, done))
+                return done[0][:whole], done[1][:whole]
+            done[side].append(outcomes)
+    return done
+
+
+def _comparison(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Raises: ConfigError."""
+    from common.tools.load.compare import compare
+
+    method, rows = compare(a, b)
+    sides = {
+        "a": {"config": a["config"], "samples": a["samples"]},
+        "b": {"config": b["config"], "samples": b["samples"]},
+    }
+    told = [row.as_json() | {"verdict": row.verdict} for row in rows]
+    return {"kind": "comparison", "began": a["began"], "method": method, "rows": told, **sides}
+
+
+def _finish(result: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+    """Write the files and print the tables. Raises: LoadFailed."""
     from common.tools.admin.show import console
     from common.tools.load import show
+    from common.tools.load.report.page import render
 
-    workload = Workload(plan)
-    if json_file is not None:
-        check_writable(json_file)
-    began = time.time()
-    with show.progress() as progress:
-        task = progress.add_task(plan.model, total=workload.total)
-        outcomes = run_load(plan, workload, lambda outcome: progress.advance(task))
-    summary = summarise(outcomes, *slo)
     try:
         if json_file is not None:
-            config = {key: value for key, value in dataclasses.asdict(plan).items() if key != "api_key"}
-            whole: dict[str, Any] = {"began": began, "config": config, "left_out": workload.left_out}
-            whole["summary"] = summary
-            if details:
-                whole["requests"] = [outcome.as_json() for outcome in outcomes]
-            json_file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
-    except OSError as error:
-        raise LoadFailed(f"cannot write {json_file}: {error.strerror}") from None
-    finally:  # print even if the file failed: a run may have taken hours
-        console().print(show.report(summary, workload.left_out))
-    return summary
-
-
-def _ask_server(plan: LoadPlan) -> LoadPlan:
-    """Complete `plan` with what only the server knows: model, vocabulary size, context length.
-
-    Raises: AdminUnreachable (exit code 3) if no server there lists models, ConfigError if it does not serve this one.
-    """
-    models = list_models(plan.url, plan.api_key)
-    if plan.model and plan.model not in models:
-        raise ConfigError(f"{plan.url} has no model {plan.model!r}, it has {', '.join(models)}")
-    name = plan.model or next(iter(models))
-    model = models[name]
-    vocab_size = plan.vocab_size or int(model.get("vocab_size") or _FALLBACK_VOCAB)
-    return dataclasses.replace(plan, model=name, vocab_size=vocab_size, max_len=int(model.get("max_model_len") or 0))
+            write_result(json_file, result)
+        if html_file is not None:
+            write_report(html_file, render(result))
+    finally:  # print even if a file failed: a run may have taken hours
+        shown = {"run": show.run, "sweep": show.sweep, "comparison": show.comparison}[result["kind"]]
+        console().print(shown(result))

@@ -107,4 +107,6 @@ def _read_served(served: Mapping[str, Any], outcome: Outcome) -> None:
 
 
 def _has_text(choice: Mapping[str, Any]) -> bool:
-    return bool(choice.get("text") or (choice.get("delta") or {}).get("content") or choice.get("token_ids"))
+    delta = choice.get("delta") or {}
+    spoken = delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls")
+    return bool(choice.get("text") or spoken or choice.get("token_ids"))

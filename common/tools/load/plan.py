@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.base.errors import ConfigError
-from common.tools.load.jobs import TRACE_BLOCK, Job, Replay, Synthetic, arrivals, read_trace
+from common.tools.load.arrivals import arrivals
+from common.tools.load.jobs import Job, Synthetic
+from common.tools.load.sessions import Session, session
+from common.tools.load.traces import TRACE_BLOCK, Replay, read_trace
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,12 @@ class LoadPlan:
     rate: float = 0.0
     """Open loop: mean arrivals per second."""
     burstiness: float = 1.0
+    burst_size: int = 1
+    """Open loop: requests that arrive at a time."""
+    ramp_from: float | None = None
+    """Open loop: the rate at the start, which grows to `rate` within `duration_s`."""
     requests: int = 0
-    """0: until `duration_s`, or the whole trace."""
+    """Number of requests, or of sessions. 0: until `duration_s`, or the whole trace."""
     duration_s: float = 0.0
     warmup: int = 0
     timeout_s: float = 600.0
@@ -32,6 +39,14 @@ class LoadPlan:
     prefix_tokens: int = 256
     suffix_tokens: int = 64
     output_tokens: int = 32
+    longest_tokens: int = 0
+    """Suffixes are between `suffix_tokens` and this long; 0: all have `suffix_tokens`."""
+    turns: int = 1
+    """More: sessions of this many requests."""
+    think_s: float = 0.0
+    """Mean pause between the turns of a session."""
+    tools: bool = False
+    """Sessions call tools."""
     vocab_size: int = 32_000
     max_len: int = 0
     """Longer requests of a trace are skipped; 0: no limit."""
@@ -43,10 +58,26 @@ class LoadPlan:
     ignore_eos: bool = True
     processes: int = 1
 
+    @property
+    def sends_chats(self) -> bool:
+        return self.chat or self.turns > 1
+
     def check(self) -> None:
         """Raises: ConfigError for contradictory settings."""
-        if self.trace and self.chat:
-            raise ConfigError("a trace is replayed with token ids: remove --chat")
+        self._check_pace()
+        if self.trace and self.sends_chats:
+            raise ConfigError("a trace is replayed with token ids: remove --chat and --turns")
+        if self.trace and (self.scale < 1 or TRACE_BLOCK % self.scale):
+            raise ConfigError(f"--scale must divide {TRACE_BLOCK}, {self.scale} does not")
+        if not self.prefix_tokens + self.suffix_tokens:
+            raise ConfigError("the prompt is empty: give --prefix-tokens or --suffix-tokens")
+        if 0 < self.longest_tokens < self.suffix_tokens:
+            raise ConfigError(f"--longest-tokens is less than --suffix-tokens, {self.suffix_tokens}")
+        if self.turns == 1 and (self.tools or self.think_s):
+            raise ConfigError("--tools and --think-time are for sessions: give --turns")
+
+    def _check_pace(self) -> None:
+        """Raises: ConfigError."""
         if self.rate and self.concurrency:
             raise ConfigError("give --rate (open loop) or --concurrency (closed loop), not both")
         if self.rate and self.trace:
@@ -60,10 +91,10 @@ class LoadPlan:
             raise ConfigError("give --rate (open loop) or --concurrency (closed loop)")
         if not self.trace and not self.requests and not self.duration_s:
             raise ConfigError("give --requests or --duration: the run needs an end")
-        if self.trace and (self.scale < 1 or TRACE_BLOCK % self.scale):
-            raise ConfigError(f"--scale must divide {TRACE_BLOCK}, {self.scale} does not")
-        if not self.prefix_tokens + self.suffix_tokens:
-            raise ConfigError("the prompt is empty: give --prefix-tokens or --suffix-tokens")
+        if not self.rate and (self.burst_size > 1 or self.ramp_from is not None):
+            raise ConfigError("--burst-size and --ramp-from are for the open loop: give --rate")
+        if self.ramp_from is not None and not self.duration_s:
+            raise ConfigError("--ramp-from needs --duration, in which the rate grows to --rate")
 
 
 class Workload:
@@ -81,7 +112,8 @@ class Workload:
             plan.output_tokens,
             plan.vocab_size,
             plan.seed,
-            text=plan.chat,
+            text=plan.sends_chats,
+            longest_tokens=plan.longest_tokens,
         )
         self._replay: Replay | None = None
         self.left_out = 0
@@ -97,18 +129,26 @@ class Workload:
 
     @property
     def total(self) -> int | None:
-        """Number of jobs; None if the run ends by time."""
+        """Number of requests; None if the run ends by time."""
+        jobs = self._total_jobs
+        return jobs and jobs * self._plan.turns
+
+    @property
+    def _total_jobs(self) -> int | None:
         if self._replay is not None:
             count = len(self._replay.entries)
             return min(count, self._plan.requests or count)
         return self._plan.requests or None
 
-    def jobs(self, process: int = 0) -> Iterator[Job]:
+    def jobs(self, process: int = 0) -> Iterator[Job | Session]:
         """The jobs of this process, in order of sending."""
+        plan = self._plan
         for number, at_s in self._numbers(process):
             if self._replay is not None:
                 job = self._replay.job(number)
-                yield job if not self._plan.concurrency else Job(job.number, job.prompt, job.output_tokens)
+                yield job if not plan.concurrency else Job(job.number, job.prompt, job.output_tokens)
+            elif plan.turns > 1:
+                yield session(self._synthetic, number, plan.turns, plan.think_s, tools=plan.tools, at_s=at_s)
             else:
                 yield self._synthetic.job(number, at_s)
 
@@ -118,11 +158,23 @@ class Workload:
 
     def _numbers(self, process: int) -> Iterator[tuple[int, float | None]]:
         plan = self._plan
-        numbers = itertools.count() if self.total is None else iter(range(self.total))
-        times = arrivals(plan.rate, plan.burstiness, plan.seed) if plan.rate and not plan.trace else None
+        total = self._total_jobs
+        numbers = itertools.count() if total is None else iter(range(total))
+        times = self._arrivals() if plan.rate else None
         for number in numbers:
             at_s = None if times is None else next(times)
             if plan.duration_s and at_s is not None and at_s > plan.duration_s:
                 return
             if number % plan.processes == process:
                 yield number, at_s
+
+    def _arrivals(self) -> Iterator[float]:
+        plan = self._plan
+        return arrivals(
+            plan.rate,
+            plan.burstiness,
+            plan.seed,
+            group=plan.burst_size,
+            ramp_from=plan.ramp_from,
+            ramp_s=plan.duration_s,
+        )

@@ -6,14 +6,13 @@ python -m common.tools.load.processes     a child; its plan arrives as JSON on s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.base.errors import KvRelayError
 from common.base.process import tied_command
@@ -36,8 +35,15 @@ class LoadFailed(KvRelayError):
     """The run could not be carried out."""
 
 
-def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> list[Outcome]:
-    """Warm up, run, and return all outcomes by job number; after Ctrl-C, those so far.
+class LoadRun(NamedTuple):
+    """All outcomes of a run by job number; if `interrupted` by Ctrl-C, those so far."""
+
+    outcomes: list[Outcome]
+    interrupted: bool
+
+
+def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> LoadRun:
+    """Warm up and run.
 
     Raises: LoadFailed if the warm-up or a process failed.
     """
@@ -51,13 +57,15 @@ def run_load(plan: LoadPlan, workload: Workload, tick: Tick) -> list[Outcome]:
         run(_warm_up(plan, workload))
     except RequestFailed as error:
         raise LoadFailed(str(error)) from error
-    # The first Ctrl-C ends the run but keeps the report.
-    with contextlib.suppress(KeyboardInterrupt):
+    interrupted = False
+    try:
         if plan.processes == 1:
             run(Runner(plan, workload, 0, take).run(time.perf_counter()))
         else:
             run(_on_children(plan, take))
-    return sorted(outcomes, key=lambda outcome: outcome.number)
+    except KeyboardInterrupt:  # the first one ends the run but keeps the report
+        interrupted = True
+    return LoadRun(sorted(outcomes, key=lambda outcome: outcome.number), interrupted)
 
 
 async def _warm_up(plan: LoadPlan, workload: Workload) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from common.tools.load.jobs import Job
 from common.tools.load.outcome import Outcome, read_outcome
 from common.tools.load.plan import LoadPlan, Workload
+from common.tools.load.sessions import Conversation, Session, read_answer
 from common.tools.load.stream import RequestFailed, Stream, Target
 
 _AHEAD_S = 0.001
@@ -31,7 +33,7 @@ class Runner:
         self._on_outcome = on_outcome
         headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
         self._target = Target(plan.url, headers)
-        self._path = "/v1/chat/completions" if plan.chat else "/v1/completions"
+        self._path = "/v1/chat/completions" if plan.sends_chats else "/v1/completions"
         self._start_s = 0.0
 
     async def run(self, start_s: float) -> None:
@@ -62,40 +64,72 @@ class Runner:
 
         await asyncio.gather(*(worker() for _ in range(self._plan.concurrency or 4)))
 
-    async def _one_after_the_other(self, jobs: Iterator[Job]) -> None:
+    async def _one_after_the_other(self, jobs: Iterator[Job | Session]) -> None:
         for job in jobs:
-            if self._plan.duration_s and time.perf_counter() - self._start_s >= self._plan.duration_s:
+            if self._is_over():
                 return
-            self._on_outcome(await self._one(job))
+            if isinstance(job, Session):
+                await self._session(job)
+            else:
+                self._on_outcome(await self._one(job))
 
-    async def _at_their_times(self, jobs: Iterator[Job]) -> None:
+    def _is_over(self) -> bool:
+        """Whether the time in which requests are started has ended."""
+        return bool(self._plan.duration_s) and time.perf_counter() - self._start_s >= self._plan.duration_s
+
+    async def _at_their_times(self, jobs: Iterator[Job | Session]) -> None:
         tasks: set[asyncio.Task[None]] = set()
         for job in jobs:
             assert job.at_s is not None
             if self._plan.duration_s and job.at_s > self._plan.duration_s:
                 break
             # Built early, so that it can be sent on time.
-            stream = self._stream(job)
+            stream = self._stream(job) if isinstance(job, Job) else None
             wait_s = self._start_s + job.at_s - time.perf_counter()
             if wait_s > _AHEAD_S:
                 await asyncio.sleep(wait_s)
-            task = asyncio.ensure_future(self._report(job, stream))
+            work = self._session(job) if isinstance(job, Session) else self._report(job, stream)
+            task = asyncio.ensure_future(work)
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
 
-    async def _report(self, job: Job, stream: Stream) -> None:
+    async def _report(self, job: Job, stream: Stream | None) -> None:
         self._on_outcome(await self._one(job, stream))
 
+    async def _session(self, session: Session) -> None:
+        """Send the turns of a session; it ends early with the first that fails, and with the run."""
+        conversation = Conversation(session, self._plan.seed)
+        due_s = time.perf_counter() if session.at_s is None else self._start_s + session.at_s
+        for turn, pause_s in enumerate((0.0, *session.pauses_s)):
+            due_s += pause_s
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            if turn and self._is_over():
+                return
+            number = session.number * session.turns + turn
+            body = self._body(number, conversation.fields(), calls_tools=session.tools)
+            stream, outcome = await self._send(number, lambda body=body: self._target.stream(self._path, body), due_s)
+            self._on_outcome(outcome)
+            if outcome.error:
+                return
+            conversation.take(read_answer([json.loads(data) for _, data in stream.events]))
+            due_s = time.perf_counter()
+
     async def _one(self, job: Job, stream: Stream | None = None) -> Outcome:
-        stream = stream or self._stream(job)
         due_s = time.perf_counter() if job.at_s is None else self._start_s + job.at_s
+        return (await self._send(job.number, lambda: self._stream(job), due_s, stream))[1]
+
+    async def _send(
+        self, number: int, build: Callable[[], Stream], due_s: float, stream: Stream | None = None
+    ) -> tuple[Stream, Outcome]:
+        """Send a request, which is `stream` or built now, and wait for its end."""
+        stream = stream or build()
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._target.send(stream)
                 await stream.ended.wait()
                 if self._never_arrived(stream):
-                    stream = await self._target.send(self._stream(job))
+                    stream = await self._target.send(build())
                     await stream.ended.wait()
         except TimeoutError:
             stream.sent_s = stream.sent_s or due_s  # not even a connection was made
@@ -104,7 +138,7 @@ class Runner:
         except OSError as error:
             stream.sent_s = stream.sent_s or time.perf_counter()
             stream.finish(RequestFailed(str(error), "connection"))
-        return read_outcome(job.number, stream, self._start_s, max(0.0, stream.sent_s - due_s))
+        return stream, read_outcome(number, stream, self._start_s, max(0.0, stream.sent_s - due_s))
 
     @staticmethod
     def _never_arrived(stream: Stream) -> bool:
@@ -114,21 +148,25 @@ class Runner:
         return reused and soon and stream.error is not None and stream.status == 0
 
     def _stream(self, job: Job) -> Stream:
+        fields: dict[str, Any] = {"max_tokens": job.output_tokens}
+        if self._plan.sends_chats:
+            system = [{"role": "system", "content": job.system}] if job.system else []
+            fields["messages"] = [*system, {"role": "user", "content": job.prompt or "Go on."}]
+        else:
+            fields["prompt"] = job.prompt
+        return self._target.stream(self._path, self._body(job.number, fields))
+
+    def _body(self, number: int, fields: Mapping[str, Any], *, calls_tools: bool = False) -> dict[str, Any]:
+        """The body of request `number` with these fields. An answer that calls tools ends when the call is complete."""
         plan = self._plan
         body: dict[str, Any] = {
             "model": plan.model,
-            "max_tokens": job.output_tokens,
             "temperature": plan.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if plan.ignore_eos:
+        if plan.ignore_eos and not calls_tools:
             body["ignore_eos"] = True
         if plan.temperature:
-            body["seed"] = plan.seed * 1_000_003 + job.number % 1_000_003
-        if plan.chat:
-            system = [{"role": "system", "content": job.system}] if job.system else []
-            body["messages"] = [*system, {"role": "user", "content": job.prompt or "Go on."}]
-        else:
-            body["prompt"] = job.prompt
-        return self._target.stream(self._path, body)
+            body["seed"] = plan.seed * 1_000_003 + number % 1_000_003
+        return {**body, **fields}

@@ -1,15 +1,15 @@
-"""Terminal output of a run: progress while it runs, tables at its end."""
+"""Results as tables for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from common.tools.admin.show import percent, size, table
+from common.tools.load.report.page import objectives
 from common.tools.load.summary import PERCENTILES
 
 _LATE_S = 0.01
@@ -21,15 +21,9 @@ _LATENCIES = (
 )
 
 
-def progress() -> Progress:
-    """A progress bar on standard error, so that standard output can be piped; shown only in a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def report(summary: Mapping[str, Any], left_out: int) -> RenderableType:
-    """The result of `summary.summarise` as tables."""
+def run(result: Mapping[str, Any]) -> RenderableType:
+    """The result of a run."""
+    summary, left_out = result["summary"], result["left_out"]
     names = ("mean", *(f"p{number}" for number in PERCENTILES), "max")
     rows = [
         [title, *(_milliseconds(summary[key][name]) for name in names)]
@@ -47,12 +41,39 @@ def report(summary: Mapping[str, Any], left_out: int) -> RenderableType:
     return Group(*parts)
 
 
+def sweep(result: Mapping[str, Any]) -> RenderableType:
+    """The result of `sweep.sweep`."""
+    columns = ("rate/s", "goodput/s", "inside %", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "errors %")
+    rows: list[list[Any]] = []
+    for point in result["points"]:
+        times = [
+            point[key] and _milliseconds(point[key][name]) for key in ("ttft_s", "tpot_s") for name in ("p50", "p99")
+        ]
+        shares = (f"{100 * point[key]:.1f}" for key in ("within_slo", "error_rate"))
+        inside, errors = shares
+        rows.append([f"{point['rate']:.3g}", f"{point['goodput_per_s']:.2f}", inside, *times, errors])
+    best = result["best_rate"]
+    share = f"{100 * result['attainment']:g} % of the requests inside {objectives(result['slo'])}"
+    found = f"highest rate with {share}: {best:.3g}/s" if best else f"no rate had {share}"
+    return Group(table("goodput (times in ms)", columns, rows), Text(found, "bold"))
+
+
+def comparison(result: Mapping[str, Any]) -> RenderableType:
+    """The result of `compare.compare`, as its file has it."""
+    rows: list[list[Any]] = []
+    for row in result["rows"]:
+        scale = 1000 if row["lower_is_better"] else 1
+        interval = None if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}"
+        ratio = f"{row['b'] / row['a']:.3f}" if row["a"] else None
+        sides = (f"{scale * row[side]:.2f}" for side in ("a", "b"))
+        rows.append([row["name"], *sides, ratio, interval, row["verdict"]])
+    title = f"{result['method']} (times in ms)"
+    return table(title, ("", "A", "B", "B / A", "95 % interval", ""), rows)
+
+
 def _facts(summary: Mapping[str, Any], left_out: int) -> list[list[Any]]:
     errors = ", ".join(f"{count} x {kind}" for kind, count in summary["errors"].items())
-    slo = summary["slo"]
-    objectives = ", ".join(
-        f"{name} <= {value:g} s" for name, value in (("TTFT", slo["ttft_s"]), ("TPOT", slo["tpot_s"])) if value
-    )
+    wanted = objectives(summary["slo"])
     facts = [
         ["requests", f"{summary['succeeded']} of {summary['requests']} succeeded in {summary['wall_s']:.1f} s"],
         ["errors", errors or "none"],
@@ -63,8 +84,8 @@ def _facts(summary: Mapping[str, Any], left_out: int) -> list[list[Any]]:
         ["KV relayed", size(summary["relayed_bytes"]) if summary["relayed_bytes"] else None],
         ["by prefill node", _counts(summary["prefill_nodes"])],
         ["by decode node", _counts(summary["decode_nodes"])],
-        ["goodput", f"{summary['goodput_per_s']:.2f}/s, {100 * summary['within_slo']:.1f} % within {objectives}"]
-        if objectives
+        ["goodput", f"{summary['goodput_per_s']:.2f}/s, {100 * summary['within_slo']:.1f} % within {wanted}"]
+        if wanted
         else ["goodput", None],
     ]
     if summary["retried"]:

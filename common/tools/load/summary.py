@@ -74,6 +74,11 @@ def summarise(outcomes: Sequence[Outcome], slo_ttft_s: float | None, slo_tpot_s:
 
 def meets(outcome: Outcome, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
     """Whether a successful request met both objectives; None: no objective."""
-    if slo_ttft_s is not None and (outcome.ttft_s is None or outcome.ttft_s > slo_ttft_s):
+    return within(outcome.ttft_s, outcome.tpot_s, slo_ttft_s, slo_tpot_s)
+
+
+def within(ttft_s: float | None, tpot_s: float | None, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
+    """Whether a request of these times met both objectives. An answer of one token has no time per later token."""
+    if slo_ttft_s is not None and (ttft_s is None or ttft_s > slo_ttft_s):
         return False
-    return slo_tpot_s is None or outcome.tpot_s is None or outcome.tpot_s <= slo_tpot_s
+    return slo_tpot_s is None or tpot_s is None or tpot_s <= slo_tpot_s

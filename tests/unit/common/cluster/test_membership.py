@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -19,7 +19,7 @@ from common.base.errors import ConfigError
 from common.cluster.membership import Directory, Registrar
 from common.cluster.redis_keys import Keys
 from common.cluster.redis_server import RedisServer
-from common.control.codec import PROTOCOL_VERSION
+from common.control.codec import PROTOCOL_VERSION, encode
 from common.control.messages import ModelInfo, NodeRecord, PeerRef
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
@@ -328,7 +328,7 @@ def test_malformed_record_is_skipped_and_logged_once(
 ) -> None:
     async def main() -> None:
         with redis.Redis.from_url(redis_server.url) as client:
-            client.zadd(f"kvrelay:{{{cluster}}}:nodes", {"bad": 4e9, "old": 4e9, b"\xff": 4e9})  # never forgotten
+            client.zadd(f"kvrelay:{{{cluster}}}:nodes", dict.fromkeys(("bad", "old", b"\xff"), time.time()))
             client.set(f"kvrelay:{{{cluster}}}:node:bad", b"\x00garbage")
             of_before = msgpack.packb([PROTOCOL_VERSION - 1, "NodeRecord", {}])
             client.set(f"kvrelay:{{{cluster}}}:node:old", of_before)
@@ -341,6 +341,95 @@ def test_malformed_record_is_skipped_and_logged_once(
     for name in ("bad", "old"):
         assert len([r for r in caplog.records if f"ignoring node '{name}'" in r.getMessage()]) == 1
     assert f"theirs is {PROTOCOL_VERSION - 1}, ours is {PROTOCOL_VERSION}" in caplog.text
+
+
+WRONG_TYPES: dict[str, Callable[[redis.Redis, str], object]] = {
+    "string": lambda client, key: client.set(key, "x"),
+    "hash": lambda client, key: client.hset(key, "a", "b"),
+    "set": lambda client, key: client.sadd(key, "x"),
+    "zset": lambda client, key: client.zadd(key, {"x": 4e9}),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_TYPES)
+@pytest.mark.parametrize("name", ["node:d0", "fence:d0", "load:d0", "nodes", "epoch"])
+def test_key_that_somebody_wrote_with_another_type_is_replaced(
+    redis_server: RedisServer, cluster: str, name: str, kind: str
+) -> None:
+    async def main() -> None:
+        key = Keys(cluster).prefix + name
+        with redis.Redis.from_url(redis_server.url) as client:
+            registrar = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=LEASE_S)
+            await registrar._renew()
+            written = client.type(key)
+            client.delete(key)
+            WRONG_TYPES[kind](client, key)
+            await registrar._renew()
+            assert client.type(key) == written
+            assert 0 < cast(int, client.pttl(Keys(cluster).node("d0"))) <= 1000 * LEASE_S
+            assert client.zrange(Keys(cluster).nodes, 0, -1) == [b"d0"]
+            await registrar.deregister()
+
+    asyncio.run(main())
+
+
+def test_fence_that_belongs_to_no_node_ends_none(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        with redis.Redis.from_url(redis_server.url) as client:
+            record = a_record("d0")
+            registrar = Registrar(redis_server.url, cluster, record, lease_s=LEASE_S)
+            await registrar._renew()
+            client.hset(Keys(cluster).fence("d0"), mapping={"incarnation": "stranger", "started_at": 4e9})
+            await registrar._renew()
+            assert client.hget(Keys(cluster).fence("d0"), "incarnation") == record.peer.incarnation.encode()
+            await registrar.deregister()
+
+    asyncio.run(main())
+
+
+def test_record_without_an_expiry_is_dropped_and_later_swept(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        keys = Keys(cluster)
+        now = 0.0
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.set(keys.node("ghost"), encode(a_record("ghost")))
+            client.zadd(keys.nodes, {"ghost": time.time()})
+            directory = Directory(redis_server.url, cluster, lambda _: None, grace_s=LEASE_S, clock=lambda: now)
+            await directory.poll()
+            assert [record.peer.node_id for record in directory.records] == ["ghost"]
+            now = 2.1 * LEASE_S
+            await directory.poll()
+            assert directory.records == []
+            await directory.close()
+            registrar = Registrar(redis_server.url, cluster, a_record("d0"), lease_s=LEASE_S)
+            for score in (1.0, 4e9):
+                client.set(keys.node("ghost"), b"")
+                client.zadd(keys.nodes, {"ghost": score})
+                await registrar._renew()
+                assert client.exists(keys.node("ghost")) == 0
+                assert client.zrange(keys.nodes, 0, -1) == [b"d0"]
+            await registrar.deregister()
+
+    asyncio.run(main())
+
+
+def test_damaged_record_removes_no_node_that_answers(redis_server: RedisServer, cluster: str) -> None:
+    async def main() -> None:
+        keys = Keys(cluster)
+        with redis.Redis.from_url(redis_server.url) as client:
+            record = a_record("d0")
+            registrar = Registrar(redis_server.url, cluster, record, lease_s=LEASE_S)
+            await registrar._renew()
+            answers = lambda incarnation: incarnation == record.peer.incarnation  # noqa: E731
+            directory = Directory(redis_server.url, cluster, lambda _: None, answers=answers)
+            await directory.poll()
+            client.set(keys.node("d0"), b"\x00garbage")
+            await directory.poll()
+            assert directory.records == [record]
+            await directory.close()
+            await registrar.deregister()
+
+    asyncio.run(main())
 
 
 def test_node_started_before_redis_registers_once_redis_is_up(free_port: int) -> None:

@@ -1,4 +1,4 @@
-"""`kvrelay load run` before and after the run: wrong servers, unwritable results."""
+"""`kvrelay load` before and after runs: wrong servers, unwritable and unreadable results, usage."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 from common.tools.load import cli
 from common.tools.load.cli import app
 from common.tools.load.outcome import Outcome
+from common.tools.load.plan import LoadPlan
+from common.tools.load.processes import LoadRun
+from common.tools.load.results import run_result, write_result
 
 
 @contextmanager
@@ -78,13 +81,60 @@ def test_report_is_shown_even_if_the_results_cannot_be_written(tmp_path: Path, m
     folder = tmp_path / "results"
     folder.mkdir()
 
-    def run(*_: object) -> list[Outcome]:
+    def run(*_: object) -> LoadRun:
         folder.rmdir()
-        return [Outcome(0, 0.0, ended_s=1.0)]
+        return LoadRun([Outcome(0, 0.0, ended_s=1.0)], interrupted=False)
 
-    monkeypatch.setattr(cli, "run_load", run)
+    monkeypatch.setattr(cli, "measure", run)
     with answering(_MODELS) as url:
         code, output = load(url, "--json", str(folder / "run.json"))
     assert code == 1, output
     assert "1 of 1 succeeded" in output
     assert "cannot write" in output
+
+
+def command(*args: str) -> tuple[int, str]:
+    shown = CliRunner().invoke(app, args)
+    assert shown.exception is None or isinstance(shown.exception, SystemExit), shown.exception
+    return shown.exit_code, shown.output
+
+
+def test_results_are_compared_and_reported_from_their_files(tmp_path: Path) -> None:
+    plan = LoadPlan(url="http://x", model="m")
+    outcomes = [Outcome(n, n / 10, ended_s=n / 10 + 0.5, ttft_s=0.1, output_tokens=5) for n in range(30)]
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in files:
+        write_result(path, run_result(plan, [outcomes], (None, None), began=0.0))
+    page, compared = tmp_path / "page.html", tmp_path / "compared.json"
+    code, output = command("compare", *map(str, files), "--html", str(page), "--json", str(compared))
+    assert code == 0, output
+    assert "time to first token, p99" in output
+    assert "no difference shown" in output
+    assert "<svg" in page.read_text()
+    assert command("report", str(files[0]), str(page))[0] == 0
+    assert "Load on m" in page.read_text()
+    assert command("report", str(compared), str(page))[0] == 0
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"kind": "run"}', '{"kind": "other"}', "[" * 100_000])
+def test_a_file_without_results_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    code, output = command("compare", str(tmp_path / "a.json"), str(tmp_path / "a.json"))
+    assert code == 2, output
+    assert "no results" in output
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["sweep"], "--slo-ttft"),
+        (["sweep", "--slo-ttft", "1", "--rates", "1,fast"], "list of numbers"),
+        (["sweep", "--slo-ttft", "1", "--rates", "1,-2"], "above 0"),
+        (["ab", "--concurrency", "1"], "--url-b"),
+        (["run", "--turns", "2", "--trace", "x"], "--turns"),
+    ],
+)
+def test_wrong_usage_is_named_before_anything_is_sent(args: list[str], words: str) -> None:
+    code, output = command(*args)
+    assert code == 2, output
+    assert words in output

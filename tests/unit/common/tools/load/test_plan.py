@@ -24,7 +24,11 @@ def plan(**options: object) -> LoadPlan:
 
 
 def test_processes_share_a_run_without_overlap_or_gap() -> None:
-    for options in ({"rate": 100.0, "duration_s": 2.0}, {"concurrency": 4, "requests": 101}):
+    for options in (
+        {"rate": 100.0, "duration_s": 2.0},
+        {"concurrency": 4, "requests": 101},
+        {"rate": 50.0, "duration_s": 4.0, "turns": 3},
+    ):
         whole = list(Workload(plan(**options)).jobs())
         parts = [list(Workload(plan(**options, processes=3)).jobs(process)) for process in range(3)]
         assert sorted(itertools.chain(*parts), key=lambda job: job.number) == whole
@@ -48,6 +52,11 @@ def test_requests_of_a_trace_that_do_not_fit_are_skipped_and_counted(tmp_path: P
         ({"rate": 1.0}, "--requests or --duration"),
         ({"rate": 1.0, "concurrency": 1, "requests": 1}, "not both"),
         ({"trace": "x", "chat": True}, "--chat"),
+        ({"trace": "x", "turns": 2}, "--turns"),
+        ({"concurrency": 1, "requests": 1, "burst_size": 3}, "--burst-size"),
+        ({"rate": 1.0, "requests": 1, "ramp_from": 0.5}, "--duration"),
+        ({"rate": 1.0, "requests": 1, "longest_tokens": 5}, "--longest-tokens"),
+        ({"rate": 1.0, "requests": 1, "tools": True}, "--turns"),
         ({"trace": "x", "scale": 3}, "512"),
         ({"trace": "x", "rate": 2.0}, "--rate-scale"),
         ({"concurrency": 2, "processes": 3, "requests": 9}, "3 processes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -116,6 +117,56 @@ def test_broken_refused_and_endless_responses_are_counted_by_kind() -> None:
     async def scene(url: str) -> None:
         outcomes = await run_plan(url, concurrency=1, requests=4, timeout_s=0.3)
         assert [o.error for o in outcomes] == ["connection", "HTTP 503", "bad HTTP", "timeout"]
+
+    play(serve, scene)
+
+
+def chat_answer(**delta: object) -> bytes:
+    events = (event(choices=[{"index": 0, "delta": delta}]), event(choices=[], usage=USAGE), b"[DONE]")
+    return _ANSWER + chunk(b"".join(b"data: " + data + b"\n\n" for data in events)) + b"0\r\n\r\n"
+
+
+def test_sessions_carry_what_the_server_answered_and_end_with_a_failed_turn() -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        while True:
+            body = json.loads(await read_request(reader))
+            asked.append(body)
+            if len(asked) == 5:
+                writer.write(b"HTTP/1.1 503 no\r\nContent-Length: 4\r\n\r\nbusy")
+                return
+            call = {"index": 0, "id": "c", "function": {"name": "look_up", "arguments": '{"query": "x"}'}}
+            calls = body["tool_choice"] == "required"
+            writer.write(chat_answer(tool_calls=[call]) if calls else chat_answer(content="done"))
+
+    async def scene(url: str) -> None:
+        outcomes = await run_plan(url, concurrency=1, requests=2, turns=3, tools=True, temperature=0.5)
+        assert [(o.number, o.error) for o in outcomes] == [(0, ""), (1, ""), (2, ""), (3, ""), (4, "HTTP 503")]
+        assert all(o.ttft_s is not None for o in outcomes[:4])
+        assert [len(body["messages"]) for body in asked] == [2, 4, 6, 2, 4]
+        assert asked[1]["messages"][2]["tool_calls"][0]["id"] == "c"
+        assert asked[1]["messages"][3] == {
+            "role": "tool",
+            "tool_call_id": "c",
+            "content": asked[1]["messages"][3]["content"],
+        }
+        assert len({body["seed"] for body in asked}) == 5
+        assert not any("ignore_eos" in body for body in asked)
+
+    play(serve, scene)
+
+
+def test_sessions_of_an_open_loop_have_all_their_turns() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(chat_answer(content="yes"))
+
+    async def scene(url: str) -> None:
+        outcomes = await run_plan(url, rate=500.0, requests=4, turns=2, think_s=0.02)
+        assert sorted(o.number for o in outcomes) == list(range(8))
+        assert not any(o.error for o in outcomes)
 
     play(serve, scene)
 

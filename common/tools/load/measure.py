@@ -1,0 +1,46 @@
+"""Runs plans against a server, with live progress: what the commands of `kvrelay load` share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from common.base.errors import ConfigError
+from common.tools.load.live import LiveFigures
+from common.tools.load.outcome import Outcome
+from common.tools.load.plan import LoadPlan, Workload
+from common.tools.load.processes import LoadRun, run_load
+from common.tools.progress import LiveProgress
+from common.tools.served_models import list_models
+
+_FALLBACK_VOCAB = 32_000
+
+
+def ask_server(plan: LoadPlan) -> LoadPlan:
+    """Complete `plan` with what only the server knows: model, vocabulary size, context length.
+
+    Raises: AdminUnreachable (exit code 3) if no server there lists models, ConfigError if it does not serve this one.
+    """
+    models = list_models(plan.url, plan.api_key)
+    if plan.model and plan.model not in models:
+        raise ConfigError(f"{plan.url} has no model {plan.model!r}, it has {', '.join(models)}")
+    name = plan.model or next(iter(models))
+    model = models[name]
+    vocab_size = plan.vocab_size or int(model.get("vocab_size") or _FALLBACK_VOCAB)
+    max_len = int(model.get("max_model_len") or 0)
+    longest = plan.prefix_tokens + plan.longest_tokens + plan.output_tokens
+    if plan.longest_tokens and max_len and longest > max_len:
+        raise ConfigError(f"--longest-tokens is too much: {longest} tokens with the rest, and {name} has {max_len}")
+    return dataclasses.replace(plan, model=name, vocab_size=vocab_size, max_len=max_len)
+
+
+def measure(plan: LoadPlan, workload: Workload, title: str) -> LoadRun:
+    """Run, showing progress. Raises: LoadFailed."""
+    figures = LiveFigures()
+    duration_s = 0.0 if plan.trace else plan.duration_s
+    with LiveProgress(title, total=workload.total, duration_s=duration_s, details=figures.describe) as progress:
+
+        def take(outcome: Outcome) -> None:
+            figures.take(outcome)
+            progress.advance()
+
+        return run_load(plan, workload, take)

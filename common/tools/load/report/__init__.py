@@ -1,0 +1,1 @@
+"""A report as one HTML page without scripts: charts as inline SVG."""

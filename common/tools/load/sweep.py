@@ -1,0 +1,63 @@
+"""`kvrelay load sweep`: runs at rising rates, and the highest one inside the objectives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.tools.load.outcome import Outcome
+from common.tools.load.plan import LoadPlan
+from common.tools.load.results import Slo, config_of
+from common.tools.load.search import RateSearch
+from common.tools.load.summary import summarise
+
+_KEPT = ("requests", "requests_per_s", "goodput_per_s", "within_slo", "error_rate", "output_tokens_per_s")
+_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+
+Measure = Callable[[LoadPlan], Sequence[Outcome]]
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What to try. With `rates` these and no others, else the search's."""
+
+    base: LoadPlan
+    slo: Slo
+    attainment: float
+    """Share of the requests that must be inside the objectives."""
+    rates: tuple[float, ...] = ()
+    first: float = 1.0
+    precision: float = 0.1
+    highest: float = 1000.0
+    lowest: float = 0.01
+
+
+def sweep(plan: SweepPlan, measure: Measure) -> dict[str, Any]:
+    """Run at each rate, until KeyboardInterrupt. Returns the content of the result file; its points are in order of their rates."""
+    began = time.time()
+    points: list[dict[str, Any]] = []
+
+    def try_rate(rate: float) -> bool:
+        # Other prompts at every rate: else a rate would find those of the last one in the prefix cache.
+        at_rate = dataclasses.replace(plan.base, rate=rate, seed=plan.base.seed + 1000 * len(points))
+        summary = summarise(measure(at_rate), *plan.slo)
+        points.append({"rate": rate} | {key: summary[key] for key in (*_KEPT, *_LATENCIES)})
+        return summary["requests"] > 0 and summary["within_slo"] >= plan.attainment
+
+    met = [0.0]
+    with contextlib.suppress(KeyboardInterrupt):  # ends the sweep but keeps the report
+        for rate in plan.rates:
+            if try_rate(rate):
+                met.append(rate)
+        search = RateSearch(plan.first, plan.precision, lowest=plan.lowest, highest=plan.highest)
+        while not plan.rates and (rate := search.next_rate) is not None:
+            search.record(met=try_rate(rate))
+            met.append(search.best)
+    points.sort(key=lambda point: point["rate"])
+    slo = {"ttft_s": plan.slo[0], "tpot_s": plan.slo[1]}
+    found = {"best_rate": max(met), "attainment": plan.attainment, "slo": slo, "points": points}
+    return {"kind": "sweep", "began": began, "config": config_of(plan.base), **found}

@@ -1,0 +1,84 @@
+"""Reports: one page for each kind of result, without scripts, escaped, and with nothing to fetch."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from common.tools.load.outcome import Outcome
+from common.tools.load.plan import LoadPlan
+from common.tools.load.report.page import render
+from common.tools.load.results import run_result
+from common.tools.load.sweep import SweepPlan, sweep
+
+PLAN = LoadPlan(url="http://x", model="<script>alert(1)</script>")
+
+
+def outcomes(rate: float = 10.0) -> list[Outcome]:
+    def one(number: int) -> Outcome:
+        sent_s, ttft_s = number / rate, 0.05 + 0.01 * (number % 7)
+        return Outcome(
+            number,
+            sent_s,
+            ended_s=sent_s + ttft_s + 0.2,
+            ttft_s=ttft_s,
+            itl_s=[0.02] * 10,
+            output_tokens=11,
+            error="timeout" if number == 5 else "",
+            detail="<img src=http://elsewhere>" if number == 5 else "",
+        )
+
+    return [one(number) for number in range(40)]
+
+
+def results() -> dict[str, dict[str, Any]]:
+    run = run_result(PLAN, [outcomes()], (0.1, None), began=0.0)
+    side = {"config": run["config"], "samples": run["samples"]}
+    row = {"name": "requests/s", "a": 2.0, "b": 3.0, "low": 1.4, "high": 1.6, "lower_is_better": False, "verdict": "B"}
+    swept = sweep(SweepPlan(PLAN, (0.08, None), 0.5, (1.0, 2.0)), lambda plan: outcomes(plan.rate))
+    comparison = {"kind": "comparison", "began": 0.0, "method": "pairs", "rows": [row], "a": side, "b": side}
+    return {"run": run, "sweep": swept, "comparison": comparison}
+
+
+class _Tags(HTMLParser):
+    """Opened and not yet closed tags, and all that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "data", "action")]
+        if tag not in ("meta", "path", "circle", "!doctype"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("path", "circle"):
+            return
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep", "comparison"])
+def test_a_report_is_one_page_that_fetches_and_runs_nothing(kind: str) -> None:
+    page = render(results()[kind])
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert tags.fetched == []
+    assert "script" not in tags.seen
+    assert "img" not in tags.seen
+    assert not re.search(r"url\(|@import", page)
+    assert "<svg" in page
+    assert "default-src 'none'" in page
+
+
+def test_a_sweeps_report_names_the_highest_rate() -> None:
+    result = results()["sweep"]
+    assert result["best_rate"] == 2.0
+    assert "2 requests/s is the highest rate" in render(result)
