@@ -32,7 +32,7 @@ os.environ["KVRELAY_PACKED_CACHE_GB"] = "0"
 
 _OF_THE_PROCESS = (GarbageCollectorThread,)
 """pyzmq's thread for zero-copy sends: started by the first of them, kept as long as the process lives."""
-_ORDER = ("fault", "integration", "gpu", "property", "unit")
+_ORDER = ("fault", "integration", "browser", "gpu", "property", "unit")
 _LEFT_OUT = "left out: the time budget is spent"
 _DEADLINE_S = pytest.StashKey[float]()
 _COMPILE_S = 300.0

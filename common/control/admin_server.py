@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.base.errors import (
@@ -71,10 +71,11 @@ class AdminRoute:
 
 
 class _TokenGuard:
-    """ASGI middleware: without the token, every request gets 401, even for unknown paths."""
+    """ASGI middleware: without the token, every request gets 401, even for unknown paths, except below the paths `open_at`."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, open_at: tuple[str, ...]) -> None:
         self._app = app
+        self._open_at = tuple(f"{path}/" for path in open_at)
         self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +83,7 @@ class _TokenGuard:
         # Back to the received bytes: in text decoded as Latin-1, 0x85 and 0xA0 would count as spaces.
         # Compare the token whatever the scheme is, so that timing reveals nothing.
         right = hmac.compare_digest(given.encode("latin-1").strip(b" \t"), self._token)
-        if right and scheme.lower() == "bearer":
+        if (right and scheme.lower() == "bearer") or f"{scope['path']}/".startswith(self._open_at):
             await self._app(scope, receive, send)
             return
         await _error(Unauthorized("the admin token is missing or wrong"))(scope, receive, send)
@@ -105,10 +106,10 @@ class AdminServer:
         bound, self.port = self._socket.getsockname()[:2]
         self.url = f"http://[{bound}]:{self.port}" if ":" in bound else f"http://{bound}:{self.port}"
 
-    def start(self, routes: list[AdminRoute]) -> None:
-        """Serve `routes` from now on."""
+    def start(self, routes: list[AdminRoute], mounted: Mapping[str, ASGIApp] | None = None) -> None:
+        """Serve `routes` from now on, and below their paths the applications `mounted`, which check the token themselves."""
         config = uvicorn.Config(
-            build(routes, self._token),
+            build(routes, self._token, mounted or {}),
             loop="none",
             ws="none",
             lifespan="off",
@@ -136,11 +137,13 @@ class AdminServer:
         self._socket.close()
 
 
-def build(routes: list[AdminRoute], token: str) -> Starlette:
+def build(routes: list[AdminRoute], token: str, mounted: Mapping[str, ASGIApp]) -> Starlette:
     """The ASGI application behind an admin port."""
+    served: list[BaseRoute] = [Route(route.path, _endpoint(route.handler), methods=[route.method]) for route in routes]
+    served += [Mount(path, app) for path, app in mounted.items()]
     return Starlette(
-        routes=[Route(route.path, _endpoint(route.handler), methods=[route.method]) for route in routes],
-        middleware=[Middleware(_TokenGuard, token=token)],
+        routes=served,
+        middleware=[Middleware(_TokenGuard, token=token, open_at=tuple(mounted))],
         exception_handlers={HTTPException: _on_http_error, KvRelayError: _on_error, Exception: _on_bug},
     )
 

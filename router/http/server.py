@@ -6,7 +6,10 @@ import socket
 import ssl
 
 import uvicorn
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp
 
 from common.base.errors import ConfigError
@@ -102,10 +105,25 @@ def _with_cors(app: ASGIApp, config: RouterConfig) -> ASGIApp:
     )
 
 
+def _add_dashboard(app: FastAPI, dashboard: ASGIApp) -> None:
+    """Serve `dashboard` at `/ui`; `GET /` leads a browser there."""
+    app.mount("/ui", dashboard)
+
+    @app.get("/", include_in_schema=False)
+    async def lead(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        if "text/html" not in request.headers.get("accept", ""):
+            raise HTTPException(404)
+        return RedirectResponse("/ui/", 303)
+
+
 def http_server(
-    router: Router, config: RouterConfig, directory: Directory | None, responses: ResponseStore | None = None
+    router: Router,
+    config: RouterConfig,
+    directory: Directory | None,
+    responses: ResponseStore | None = None,
+    dashboard: ASGIApp | None = None,
 ) -> HttpServer:
-    """The HTTP server of a router; not started."""
+    """The HTTP server of a router; not started. `dashboard` is served at `/ui` unless API keys are set."""
     services = Services(
         dispatcher=router.dispatcher,
         catalog=router.catalog,
@@ -125,6 +143,8 @@ def http_server(
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},
     )
     app = build(services)
+    if dashboard is not None and not services.api_keys:
+        _add_dashboard(app, dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
     settings = uvicorn.Config(
         _with_cors(direct, config),

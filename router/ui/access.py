@@ -1,0 +1,78 @@
+"""Who may call the dashboard's JSON routes. Pure.
+
+Reading on the public port is as open as everything there. Anything that changes a node needs the admin token, or a caller on
+this host while `kvrelay up` runs the router; and it needs a header that pages of other sites cannot send.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from common.base.errors import Forbidden, Unauthorized
+from common.tools.admin.running_clusters import running_clusters
+
+ACTION_HEADER = "x-kvrelay-ui"
+"""Set by the pages. A browser sends it to another site only after a preflight, which the router does not answer."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """The rules. `admin_token`: "" without one."""
+
+    admin_token: str = ""
+    trusts_loopback: bool = False
+    """`kvrelay up` runs this router: its user is on this host."""
+    open: bool = True
+    """Reading needs no token; False on the admin port."""
+
+    def check(self, scope: Scope) -> None:
+        """Raises: Unauthorized, Forbidden if this call is not admitted."""
+        headers = Headers(scope=scope)
+        if scope["method"] in ("GET", "HEAD"):
+            if not self.open:
+                self._check_token(headers)
+            return
+        if not _same_site(headers):
+            raise Forbidden("only a page of this dashboard may do this")
+        if not (self.trusts_loopback and is_local(scope)):
+            self._check_token(headers)
+
+    def _check_token(self, headers: Headers) -> None:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.encode("latin-1").strip(b" \t"), self.admin_token.encode())
+        if not (self.admin_token and right and scheme.lower() == "bearer"):
+            raise Unauthorized("the admin token is missing or wrong")
+
+
+def is_local(scope: Scope) -> bool:
+    """The caller is on this host and names it so: a page of another site whose name was rebound to this host does not."""
+    client, host = scope.get("client"), urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or ""
+    return client is not None and _is_loopback(client[0]) and _is_loopback(host)
+
+
+def trusts_loopback(parent_pid: int, folder: Path) -> bool:
+    """Whether the parent process is a `kvrelay up`, by its file in `folder` (`runtime_folder`)."""
+    return any(cluster.pid == parent_pid for cluster in running_clusters(folder))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _same_site(headers: Headers) -> bool:
+    origin = headers.get("origin")
+    return (
+        headers.get(ACTION_HEADER) == "1"
+        and headers.get("sec-fetch-site", "same-origin") == "same-origin"
+        and (origin is None or urlsplit(origin).netloc == headers.get("host"))
+    )

@@ -1,0 +1,98 @@
+"""The dashboard's ASGI application: static pages and their JSON, mounted at `/ui`. Router process, event loop.
+
+It is served on the public port while no API keys are set, and on the admin port. Pages carry no data and need no token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.base.errors import KvRelayError, NotFound
+from router.ui.access import Access
+
+PATH = "/ui"
+_STATIC = Path(__file__).parent / "static"
+_POLICY = b"default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
+_HEADERS = (
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def dashboard(access: Access, routes: Sequence[BaseRoute]) -> Starlette:
+    """The application. `routes` answer below `/ui/api`, to callers that `access` admits."""
+    return Starlette(
+        routes=[
+            Mount("/api", routes=list(routes), middleware=[Middleware(_ApiGuard, access=access)]),
+            Mount("/", StaticFiles(directory=_STATIC, html=True)),
+        ],
+        middleware=[Middleware(_SecurityHeaders)],
+        exception_handlers={KvRelayError: _on_error, HTTPException: _on_http_error},
+    )
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    """`content` as JSON that no cache keeps."""
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), default=str).encode(errors="replace")
+    return Response(data, status, {"cache-control": "no-store"}, "application/json")
+
+
+class _SecurityHeaders:
+    """ASGI middleware: adds the headers that keep other sites' code and frames away from the pages."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message["headers"], *_HEADERS]
+                if not any(name == b"cache-control" for name, _ in headers):
+                    headers.append((b"cache-control", b"no-cache"))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+class _ApiGuard:
+    """ASGI middleware: asks `access` about each call."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._access.check(scope)
+        await self._app(scope, receive, send)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvRelayError)
+    return json_response({"error": {"code": error.code, "message": error.message}}, error.http_status)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = NotFound(f"{error.detail}: {request.method} {request.url.path[:200]}")
+    known.http_status = error.status_code
+    return await _on_error(request, known)

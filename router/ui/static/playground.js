@@ -1,0 +1,5 @@
+// The chat playground.
+
+import { frame } from "./frame.js";
+
+frame("playground");
