@@ -133,6 +133,12 @@ class Overloaded(KvRelayError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(Overloaded):
+    """The client's API key has used what its class allows."""
+
+    code = "rate_limit_exceeded"
+
+
 class Unavailable(KvRelayError):
     """No live node can serve this now."""
 

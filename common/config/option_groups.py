@@ -275,8 +275,9 @@ class PipelineOptions:
 class ClientOptions:
     """Options of the HTTP API's clients."""
 
-    api_key: str = option(
-        "", "Key that clients must send as a bearer token; empty accepts every client.", "Clients", secret=True
+    api_key: str = option("", "Key that clients must send; empty accepts every client.", "Clients", secret=True)
+    api_key_file: str | None = option(
+        None, "TOML file of keys in classes with limits (docs/security.md), read again when it changes.", "Clients"
     )
     chat_template: str | None = option(
         None, "File with a Jinja chat template, used instead of the model's own.", "Clients"

@@ -78,7 +78,7 @@ def _add_completion_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, "cmpl")
         body, size = await parse(request, services, CompletionRequest)
         model = model_for(services.catalog, body.model, "generate")
-        caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
+        caller = caller_of(request.scope, body.user, body.priority)
         services.dispatcher.check_room(model.base, len(body.prompt) * body.num_samples, caller.tenant)
         generations = await maybe_on_thread(
             size, lambda: [completion_generation(body, model, prompt, caller) for prompt in body.prompt]

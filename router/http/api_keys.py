@@ -1,39 +1,91 @@
-"""API keys: middleware that refuses requests without a valid one. Runs on the router's event loop."""
+"""Who a client is: middleware that refuses requests without a valid API key or beyond its limits. Router's event loop."""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
+from typing import NamedTuple
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.base.errors import Unauthorized
+from common.base.errors import KvRelayError, Unauthorized
+from router.http.key_limits import ApiKeys, KeyUse
 from router.http.request_headers import api_key
 from router.http.responses import error_response
 
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ready", "/ping")
 """Load balancers have no key."""
+_OPEN = frozenset(path.encode() for path in OPEN_PATHS)
+_CLIENT = "kvrelay.client"
+"""Key of a request's `Client` in its ASGI scope."""
+_USED_TOKENS = "kvrelay.used_tokens"
+"""Key of a function that returns the tokens which a request has used."""
+
+
+class Client(NamedTuple):
+    """A client as the router tells it from others."""
+
+    name: str
+    """A hash of its API key, or its address where there are no keys."""
+    highest_priority: int = 0
+    """The lowest number that `priority` may have."""
+
+
+def client_of(scope: Scope) -> Client:
+    """Who sent a request."""
+    client: Client | None = scope.get(_CLIENT)
+    return client or Client((scope.get("client") or ("",))[0])
+
+
+def count_tokens(scope: Scope, used: Callable[[], int]) -> None:
+    """When the request is over, its key is charged with `used()` tokens."""
+    scope[_USED_TOKENS] = used
 
 
 class KeyGuard:
-    """ASGI middleware: if keys are configured, all paths need one except those of `OPEN_PATHS`. `count` gets each refusal's
-    status.
+    """ASGI middleware: if there are keys, all paths need one except those of `OPEN_PATHS`, compared as they were sent.
+    `count` gets each refusal's status.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], count: Callable[[int], None]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, count: Callable[[int], None]) -> None:
         self._app = app
         self._count = count
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or not self._keys or scope.get("raw_path") in _OPEN:
             await self._app(scope, receive, send)
             return
-        given = api_key(scope)
-        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]  # as received
-        if any(matches):
-            await self._app(scope, receive, send)
-        else:
+        use = self._keys.find(api_key(scope))
+        if use is None:
             refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
-            self._count(refusal.http_status)
-            await error_response(refusal, scope, [(b"www-authenticate", b"Bearer")])(scope, receive, send)
+            await self._refuse(refusal, scope, receive, send, [(b"www-authenticate", b"Bearer")])
+            return
+        scope[_CLIENT] = Client(use.name, use.key_class.highest_priority)
+        if use.is_limited and scope["method"] == "POST":
+            await self._limited(use, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _limited(self, use: KeyUse, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            use.begin()
+        except KvRelayError as refusal:
+            await self._refuse(refusal, scope, receive, send, use.headers())
+            return
+
+        async def with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *use.headers()]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, with_limits)
+        finally:
+            used: Callable[[], int] = scope.get(_USED_TOKENS, int)
+            use.end(used())
+
+    async def _refuse(
+        self, refusal: KvRelayError, scope: Scope, receive: Receive, send: Send, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        self._count(refusal.http_status)
+        await error_response(refusal, scope, headers)(scope, receive, send)

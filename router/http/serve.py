@@ -13,9 +13,11 @@ from starlette.responses import Response
 from common.base.errors import KvRelayError
 from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
+from router.http.api_keys import count_tokens
 from router.http.body import read_body
 from router.http.format import Format, FormatOptions
 from router.http.model_choice import model_for
+from router.http.openai.base_format import usage
 from router.http.openai.build_request import ChatGeneration, caller_of, chat_generation
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import ModelT, RequestT, completion_request, read_object
@@ -119,7 +121,7 @@ async def prepare_chat(request: Request, services: Services, body: ChatRequest, 
     Raises: NotFound for the model, BadRequest, Overloaded, Unavailable.
     """
     model = model_for(services.catalog, body.model, "generate")
-    caller = caller_of(request.scope, body, with_keys=bool(services.api_keys))
+    caller = caller_of(request.scope, body.user, body.priority)
     services.dispatcher.check_room(model.base, body.num_samples, caller.tenant)
     return PreparedChat(model, await maybe_on_thread(size, lambda: chat_generation(body, model, caller)))
 
@@ -173,6 +175,8 @@ async def serve(
         answer.generations = services.dispatcher.submit(
             model.base, ids.own, wanted, model.tokenizer.pieces, answer.on_news, ids.client
         )
+        generations = list(answer.generations)  # the answer drops them when it closes
+        count_tokens(request.scope, lambda: usage(generations, options.samples)["total_tokens"])
         answer.watch(request.receive)
         if stream:
             await answer.begun()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -24,6 +25,7 @@ from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
 from router.http.connection import HttpConnection
+from router.http.key_limits import ApiKeys
 from router.http.response_store import ResponseStore
 from router.router import Router
 
@@ -137,7 +139,10 @@ def http_server(
         degraded=lambda: router.degraded(directory),
         max_body_bytes=int(config.max_body_mb * 1e6),
         body_deadlines=body_deadlines(BODY_TIMEOUT_S),
-        api_keys=tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
+        api_keys=ApiKeys(
+            tuple(key.strip() for key in config.api_key.split(",") if key.strip()),
+            Path(config.api_key_file) if config.api_key_file else None,
+        ),
         responses=responses,
         strict_parameters=config.strict_parameters,
         settings={name: getattr(config, name) for name in _SHOWN_SETTINGS},

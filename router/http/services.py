@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.adapter_control import AdapterControl
+from router.http.key_limits import ApiKeys
 from router.http.response_store import ResponseStore
 from router.metrics import Metrics
 from router.model_catalog import ModelCatalog
@@ -28,7 +29,7 @@ class Services:
     max_body_bytes: int
     body_deadlines: Deadlines[asyncio.Task[Any]]
     """As `router.http.body.body_deadlines` makes them."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: ApiKeys
     responses: ResponseStore | None = None
     """Where responses of `/v1/responses` are stored; None: nowhere."""
     strict_parameters: bool = False

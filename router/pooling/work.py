@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from common.control.pooling import PoolInput
+from router.requests.fair_queue import NOBODY, Tenant
 
 MAX_PART_INPUTS = 128
 """Inputs of one part."""
@@ -32,7 +33,7 @@ class PoolWork:
     normalize: bool = True
     dimensions: int = 0
     per_token: bool = False
-    tenant: str = ""
+    tenant: Tenant = NOBODY
     priority: int = 0
 
     @cached_property

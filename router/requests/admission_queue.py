@@ -14,7 +14,7 @@ from common.base.errors import Overloaded
 from common.control.messages import Role
 from router.policy import Decision, Fleet
 from router.requests.admission import Objectives, crowded, wait_s
-from router.requests.fair_queue import FairQueue, QueuedRequest
+from router.requests.fair_queue import NOBODY, FairQueue, QueuedRequest, Tenant
 
 CallSoon = Callable[[Callable[[], None]], object]
 """Runs the callback after the current event has been handled."""
@@ -78,7 +78,7 @@ class AdmissionQueue:
         admit: Callable[[], None],
         refuse: Callable[[Overloaded], None],
         priority: int = 0,
-        tenant: str = "",
+        tenant: Tenant = NOBODY,
     ) -> QueueEntry | None:
         """Queue a new request, or return None if it may go to the nodes of `decision` at once; then no callback is called.
         Without a decision, no objective applies.
@@ -99,11 +99,11 @@ class AdmissionQueue:
         self.release_soon()
         return QueueEntry(reason, ahead, ahead_s)
 
-    def has_victim(self, tenant: str) -> bool:
+    def has_victim(self, tenant: Tenant) -> bool:
         """Whether a new request of this tenant may take another one's place."""
         return self._queue.victim(tenant) is not None
 
-    def make_room(self, tenant: str) -> None:
+    def make_room(self, tenant: Tenant) -> None:
         """Refuse a request of the tenant with the most queued requests, if that tenant has more than `tenant`."""
         victim = self._queue.victim(tenant)
         if victim is not None:

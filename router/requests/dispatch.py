@@ -29,6 +29,7 @@ from router.requests import flow_events as f
 from router.requests.admission import Objectives
 from router.requests.admission_queue import AdmissionQueue
 from router.requests.deadlines import Deadlines
+from router.requests.fair_queue import NOBODY, Tenant
 from router.requests.generation import Generation
 from router.requests.placement import Placer
 from router.requests.request import GenerationRequest
@@ -197,7 +198,7 @@ class Dispatcher:
         self._start_soon(generations)
         return generations
 
-    def run_parts(self, model: str, parts: Sequence[RunningRequest], tenant: str) -> None:
+    def run_parts(self, model: str, parts: Sequence[RunningRequest], tenant: Tenant) -> None:
         """Start the parts of a pooling call: all of them or none.
 
         Raises: as `check_room`.
@@ -256,7 +257,7 @@ class Dispatcher:
             self._start(len(self._fresh))
         return table.waiting + count > most
 
-    def check_room(self, model: str, count: int, tenant: str = "") -> None:
+    def check_room(self, model: str, count: int, tenant: Tenant = NOBODY) -> None:
         """Refuse early what `submit` would refuse.
 
         Raises: BadRequest for more prompts than the whole queue takes; Overloaded when it has no room for `count` more

@@ -1,15 +1,28 @@
 """A queue of requests in fair order, by priority and by each tenant's share. Pure.
 
 Requests with a lower priority number leave first. Within one priority, the next request is one of the tenant that has
-got the fewest prompt and answer tokens (start-time fair queueing: each tenant has a clock that its requests' tokens
-advance; the clock of a tenant that returns starts at the current virtual time).
+got the fewest prompt and answer tokens, and of that tenant's users, the one with the fewest (start-time fair queueing:
+each has a clock that its requests' tokens advance; the clock of one that returns starts at the current virtual time).
 
     Source: P. Goyal, H. Vin, H. Cheng, Start-Time Fair Queueing, 1996.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
+
+
+class Tenant(NamedTuple):
+    """Whose share a request counts against. Clients choose `user` freely, so it only divides the share of `name`."""
+
+    name: str = ""
+    """A hash of the API key, or the client's address where there are no keys."""
+    user: str = ""
+
+
+NOBODY = Tenant()
 
 
 class QueuedRequest(NamedTuple):
@@ -20,19 +33,19 @@ class QueuedRequest(NamedTuple):
     """Estimated cost: prompt and answer tokens."""
     deadline_s: float
     priority: int = 0
-    tenant: str = ""
+    tenant: Tenant = NOBODY
 
 
 class FairQueue:
-    """Queued requests. Invariant: one tenant's requests of one priority leave in order of arrival."""
+    """Queued requests. Invariant: one user's requests of one priority leave in order of arrival."""
 
     def __init__(self) -> None:
-        self._by_priority: dict[int, dict[str, dict[str, QueuedRequest]]] = {}
+        self._by_priority: dict[int, dict[Tenant, dict[str, QueuedRequest]]] = {}
         """priority -> tenant -> request id -> request, in order of arrival; without empty entries."""
         self._by_id: dict[str, QueuedRequest] = {}
-        self._clocks: dict[str, float] = {}
-        """The clocks of those tenants whose clock is ahead of `_now`."""
-        self._now = 0.0
+        self._shares = _Shares()
+        self._shares_of_users: dict[str, _Shares] = {}
+        """By tenant's name, of those with clocks ahead."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -63,12 +76,16 @@ class FairQueue:
         if not self._by_priority:
             return None
         tenants = self._by_priority[min(self._by_priority)]
-        tenant = min(tenants, key=self._clock)
+        name = self._shares.next(dict.fromkeys(tenant.name for tenant in tenants))
+        users = self._shares_of_users.setdefault(name, _Shares())
+        tenant = Tenant(name, users.next([tenant.user for tenant in tenants if tenant.name == name]))
         queued = next(iter(tenants[tenant].values()))
         self.remove(queued.request_id)
-        self._now = self._clock(tenant)
-        self._clocks[tenant] = self._now + queued.tokens
-        self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
+        self._shares.serve(name, queued.tokens)
+        users.serve(tenant.user, queued.tokens)
+        self._shares_of_users = {
+            name: users for name, users in self._shares_of_users.items() if self._shares.is_ahead(name)
+        }
         return queued.request_id
 
     def expired(self, now_s: float) -> list[str]:
@@ -79,18 +96,43 @@ class FairQueue:
         """Tokens of the requests that leave before a new one of this priority."""
         return sum(queued.tokens for queued in self._by_id.values() if queued.priority <= priority)
 
-    def victim(self, tenant: str) -> str | None:
-        """The request to refuse so that `tenant` gets a place in a full queue: the latest, least urgent request of the tenant
-        with the most requests, if it has at least two more than `tenant`.
+    def victim(self, tenant: Tenant) -> str | None:
+        """The request to refuse so that `tenant` gets a place in a full queue: the latest, least urgent one of the user with the
+        most requests, of the tenant with the most if it has at least two more than `tenant`; else of `tenant` itself, if
+        that user has at least two more.
         """
-        counts: dict[str, int] = {}
-        for queued in self._by_id.values():
-            counts[queued.tenant] = counts.get(queued.tenant, 0) + 1
-        greedy = max(counts, key=lambda name: counts[name], default=tenant)
-        if counts.get(greedy, 0) < counts.get(tenant, 0) + 2:
+        names = Counter(queued.tenant.name for queued in self._by_id.values())
+        name = max(names, key=lambda each: names[each], default=tenant.name)
+        is_other = names[name] >= names[tenant.name] + 2
+        if not is_other:
+            name = tenant.name
+        users = Counter(queued.tenant.user for queued in self._by_id.values() if queued.tenant.name == name)
+        user = max(users, key=lambda each: users[each], default=tenant.user)
+        if not is_other and users[user] < users[tenant.user] + 2:
             return None
-        theirs = [queued for queued in self._by_id.values() if queued.tenant == greedy]
+        theirs = [queued for queued in self._by_id.values() if queued.tenant == Tenant(name, user)]
         return max(enumerate(theirs), key=lambda item: (item[1].priority, item[0]))[1].request_id
 
-    def _clock(self, tenant: str) -> float:
-        return max(self._clocks.get(tenant, 0.0), self._now)
+
+class _Shares:
+    """Clocks of those who share."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[str, float] = {}
+        """Those ahead of `_now`."""
+        self._now = 0.0
+
+    def next(self, waiting: Iterable[str]) -> str:
+        """Whose turn it is."""
+        return min(waiting, key=self._clock)
+
+    def serve(self, name: str, tokens: int) -> None:
+        self._now = self._clock(name)
+        self._clocks[name] = self._now + tokens
+        self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
+
+    def is_ahead(self, name: str) -> bool:
+        return name in self._clocks
+
+    def _clock(self, name: str) -> float:
+        return max(self._clocks.get(name, 0.0), self._now)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from common.base.errors import KvRelayError
 from common.control.messages import EngineRequest, FinishReason, TokenLogprobs
+from router.requests.fair_queue import NOBODY, Tenant
 from router.requests.shared_prompt import SharedPrompt
 
 
@@ -33,7 +34,7 @@ class GenerationRequest(NamedTuple):
     """Text that the answer begins with."""
     session: str = ""
     """Requests with the same key go to the same nodes under the policy `session`."""
-    tenant: str = ""
+    tenant: Tenant = NOBODY
     """The tenant whose fair share the request counts against in the admission queue."""
     shared: SharedPrompt | None = None
     """What it shares with the other samples of its prompt; None if it is the only one."""

@@ -83,7 +83,7 @@ def test_what_no_node_can_use_yet_waits_and_leaves_by_priority(folder: Path) -> 
         asker = Asker(stack, client)
         for mark in range(5):
             await asker.ask(mark)
-        for mark, priority in ((10, 1), (11, 0), (12, 7), (13, -3), (14, 0)):
+        for mark, priority in ((10, 4), (11, 3), (12, 7), (13, 0), (14, 3)):
             await asker.ask(mark, priority=priority)
         assert marks(node) == [0, 1, 2, 3, 4], "a quarter more than it can run"
         assert stack.router.dispatcher.queued == 5
@@ -92,7 +92,7 @@ def test_what_no_node_can_use_yet_waits_and_leaves_by_priority(folder: Path) -> 
         answers = await asyncio.gather(*asker.tasks)
         assert [answer.status_code for answer in answers] == [200] * 10
         assert marks(node)[5:] == [13, 11, 14, 10, 12]
-        assert node.requests()[5].request.priority == -3
+        assert node.requests()[5].request.priority == 0
 
     play(folder, scene)
 

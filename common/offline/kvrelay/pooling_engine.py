@@ -17,6 +17,7 @@ from common.model.fingerprint import tokenizer_digest
 from common.model.hub import model_name
 from common.model.pooling.open import load_pooling_model, read_pooling_config
 from kvrelay.prompts import Prompt, as_list, prompt_value
+from router.http.openai.build_request import Caller
 from router.http.openai.parse_body import validated
 from router.http.pooling.format import scores
 from router.http.pooling.inputs import comparison_work, embedding_work
@@ -58,7 +59,7 @@ class PoolingEngine:
         listed = [prompt_value(each) for each in as_list(prompts)]
         parts = [listed[at : at + MAX_INPUTS] for at in range(0, len(listed), MAX_INPUTS)]
         bodies = [_body({"input": part, **options}, EmbeddingRequest) for part in parts]
-        works = [embedding_work(body, self.model, "", per_token=per_token) for body in bodies]
+        works = [embedding_work(body, self.model, Caller(), per_token=per_token) for body in bodies]
         for work in works:
             for each, vector in zip(work.inputs, self._pool(work), strict=True):
                 yield each.token_ids, vector, work.width
@@ -66,7 +67,7 @@ class PoolingEngine:
     def scores(self, text_1: str | list[str], text_2: str | list[str], options: Mapping[str, Any]) -> list[float]:
         """The score of each pair. `options`: further fields of `/v1/score`. Raises: BadRequest."""
         body = _body({"text_1": text_1, "text_2": text_2, **options}, ScoreRequest)
-        return scores(body, self.model, list(self._pool(comparison_work(body, self.model, ""))))
+        return scores(body, self.model, list(self._pool(comparison_work(body, self.model, Caller()))))
 
     def _pool(self, work: PoolWork) -> Iterator[bytes]:
         request = PoolRequest(AttemptKey("offline", 1), [], work.normalize, work.dimensions, work.per_token)

@@ -19,7 +19,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
-_CALLER = Caller("", "")
+_CALLER = Caller()
 
 
 class Job(NamedTuple):

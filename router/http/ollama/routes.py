@@ -47,7 +47,7 @@ def add_ollama_routes(app: FastAPI, services: Services) -> None:
             return await _serve_chat(request, services, body, size, chat=False)
         raw = completion_request(body.completion_request(), CompletionRequest)
         model = model_for(services.catalog, raw.model, "generate")
-        caller = caller_of(request.scope, raw, with_keys=bool(services.api_keys))
+        caller = caller_of(request.scope, raw.user, raw.priority)
         services.dispatcher.check_room(model.base, 1, caller.tenant)
         wanted = await maybe_on_thread(size, lambda: completion_generation(raw, model, raw.prompt[0], caller))
         form = OllamaFormat(format_options(request, raw, model), model.tokenizer, [], chat=False)

@@ -5,7 +5,6 @@ Pure; runs on the router's event loop, or on a thread for large bodies.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -14,43 +13,39 @@ from starlette.types import Scope
 
 from common.base.errors import BadRequest
 from common.control.messages import EngineRequest, Grammar
+from router.http.api_keys import client_of
 from router.http.openai.chat_grammar import chat_grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest
 from router.http.openai.sampling_params import sampling_params
 from router.http.openai.shared_fields import CompletionRequestBase
-from router.http.request_headers import api_key, header
+from router.http.request_headers import header
 from router.output.base import OutputParser
+from router.requests.fair_queue import NOBODY, Tenant
 from router.requests.request import GenerationRequest
 from router.served_model import ServedModel
 from router.text.bad_words import bad_word_ids
 from router.text.continue_message import before_mark, with_mark
 
 _MAX_KEY_CHARS = 256
-"""Maximum length of a session's or tenant's name; the rest is cut off."""
+"""Maximum length of a session's or user's name; the rest is cut off."""
 
 
 class Caller(NamedTuple):
-    """`tenant`: the fair share that a request counts against. `session`: requests of one session go to the same nodes."""
+    """`tenant`: the fair share that a request counts against. `session`: requests of one session go to the same nodes.
+    `priority`: what the body asks for, as far as the client may.
+    """
 
-    tenant: str
-    session: str
-
-
-def key_tenant(scope: Scope) -> str:
-    """The tenant of a request with an API key: a hash of the key."""
-    return hashlib.sha256(api_key(scope).encode()).hexdigest()[:12]
+    tenant: Tenant = NOBODY
+    session: str = ""
+    priority: int = 0
 
 
-def tenant_of(scope: Scope, user: str | None, *, with_keys: bool) -> str:
-    """The tenant is a hash of the API key if keys are configured (`with_keys`), else the `user` field."""
-    return key_tenant(scope) if with_keys else (user or "")[:_MAX_KEY_CHARS]
-
-
-def caller_of(scope: Scope, body: CompletionRequestBase, *, with_keys: bool) -> Caller:
-    """Tenant and session of a completion call; the session is the header `x-session-id`, else the `user` field."""
-    session = header(scope, b"x-session-id") or body.user or ""
-    return Caller(tenant_of(scope, body.user, with_keys=with_keys), session[:_MAX_KEY_CHARS])
+def caller_of(scope: Scope, user: str | None, priority: int | None) -> Caller:
+    """The caller of a request with these fields; the session is the header `x-session-id`, else the `user` field."""
+    client, user = client_of(scope), (user or "")[:_MAX_KEY_CHARS]
+    session = header(scope, b"x-session-id")[:_MAX_KEY_CHARS] or user
+    return Caller(Tenant(client.name, user), session, max(priority or 0, client.highest_priority))
 
 
 class ChatGeneration(NamedTuple):
@@ -196,7 +191,7 @@ def _generation_request(
     if any(token_id >= model.vocab_size for token_id, _ in sampling.logit_bias):
         raise BadRequest(f"the token ids must be below {model.vocab_size}", param="logit_bias")
     return GenerationRequest(
-        EngineRequest(prompt_ids, sampling, body.cache_salt or "", body.priority or 0, model.adapter),
+        EngineRequest(prompt_ids, sampling, body.cache_salt or "", caller.priority, model.adapter),
         stop=tuple(body.stop),
         client_stop_ids=frozenset(body.stop_token_ids or ()),
         include_stop=bool(body.include_stop_str_in_output),

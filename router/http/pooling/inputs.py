@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from common.base.errors import BadRequest
 from common.control.pooling import PoolInput
+from router.http.openai.build_request import Caller
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
 from router.pooling.work import MAX_PART_RESULT_BYTES, PoolWork
 from router.served_model import ServedModel
@@ -18,7 +19,7 @@ _MAX_RESULT_BYTES = 256 * 2**20
 
 
 def embedding_work(
-    body: EmbeddingRequest | PoolingRequest, model: ServedModel, tenant: str, *, per_token: bool = False
+    body: EmbeddingRequest | PoolingRequest, model: ServedModel, caller: Caller, *, per_token: bool = False
 ) -> PoolWork:
     """The vectors of a body's texts, token ids or conversation.
 
@@ -36,8 +37,8 @@ def embedding_work(
         body.normalize is not False,
         dimensions,
         per_token,
-        tenant,
-        body.priority or 0,
+        caller.tenant,
+        caller.priority,
     )
     sizes = [work.result_bytes(each) for each in work.inputs]
     if max(sizes) > MAX_PART_RESULT_BYTES:
@@ -138,15 +139,15 @@ def pairs_of(body: ScoreRequest | RerankRequest) -> Pairs:
     return [(first, [second]) for first, second in zip(body.text_1, body.text_2, strict=True)]
 
 
-def comparison_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+def comparison_work(body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller) -> PoolWork:
     """What the model computes so that a body's texts can be compared.
 
     Raises: BadRequest.
     """
-    return (_pair_work if model.task == "score" else _compared_work)(body, model, tenant)
+    return (_pair_work if model.task == "score" else _compared_work)(body, model, caller)
 
 
-def _pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+def _pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller) -> PoolWork:
     """What a cross-encoder computes: one score for each pair."""
     limit = _limit(body, model)
     second_limit = body.max_tokens_per_doc if isinstance(body, RerankRequest) else None
@@ -159,10 +160,10 @@ def _pair_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: s
             if not ids:
                 raise BadRequest(f"pair {len(inputs)} is empty", param=param)
             inputs.append(PoolInput(ids, second_at))
-    return PoolWork(model.base, inputs, 1, tenant=tenant, priority=body.priority or 0)
+    return PoolWork(model.base, inputs, 1, tenant=caller.tenant, priority=caller.priority)
 
 
-def _compared_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenant: str) -> PoolWork:
+def _compared_work(body: ScoreRequest | RerankRequest, model: ServedModel, caller: Caller) -> PoolWork:
     """What an embedding model computes for the same: the vectors of `text_1`, or the query, then those of the others."""
     pairs = pairs_of(body)
     cut = body.truncate_prompt_tokens
@@ -174,4 +175,4 @@ def _compared_work(body: ScoreRequest | RerankRequest, model: ServedModel, tenan
         limits = [each for each in (cut, limit) if each is not None and each > 0]
         fields = {"input": side, "truncate_prompt_tokens": min(limits, default=cut)}
         inputs += _inputs(EmbeddingRequest.model_validate(fields), model)
-    return PoolWork(model.base, inputs, model.hidden_size, tenant=tenant, priority=body.priority or 0)
+    return PoolWork(model.base, inputs, model.hidden_size, tenant=caller.tenant, priority=caller.priority)

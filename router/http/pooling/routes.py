@@ -73,8 +73,8 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, "rerank")
         body, size = await parse_as(request, services, RerankRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
-        ids, tenant = admitted_caller(request, services, body, model)
-        work = await maybe_on_thread(size, lambda: comparison_work(body, model, tenant))
+        ids, caller = admitted_caller(request, services, body, model)
+        work = await maybe_on_thread(size, lambda: comparison_work(body, model, caller))
 
         def answer(vectors: list[bytes]) -> Json:
             results = ranking(body, scores(body, model, vectors))
@@ -87,8 +87,8 @@ def _add_score_routes(app: FastAPI, services: Services) -> None:
         assign_ids(request, "score")
         body, size = await parse_as(request, services, ScoreRequest, validated)
         model = model_for(services.catalog, body.model, "score", "embed")
-        ids, tenant = admitted_caller(request, services, body, model)
-        work = await maybe_on_thread(size, lambda: comparison_work(body, model, tenant))
+        ids, caller = admitted_caller(request, services, body, model)
+        work = await maybe_on_thread(size, lambda: comparison_work(body, model, caller))
 
         def answer(vectors: list[bytes]) -> Json:
             return {**head(ids.own, model.name, work), "data": shown_scores(scores(body, model, vectors))}

@@ -11,10 +11,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.base.errors import KvRelayError
+from router.http.api_keys import count_tokens
 from router.http.disconnect import cancel_on_disconnect
 from router.http.json_body import Json, to_json
 from router.http.model_choice import model_for
-from router.http.openai.build_request import tenant_of
+from router.http.openai.build_request import Caller, caller_of
 from router.http.pooling.inputs import embedding_work
 from router.http.pooling.requests import EmbeddingRequest, PoolingFields, PoolingRequest
 from router.http.response_headers import RawHeaders, RequestIds
@@ -49,8 +50,8 @@ async def serve_embeddings(
 ) -> Response:
     """Embed the inputs of a body of `size` bytes, and answer with `answer(...)`."""
     model = model_for(services.catalog, body.model, "embed")
-    ids, tenant = admitted_caller(request, services, body, model)
-    work = await maybe_on_thread(size, lambda: embedding_work(body, model, tenant, per_token=per_token))
+    ids, caller = admitted_caller(request, services, body, model)
+    work = await maybe_on_thread(size, lambda: embedding_work(body, model, caller, per_token=per_token))
     return await serve_pooled(
         request, services, model, work, lambda vectors: answer(EmbeddedInputs(ids, model, work, vectors))
     )
@@ -58,11 +59,11 @@ async def serve_embeddings(
 
 def admitted_caller(
     request: Request, services: Services, body: PoolingFields, model: ServedModel
-) -> tuple[RequestIds, str]:
-    """The request's ids and its tenant. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
-    tenant = tenant_of(request.scope, body.user, with_keys=bool(services.api_keys))
-    services.dispatcher.check_room(model.base, 1, tenant)
-    return with_client_id(request, body.request_id), tenant
+) -> tuple[RequestIds, Caller]:
+    """The request's ids and who sends it. Raises: as `Dispatcher.check_room`, before anything is tokenized."""
+    caller = caller_of(request.scope, body.user, body.priority)
+    services.dispatcher.check_room(model.base, 1, caller.tenant)
+    return with_client_id(request, body.request_id), caller
 
 
 async def serve_pooled(
@@ -90,6 +91,7 @@ async def serve_pooled(
     if vectors is None:
         metrics.cancelled()
         return Response(status_code=499)
+    count_tokens(request.scope, lambda: work.num_tokens)
     metrics.pooled(len(vectors), work.num_tokens, time.perf_counter() - began_s)
     if sum(map(len, vectors)) > 4 * _FEW_VALUES:
         body = await asyncio.to_thread(lambda: to_json(answer(vectors)))

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from common.base.errors import NotFound
+from router.http.api_keys import client_of
 from router.http.json_body import Json
-from router.http.openai.build_request import key_tenant
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import completion_request, read_object, validated
 from router.http.openapi import OF_GENERATION, described
@@ -31,7 +31,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     """Add all of them to the application."""
 
     def tenant_of(request: Request) -> str:
-        return key_tenant(request.scope) if services.api_keys else "all"
+        return client_of(request.scope).name if services.api_keys else "all"
 
     @app.post(
         "/v1/responses",

@@ -18,6 +18,7 @@ from router.fast.endpoints import DirectEndpoints
 from router.http.api_keys import KeyGuard
 from router.http.format import FormatOptions
 from router.http.json_body import sse, to_json
+from router.http.key_limits import ApiKeys
 from router.http.openai.chat_format import ChatFormat
 from router.http.openai.completion_format import CompletionFormat
 from router.http.responses import JsonResponse
@@ -49,7 +50,7 @@ def app() -> FastAPI:
 
 
 def guard(inner: ASGIApp) -> ASGIApp:
-    return KeyGuard(inner, ("key",), lambda status: None)
+    return KeyGuard(inner, ApiKeys(("key",)), lambda status: None)
 
 
 def call(path: str, method: str = "POST", body: bytes = b"", key: str = "key") -> tuple[int, str]:

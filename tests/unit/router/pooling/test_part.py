@@ -17,6 +17,7 @@ from router.policy import Fleet
 from router.pooling.call import PoolCall
 from router.pooling.part import pick
 from router.pooling.work import PoolWork
+from router.requests.fair_queue import Tenant
 
 WIDTH = 8
 
@@ -171,8 +172,8 @@ def test_parts_wait_in_the_admission_queue_and_tenants_take_turns(model_folder: 
     async def scene(stack: Stack, nodes: list[StubNode]) -> None:
         (node,) = nodes
         node.gate.clear()
-        long = PoolWork("stub-model", work(1000, 9).inputs, WIDTH, tenant="long")
-        short = PoolWork("stub-model", work(3).inputs, WIDTH, tenant="short")
+        long = PoolWork("stub-model", work(1000, 9).inputs, WIDTH, tenant=Tenant("long"))
+        short = PoolWork("stub-model", work(3).inputs, WIDTH, tenant=Tenant("short"))
         ended: list[str] = []
 
         async def noted(name: str, wanted: PoolWork) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.base.errors import Overloaded
 from router.policy import Fleet, Memory, Query, place
 from router.requests.admission import Objectives, crowded, wait_s
-from router.requests.fair_queue import FairQueue, QueuedRequest
+from router.requests.fair_queue import FairQueue, QueuedRequest, Tenant
 
 
 def fleets(prefill: dict[str, float], decode: dict[str, float]) -> tuple[Fleet, Fleet]:
@@ -89,8 +89,10 @@ def test_requests_are_held_back_only_while_every_node_has_more_than_it_needs(
     assert word in why
 
 
-def held(name: str, tenant: str = "", priority: int = 0, tokens: int = 10, deadline_s: float = 1.0) -> QueuedRequest:
-    return QueuedRequest(name, tokens, deadline_s, priority, tenant)
+def held(
+    name: str, tenant: str = "", priority: int = 0, tokens: int = 10, deadline_s: float = 1.0, user: str = ""
+) -> QueuedRequest:
+    return QueuedRequest(name, tokens, deadline_s, priority, Tenant(tenant, user))
 
 
 def drain(queue: FairQueue) -> list[str]:
@@ -134,11 +136,32 @@ def test_a_full_queue_makes_room_at_the_cost_of_whoever_has_the_most() -> None:
     for index in range(4):
         queue.push(held(f"a{index}", "a", priority=1 if index == 1 else 0))
     queue.push(held("b0", "b"))
-    assert queue.victim("b") == "a1"
-    assert queue.victim("a") is None
+    assert queue.victim(Tenant("b")) == "a1"
+    assert queue.victim(Tenant("a")) is None
     queue.push(held("b1", "b"))
     queue.push(held("b2", "b"))
-    assert queue.victim("b") is None
+    assert queue.victim(Tenant("b")) is None
+
+
+def test_a_tenant_with_a_user_for_each_request_gets_no_more_than_its_share() -> None:
+    queue = FairQueue()
+    for index in range(40):
+        queue.push(held(f"greedy-{index}", "greedy", user=str(index)))
+    for index in range(10):
+        queue.push(held(f"modest-{index}", "modest", user="one"))
+    assert Counter(name.partition("-")[0] for name in drain(queue)[:20]) == {"greedy": 10, "modest": 10}
+
+
+def test_users_of_one_tenant_share_what_it_gets() -> None:
+    queue = FairQueue()
+    for index in range(30):
+        queue.push(held(f"busy-{index}", "proxy", user="busy"))
+    for index in range(5):
+        queue.push(held(f"calm-{index}", "proxy", user="calm"))
+    assert queue.victim(Tenant("proxy", "calm")) == "busy-29"
+    assert queue.victim(Tenant("proxy", "busy")) is None
+    assert queue.victim(Tenant("other", "x")) == "busy-29"
+    assert Counter(name.partition("-")[0] for name in drain(queue)[:10]) == {"busy": 5, "calm": 5}
 
 
 @given(

@@ -16,6 +16,7 @@ from router.policy import Decision, Fleet, LegDecision, Picked
 from router.requests import flow_events as f
 from router.requests.admission_queue import QueueEntry
 from router.requests.attempt_placing import REPLACEMENT_WAIT_S, Attempts
+from router.requests.fair_queue import Tenant
 from router.requests.placement import Placement, PlacementRequest
 from router.requests.request import GenerationRequest
 from router.requests.router_state import RouterState
@@ -51,7 +52,7 @@ class World:
             deadlines=cast("Any", None),
             clock=self.clock,
         )
-        request = GenerationRequest(ENGINE, session="s", tenant="t")
+        request = GenerationRequest(ENGINE, session="s", tenant=Tenant("t"))
         self.attempts = Attempts("r", request, self.token_ids, state, deadline_s=130.0, story=self.story)
 
     def place(self, wanted: f.Place = FIRST) -> f.Event | None:
@@ -123,7 +124,7 @@ def placed(prefill: str | None, decode: str) -> Placement:
 def test_a_new_request_goes_at_once_and_is_counted_where_it_goes() -> None:
     world = World()
     assert world.place() == f.Placed(peer("p"), peer("d"), 30.0)
-    about = {"prompt_tokens": 3, "max_tokens": 8, "priority": 5, "tenant": "t"}
+    about = {"prompt_tokens": 3, "max_tokens": 8, "priority": 5, "tenant": Tenant("t")}
     assert world.calls == [
         ("enter", "r", about),
         ("chosen", "p"),

@@ -16,6 +16,7 @@ from common.control.messages import EngineRequest, SamplingParams
 from router.metrics import Metrics
 from router.nodes.node_table import NodeTable
 from router.requests.dispatch import Dispatcher
+from router.requests.fair_queue import Tenant
 from router.requests.generation import Generation
 from router.requests.placement import Placement, PlacementRequest
 from router.requests.request import GenerationRequest, Outcome
@@ -262,7 +263,7 @@ def test_a_burst_takes_no_more_of_a_full_queue_than_its_share(monkeypatch: pytes
         monkeypatch.setattr(dispatcher.state("m").placer, "decide", lambda _: placement)
         early = [await submit(dispatcher, f"a{i}") for i in range(6)]
         late: list[Generation] = []
-        request = REQUEST._replace(tenant="b")
+        request = REQUEST._replace(tenant=Tenant("b"))
         for i in range(6):
             with contextlib.suppress(Overloaded):
                 late += dispatcher.submit("m", f"b{i}", [request], cast("Any", None), lambda: None)

@@ -1,22 +1,20 @@
-"""Which tenant a request counts for."""
+"""Whose share a request counts against, and how urgent it may be."""
 
 from __future__ import annotations
 
-from router.http.openai.build_request import caller_of
-from router.http.openai.completion_request import CompletionRequest
+from router.http.api_keys import Client
+from router.http.openai.build_request import Caller, caller_of
+from router.requests.fair_queue import Tenant
 
 
-def tenant(authorization: str, user: str | None = None, *, with_keys: bool = True) -> str:
-    scope = {"type": "http", "headers": [(b"authorization", authorization.encode())]}
-    return caller_of(scope, CompletionRequest(model="m", prompt=["a"], user=user), with_keys=with_keys).tenant
+def test_without_keys_the_tenant_is_the_clients_address_whatever_user_says() -> None:
+    scope = {"type": "http", "headers": [(b"authorization", b"Bearer anything")], "client": ("10.0.0.7", 5)}
+    assert caller_of(scope, "me", None) == Caller(Tenant("10.0.0.7", "me"), "me", 0)
+    assert caller_of({"type": "http", "headers": [], "client": None}, None, None) == Caller(Tenant("", ""), "", 0)
 
 
-def test_a_key_is_one_tenant_however_its_header_is_spelled() -> None:
-    spellings = ["Bearer key", "bearer key", "bEARER  key", "BEARER \t key "]
-    assert len({tenant(spelling) for spelling in spellings}) == 1
-    assert tenant("Bearer key") != tenant("Bearer other")
-    assert "key" not in tenant("Bearer key")
-
-
-def test_without_keys_the_user_is_the_tenant() -> None:
-    assert tenant("Bearer key", "me", with_keys=False) == "me"
+def test_clients_cannot_raise_their_priority_above_their_class() -> None:
+    scope = {"type": "http", "headers": [], "kvrelay.client": Client("team", -5)}
+    assert [caller_of(scope, None, asked).priority for asked in (-100, -5, 3, None)] == [-5, -5, 3, 0]
+    anyone = {"type": "http", "headers": [(b"x-session-id", b"s")]}
+    assert [caller_of(anyone, "u", asked) for asked in (-1, 7)] == [Caller(Tenant("", "u"), "s", n) for n in (0, 7)]

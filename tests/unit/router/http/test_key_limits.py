@@ -1,0 +1,164 @@
+"""API keys: where they come from, what each class may use, and what a client is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.base.errors import ConfigError, RateLimited
+from router.http.api_keys import KeyGuard, client_of, count_tokens
+from router.http.key_limits import ApiKeys, KeyClass, KeyUse, digest_of, read_keys
+
+FILE = f"""
+[classes.batch]
+requests_per_minute = 2
+tokens_per_minute = 100
+highest_priority = 10
+[keys]
+"sk-batch" = "batch"
+"sha256:{digest_of("sk-hashed")}" = "default"
+"""
+
+
+def test_file_gives_keys_their_classes_and_holds_digests_too(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(FILE)
+    keys = ApiKeys(("sk-given",), file)
+    found = {key: keys.find(key) for key in ("sk-batch", "sk-hashed", "sk-given")}
+    assert {key: use.key_class for key, use in found.items() if use} == {
+        "sk-batch": KeyClass(2, 100, 0, 10),
+        "sk-hashed": KeyClass(),
+        "sk-given": KeyClass(),
+    }
+    for wrong in ("", "sk-batc", "batch", digest_of("sk-hashed"), "\udcff"):
+        assert keys.find(wrong) is None
+
+
+def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    now = 0.0
+    file = tmp_path / "keys.toml"
+    file.write_text(FILE)
+    keys = ApiKeys((), file, lambda: now)
+    before = keys.find("sk-batch")
+    for turn, content in enumerate((FILE + '"sk-new" = "batch"\n', "not TOML: sk-secret"), 1):
+        file.write_text(content)
+        os.utime(file, ns=(turn, turn))
+        now += 2
+        assert keys.find("sk-new") is not None
+        assert keys.find("sk-batch") is before
+    file.write_text("")
+    os.utime(file, ns=(9, 9))
+    now += 2
+    assert keys.find("sk-batch") is None
+    assert keys  # without any key left, nobody is let in
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("sk-secret = ", "no valid TOML"),
+        ("[classes.a]\nrequests = 1", "class 'a' has 'requests'"),
+        ("[classes.a]\nconcurrency = -1", "must be a whole number"),
+        ("[classes.a]\nconcurrency = true", "must be a whole number"),
+        ("[classes]\na = 1", "class 'a' is no table"),
+        ('[keys]\n"sk-secret" = "other"', "key 1 has the class 'other'"),
+        ('[keys]\n"sha256:zz" = "default"', "key 1 is no SHA-256 digest"),
+        ("[users]", "not users"),
+    ],
+)
+def test_wrong_file_is_a_config_error_that_quotes_no_key(tmp_path: Path, content: str, says: str) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_keys(file)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_keys(tmp_path / "missing")
+
+
+def test_requests_come_back_evenly_and_the_refusal_says_when() -> None:
+    now = 0.0
+    use = KeyUse("k", KeyClass(requests_per_minute=2), lambda: now)
+    use.begin()
+    use.begin()
+    with pytest.raises(RateLimited, match="2 requests a minute") as caught:
+        use.begin()
+    assert caught.value.retry_after_s == 30
+    assert dict(use.headers()) == {
+        b"x-ratelimit-limit-requests": b"2",
+        b"x-ratelimit-remaining-requests": b"0",
+        b"x-ratelimit-reset-requests": b"60s",
+    }
+    now = 30.0
+    use.begin()
+
+
+def test_tokens_are_charged_when_they_are_known() -> None:
+    now = 0.0
+    use = KeyUse("k", KeyClass(tokens_per_minute=60), lambda: now)
+    use.begin()
+    use.end(90)
+    with pytest.raises(RateLimited, match="60 tokens a minute") as caught:
+        use.begin()
+    assert caught.value.retry_after_s == 31
+    now = 31.0
+    use.begin()
+
+
+def test_requests_at_a_time() -> None:
+    use = KeyUse("k", KeyClass(concurrency=1))
+    use.begin()
+    with pytest.raises(RateLimited, match="1 requests running"):
+        use.begin()
+    use.end(0)
+    use.begin()
+
+
+async def _call(guard: KeyGuard, path: str, key: str = "", method: str = "POST") -> tuple[int, dict[bytes, bytes]]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": headers}
+    await guard(scope, _nothing, send)
+    return sent[0]["status"], dict(sent[0]["headers"])
+
+
+async def _nothing() -> Any:
+    return {"type": "http.request"}
+
+
+def test_guard_denies_everything_but_what_load_balancers_ask(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(FILE)
+    priorities: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        priorities.append(client_of(scope).highest_priority)
+        count_tokens(scope, lambda: 7)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def main() -> None:
+        refused: list[int] = []
+        guard = KeyGuard(app, ApiKeys((), file), refused.append)
+        for path in ("/health", "/ready", "/ping"):
+            assert (await _call(guard, path, method="GET"))[0] == 200
+        for path in ("/", "/v1/models", "/metrics", "/health/", "//health", "/%68ealth", "/ui", "/health?x"):
+            assert (await _call(guard, path, method="GET"))[0] == 401
+            assert (await _call(guard, path, "wrong", method="GET"))[0] == 401
+        status, headers = await _call(guard, "/v1/completions", "sk-batch")
+        assert (status, headers[b"x-ratelimit-remaining-requests"]) == (200, b"1")
+        assert priorities[-1] == 10
+        assert (await _call(guard, "/v1/completions", "sk-batch"))[1][b"x-ratelimit-remaining-tokens"] == b"93"
+        status, headers = await _call(guard, "/v1/completions", "sk-batch")
+        assert (status, headers[b"retry-after"]) == (429, b"30")
+        assert refused.count(429) == 1
+        assert (await _call(guard, "/v1/completions", "sk-hashed"))[0] == 200
+
+    asyncio.run(main())
