@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.base.errors import KvRelayError, Unauthorized
+from router.http.client import Client, note_client, used_tokens
 from router.http.key_limits import ApiKeys, KeyUse
 from router.http.request_headers import api_key
 from router.http.responses import error_response
@@ -15,30 +15,6 @@ from router.http.responses import error_response
 OPEN_PATHS = ("/health", "/ready", "/ping")
 """Load balancers have no key."""
 _OPEN = frozenset(path.encode() for path in OPEN_PATHS)
-_CLIENT = "kvrelay.client"
-"""Key of a request's `Client` in its ASGI scope."""
-_USED_TOKENS = "kvrelay.used_tokens"
-"""Key of a function that returns the tokens which a request has used."""
-
-
-class Client(NamedTuple):
-    """A client as the router tells it from others."""
-
-    name: str
-    """A hash of its API key, or its address where there are no keys."""
-    highest_priority: int = 0
-    """The lowest number that `priority` may have."""
-
-
-def client_of(scope: Scope) -> Client:
-    """Who sent a request."""
-    client: Client | None = scope.get(_CLIENT)
-    return client or Client((scope.get("client") or ("",))[0])
-
-
-def count_tokens(scope: Scope, used: Callable[[], int]) -> None:
-    """When the request is over, its key is charged with `used()` tokens."""
-    scope[_USED_TOKENS] = used
 
 
 class KeyGuard:
@@ -60,7 +36,7 @@ class KeyGuard:
             refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
             await self._refuse(refusal, scope, receive, send, [(b"www-authenticate", b"Bearer")])
             return
-        scope[_CLIENT] = Client(use.name, use.key_class.highest_priority)
+        note_client(scope, Client(use.name, use.key_class.highest_priority))
         if use.is_limited and scope["method"] == "POST":
             await self._limited(use, scope, receive, send)
         else:
@@ -81,8 +57,7 @@ class KeyGuard:
         try:
             await self._app(scope, receive, with_limits)
         finally:
-            used: Callable[[], int] = scope.get(_USED_TOKENS, int)
-            use.end(used())
+            use.end(used_tokens(scope))
 
     async def _refuse(
         self, refusal: KvRelayError, scope: Scope, receive: Receive, send: Send, headers: list[tuple[bytes, bytes]]

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from common.base.errors import KvRelayError
 from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
-from router.http.api_keys import count_tokens
 from router.http.body import read_body
+from router.http.client import count_tokens
 from router.http.format import Format, FormatOptions
 from router.http.model_choice import model_for
 from router.http.openai.base_format import usage

@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from common.base.errors import BadRequest
 from common.control.messages import EngineRequest, Grammar
-from router.http.api_keys import client_of
+from router.http.client import client_of
 from router.http.openai.chat_grammar import chat_grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.completion_request import CompletionRequest

@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.base.errors import KvRelayError
-from router.http.api_keys import count_tokens
+from router.http.client import count_tokens
 from router.http.disconnect import cancel_on_disconnect
 from router.http.json_body import Json, to_json
 from router.http.model_choice import model_for

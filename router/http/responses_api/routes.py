@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from common.base.errors import NotFound
-from router.http.api_keys import client_of
+from router.http.client import client_of
 from router.http.json_body import Json
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import completion_request, read_object, validated

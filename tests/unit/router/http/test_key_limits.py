@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from common.base.errors import ConfigError, RateLimited
-from router.http.api_keys import KeyGuard, client_of, count_tokens
+from router.http.api_keys import KeyGuard
+from router.http.client import client_of, count_tokens
 from router.http.key_limits import ApiKeys, KeyClass, KeyUse, digest_of, read_keys
 
 FILE = f"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.http.api_keys import Client
+from router.http.client import Client
 from router.http.openai.build_request import Caller, caller_of
 from router.requests.fair_queue import Tenant
 
