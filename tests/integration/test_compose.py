@@ -6,6 +6,7 @@ The first build takes minutes; later ones find their layers in the engine's cach
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from support.docker_engine import BASE_IMAGE, IMAGE, Project, build_image, project, run, why_not
 from support.oracle import first_difference, greedy, make_tiny
+from support.paths import ROOT
 from support.system import wait_until
 
 from common.cluster.redis_server import free_port
@@ -56,11 +58,14 @@ def health(port: int) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def one_host(compose_folder: Path, **settings: str) -> Iterator[tuple[Project, int]]:
-    """Everything on one host, as it comes but for the port and `settings`."""
+def one_host(
+    compose_folder: Path, *added: str, up: tuple[str, ...] = (), **settings: str
+) -> Iterator[tuple[Project, int]]:
+    """Everything on one host, as it comes but for the port, the files `added` and `settings`."""
     port = free_port()
     name = f"kvtest{secrets.token_hex(3)}"
-    with project(name, compose_folder / "compose.yaml", {**DEMO, **settings, "HTTP_PORT": str(port)}) as running:
+    files = tuple(compose_folder / file for file in ("compose.yaml", *added))
+    with project(name, files, {**DEMO, **settings, "HTTP_PORT": str(port)}, *up) as running:
         running.wait_healthy("redis", "prefill", "decode", "router")
         yield running, port
 
@@ -91,12 +96,64 @@ def test_one_host_chats_and_dead_services_come_back(compose_folder: Path) -> Non
 
 
 def test_nodes_of_several_ranks_chat_and_stop_in_order(compose_folder: Path) -> None:
-    with one_host(compose_folder, PREFILL_TP="2", DECODE_PP="2") as (running, port):
+    with one_host(compose_folder, "compose.tp-pp.yaml") as (running, port):
         check_chat(port)
         containers = {service: running.container(service) for service in ("router", "prefill", "decode")}
         running.compose("stop")
         codes = {name: run("docker", "inspect", "-f", "{{.State.ExitCode}}", id_) for name, id_ in containers.items()}
         assert {name: code.strip() for name, code in codes.items()} == dict.fromkeys(containers, "0")
+
+
+@pytest.mark.thorough
+def test_three_prefill_nodes_chat_over_mutual_tls_and_options_reach_the_router(compose_folder: Path) -> None:
+    scaled = ("--scale", "prefill=3")
+    with one_host(compose_folder, "compose.tls.yaml", up=scaled, KVRELAY_POLICY="round_robin") as (running, port):
+        wait_until(lambda: (health(port).get("prefill"), health(port).get("decode")) == (3, 1), 60, "all are usable")
+        check_chat(port)
+        assert len(running.containers("prefill")) == 3
+        assert "KVRELAY_POLICY=round_robin" in running.inspect("router", "{{.Config.Env}}")
+        plain = "from common.node.healthcheck import main; raise SystemExit(main(['tcp://127.0.0.1:7001']))"
+        asked = ("docker", "exec", "-e", "KVRELAY_TLS_DIR=", running.container("decode"), "python", "-c", plain)
+        with pytest.raises(AssertionError, match="exit code 1"):
+            run(*asked)
+        seen = run("docker", "exec", running.container("router"), "sh", "-c", "ls /keys/*/*.pem")
+        assert set(seen.split()) == {f"/keys/router/{name}.pem" for name in ("ca", "cert", "key", "crl")}
+
+
+@pytest.mark.thorough
+def test_a_second_model_is_served_beside_the_first(compose_folder: Path, tmp_path: Path) -> None:
+    make_tiny("qwen2", tmp_path / "models" / "qwen2")
+    readable(tmp_path)
+    settings = {"MODELS_DIR": str(tmp_path / "models"), "SECOND_MODEL": "/models/qwen2"}
+    with one_host(compose_folder, "compose.models.yaml", **settings) as (running, port):
+        running.wait_healthy("prefill-second", "decode-second")
+        check_chat(port)
+        url = f"http://127.0.0.1:{port}/v1"
+        wait_until(lambda: len(httpx.get(f"{url}/models", trust_env=False).json()["data"]) == 2, 30, "both are listed")
+        body = {"model": "qwen2", "prompt": list(range(5, 60)), "max_tokens": 4}
+        answer = httpx.post(f"{url}/completions", json=body, timeout=60.0, trust_env=False)
+        assert answer.status_code == 200, answer.text
+
+
+def test_the_image_is_small_and_lists_what_is_in_it(compose_folder: Path) -> None:
+    assert int(run("docker", "image", "inspect", "-f", "{{.Size}}", IMAGE)) < 1.2e9
+    cat = ("docker", "run", "--rm", "--entrypoint", "cat", IMAGE)
+    components = json.loads(run(*cat, "/usr/share/kvrelay/sbom.cdx.json"))["components"]
+    versions = {component["name"].lower(): component["version"].partition("+")[0] for component in components}
+    lines = (ROOT / "requirements.lock").read_text("utf-8").splitlines()
+    locked = dict(line.split("==") for line in lines if "==" in line)
+    assert versions["torch"] == locked["torch"]
+    differing = {name for name, version in versions.items() if locked.get(name, version) != version}
+    assert not differing
+    assert not any(name.startswith("nvidia-") for name in versions)
+    assert "libc6" in run(*cat, "/usr/share/kvrelay/debian.txt")
+
+
+def readable(folder: Path) -> None:
+    """Let the container's user read all files below `folder`."""
+    for path, _, files in os.walk(folder):
+        for name in [path, *(os.path.join(path, file) for file in files)]:
+            os.chmod(name, 0o755 if os.path.isdir(name) else 0o644)
 
 
 @pytest.fixture
@@ -113,9 +170,7 @@ def address() -> Iterator[str]:
 def test_every_role_on_a_host_of_its_own_with_exact_tokens(compose_folder: Path, tmp_path: Path, address: str) -> None:
     """Three projects stand for three hosts: each has a network of its own, and they reach each other by published ports only."""
     model = make_tiny("qwen2", tmp_path / "models" / "qwen2")
-    for folder, _, files in os.walk(tmp_path):
-        for path in [folder, *(os.path.join(folder, file) for file in files)]:
-            os.chmod(path, 0o755 if os.path.isdir(path) else 0o644)
+    readable(tmp_path)
     tag = secrets.token_hex(3)
     names = ("REDIS_PORT", "PREFILL_PORT", "DECODE_PORT", "DECODE_DATA_PORT", "HTTP_PORT")
     ports = {name: str(free_port()) for name in names}
@@ -134,7 +189,7 @@ def test_every_role_on_a_host_of_its_own_with_exact_tokens(compose_folder: Path,
 
         def host(name: str, roles: str) -> Project:
             settings = {**shared, "COMPOSE_PROFILES": roles}
-            return stack.enter_context(project(f"kvtest{tag}{name}", file, settings))
+            return stack.enter_context(project(f"kvtest{tag}{name}", (file,), settings))
 
         # The decode node comes before Redis: it ends, and is started again until Redis is there.
         decode = host("d", "decode")

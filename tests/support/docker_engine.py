@@ -22,7 +22,10 @@ from support.system import wait_until
 
 IMAGE = "kvrelay:under-test"
 BASE_IMAGE = "python:3.11-slim-bookworm"
-_CONTEXT = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "hatch_build.py", ".dockerignore", "compose")
+_CONTEXT = (
+    *("pyproject.toml", "requirements.lock", "README.md", "LICENSE", "hatch_build.py", ".dockerignore", "compose"),
+    "scripts/gpu-requirements.txt",
+)
 _PACKAGES = ("common", "kvtransfer", "router", "prefill_node", "decode_node")
 # Build on the host's network, for machines whose Docker network has no DNS.
 _HOST_NETWORK = "services:\n  router: {build: {network: host}}\n"
@@ -65,11 +68,12 @@ def build_image(folder: Path) -> Path:
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.whl", ".env"))
         else:
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(source, folder / name)
     env = {**os.environ, "IMAGE": IMAGE, "BASE_IMAGE": BASE_IMAGE}
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     if "find-links" in run(*pip, "config", "list"):
-        wanted = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "-c", str(ROOT / "constraints.txt")]
+        wanted = ["--no-deps", "--only-binary=:all:", "--python-version", "3.11", "-c", str(ROOT / "requirements.lock")]
         run(*pip, "download", "-q", *wanted, "-d", str(folder / "compose/wheels"), "torch", timeout_s=600)
         env["PIP_EXTRA_INDEX_URL"] = ""
     (folder / "host-network.yaml").write_text(_HOST_NETWORK)
@@ -91,25 +95,31 @@ class Project:
     """One compose project: all services of one host."""
 
     name: str
-    file: Path
+    files: tuple[Path, ...]
     settings: dict[str, str]
     _env: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
         # Neither the tester's own settings nor an .env beside the file must have an effect.
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "DOCKER_HOST") if name in os.environ}
-        env_file = self.file.parent / f"{self.name}.env"
+        env_file = self.files[0].parent / f"{self.name}.env"
         env_file.write_text("".join(f"{name}={value}\n" for name, value in self.settings.items()))
         self._env = inherited
         self._made_s = int(time.time())
-        self._command = [*compose_command(), "--env-file", str(env_file), "-p", self.name, "-f", str(self.file)]
+        files = [word for file in self.files for word in ("-f", str(file))]
+        self._command = [*compose_command(), "--env-file", str(env_file), "-p", self.name, *files]
 
     def compose(self, *args: str, timeout_s: float = 300.0) -> str:
         return run(*self._command, *args, env=self._env, timeout_s=timeout_s)
 
     def container(self, service: str) -> str:
         """The id of the one container of `service`."""
-        return self.compose("ps", "-q", service).strip()
+        [container] = self.containers(service)
+        return container
+
+    def containers(self, service: str) -> list[str]:
+        """The ids of all containers of `service`."""
+        return self.compose("ps", "-q", service).split()
 
     def inspect(self, service: str, what: str) -> str:
         """A Go template applied to the output of `docker inspect`."""
@@ -129,7 +139,9 @@ class Project:
 
     def wait_healthy(self, *services: str, timeout_s: float = 90.0) -> None:
         def healthy() -> bool:
-            return all(self.inspect(service, "{{.State.Health.Status}}") == "healthy" for service in services)
+            containers = [container for service in services for container in self.containers(service)]
+            status = run("docker", "inspect", "-f", "{{.State.Health.Status}}", *containers).split()
+            return status == ["healthy"] * len(containers)
 
         try:
             wait_until(healthy, timeout_s, f"{', '.join(services)} healthy")
@@ -149,9 +161,9 @@ class Project:
 
 
 @contextlib.contextmanager
-def project(name: str, file: Path, settings: dict[str, str], *up: str) -> Iterator[Project]:
-    """`up -d UP...` until the block ends, then `down`; nothing must be left."""
-    running = Project(name, file, settings)
+def project(name: str, files: tuple[Path, ...], settings: dict[str, str], *up: str) -> Iterator[Project]:
+    """`up -d UP...` of `files`, each adding to those before it, until the block ends, then `down`; nothing must be left."""
+    running = Project(name, files, settings)
     try:
         running.compose("up", "-d", "--no-build", *up)
         yield running

@@ -1,0 +1,32 @@
+"""requirements.lock pins whatever pyproject.toml asks for, within constraints.txt."""
+
+from __future__ import annotations
+
+import tomllib
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support.paths import ROOT
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text("utf-8").splitlines())
+    return {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines if line}
+
+
+def test_every_dependency_is_pinned_to_a_version_that_is_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    asked = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    asked += [line for extra in project["project"]["optional-dependencies"].values() for line in extra]
+    locked = pins("requirements.lock")
+    wrong = [
+        line
+        for line in map(Requirement, asked)
+        if not line.specifier.contains(locked.get(canonicalize_name(line.name), "none"), prereleases=True)
+    ]
+    assert not wrong, "run scripts/lock"
+
+
+def test_the_pins_that_were_chosen_by_hand_are_kept() -> None:
+    locked = pins("requirements.lock")
+    assert {name: locked.get(name) for name in pins("constraints.txt")} == pins("constraints.txt")
