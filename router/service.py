@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from pathlib import Path
-
-from starlette.types import ASGIApp
 
 from common.base.errors import Unavailable
 from common.cluster.membership import LEASE_IN_REDIS, Directory
@@ -23,14 +20,10 @@ from router.http.response_store import ResponseStore
 from router.http.server import bind, check_certificate, http_server
 from router.router import Router
 from router.ui.access import Access, trusts_loopback
-from router.ui.app import PATH, dashboard
+from router.ui.app import PATH
+from router.ui.routes import DashboardRoutes
 
 log = logging.getLogger(__name__)
-
-
-def make_dashboard(router: Router, config: RouterConfig, directory: Directory | None, clusters: Path) -> ASGIApp:
-    """The dashboard for the public port. `clusters`: the folder of the files of running `kvrelay up`s."""
-    return dashboard(Access(config.admin_token or "", trusts_loopback(os.getppid(), clusters)), [])
 
 
 async def serve(config: RouterConfig) -> None:
@@ -58,14 +51,16 @@ async def serve(config: RouterConfig) -> None:
     subscriber = router.subscribe(config.redis_url, config.cluster)
     most = config.max_stored_responses
     responses = ResponseStore(config.redis_url, config.cluster, most) if most else None
-    ui = make_dashboard(router, config, directory, runtime_folder(os.environ))
+    pages = DashboardRoutes(router, config, directory)
+    trusted = trusts_loopback(os.getppid(), runtime_folder(os.environ))
+    ui = pages.application(Access(config.admin_token or "", trusted))
     server = http_server(router, config, directory, responses, ui)
     host, port = sock.getsockname()[:2]
     log.info("listening on %s://%s:%d", "https" if config.ssl_certfile else "http", host, port)
     if admin is not None:
         admin.start(
             RouterAdmin(router, config, directory).routes(),
-            {PATH: dashboard(Access(config.admin_token, open=False), [])},
+            {PATH: pages.application(Access(config.admin_token, open=False))},
         )
         log.info("admin at %s", admin.url)
     http = asyncio.create_task(server.serve(sockets=[sock]))

@@ -42,6 +42,10 @@ class Counter(Collector):
         """The series with these label values, made at its first use."""
         return self._series.setdefault(values, CounterSeries())
 
+    def series(self) -> Iterable[CounterSeries]:
+        """All series."""
+        return self._series.values()
+
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
         for values, count in self._series.items():
@@ -88,6 +92,15 @@ class Histogram(Collector):
     def labels(self, *values: str) -> HistogramSeries:
         """The series with these label values, made at its first use."""
         return self._series.setdefault(values, HistogramSeries(self._bounds))
+
+    def series(self) -> Iterable[HistogramSeries]:
+        """All series."""
+        return self._series.values()
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Upper bounds of the buckets, without infinity."""
+        return self._bounds
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)

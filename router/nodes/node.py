@@ -56,6 +56,8 @@ class Node:
     """The last link could not be opened: a malformed address, or no free socket in this process."""
     legs: dict[AttemptKey, OpenLeg] = field(default_factory=dict[AttemptKey, OpenLeg])
     """Open legs, in the order in which they were sent."""
+    relayed_from: dict[str, int] = field(default_factory=dict[str, int])
+    """KV bytes that this router's requests relayed to this node, by the incarnation of the prefill node."""
     sent: int = 0
     reported: int = 0
     """The last pong includes the first `reported` of the requests sent."""

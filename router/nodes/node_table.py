@@ -244,6 +244,15 @@ class NodeTable:
         node.legs[key] = OpenLeg(node.sent, tokens, blocks)
         self._fleets.of(node).sent(node.incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
 
+    def relayed(self, incarnation: str, source: str, size_bytes: int) -> None:
+        """A request relayed `size_bytes` of KV from `source` to this node."""
+        node = self._nodes.get(incarnation)
+        if node is None or source not in self._nodes:
+            return
+        if source not in node.relayed_from:  # those that are gone must not add up
+            node.relayed_from = {known: size for known, size in node.relayed_from.items() if known in self._nodes}
+        node.relayed_from[source] = node.relayed_from.get(source, 0) + size_bytes
+
     def release(self, incarnation: str, key: AttemptKey) -> None:
         """This leg is over."""
         node = self._nodes.get(incarnation)

@@ -234,6 +234,9 @@ class Generation:
         else:  # both legs may count the bytes of one relay; the receiver's count is used
             self.served.decode_hit_tokens = stats.cached_tokens
             self.served.relayed_bytes += stats.relayed_bytes
+            if self.flow.prefill_peer is not None:
+                source = self.flow.prefill_peer.incarnation
+                self._router.nodes.relayed(report.incarnation, source, stats.relayed_bytes)
             if self.request.shared is not None:
                 self.request.shared.held_at(report.incarnation)
         router = self._router

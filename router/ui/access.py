@@ -36,19 +36,22 @@ class Access:
         """Raises: Unauthorized, Forbidden if this call is not admitted."""
         headers = Headers(scope=scope)
         if scope["method"] in ("GET", "HEAD"):
-            if not self.open:
-                self._check_token(headers)
+            if not self.open and not self._has_token(headers):
+                raise Unauthorized("the admin token is missing or wrong")
             return
         if not _same_site(headers):
             raise Forbidden("only a page of this dashboard may do this")
-        if not (self.trusts_loopback and is_local(scope)):
-            self._check_token(headers)
+        if not self.may_operate(scope):
+            raise Unauthorized("the admin token is missing or wrong")
 
-    def _check_token(self, headers: Headers) -> None:
+    def may_operate(self, scope: Scope) -> bool:
+        """Whether the caller may see what nodes tell operators, and change them."""
+        return (self.trusts_loopback and is_local(scope)) or self._has_token(Headers(scope=scope))
+
+    def _has_token(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.encode("latin-1").strip(b" \t"), self.admin_token.encode())
-        if not (self.admin_token and right and scheme.lower() == "bearer"):
-            raise Unauthorized("the admin token is missing or wrong")
+        return bool(self.admin_token) and right and scheme.lower() == "bearer"
 
 
 def is_local(scope: Scope) -> bool:

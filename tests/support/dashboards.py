@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 from common.config.service_configs import RouterConfig
 from router.http.server import bind, http_server
 from router.router import Router
-from router.service import make_dashboard
+from router.ui.access import Access
+from router.ui.routes import DashboardRoutes
 
 
 @contextlib.contextmanager
@@ -32,9 +32,8 @@ def served_dashboard(
         try:
             if prepare is not None:
                 await prepare(router)
-            server = http_server(
-                router, config, None, dashboard=make_dashboard(router, config, None, Path("/nonexistent"))
-            )
+            pages = DashboardRoutes(router, config, None).application(Access(config.admin_token))
+            server = http_server(router, config, None, dashboard=pages)
             task = asyncio.create_task(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             started.set()

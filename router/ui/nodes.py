@@ -1,0 +1,46 @@
+"""What the dashboard asks of one node: its own status, draining. Through the node's admin port. Router process, event loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from common.base.errors import NotFound, Unavailable
+from router.nodes.node import Node
+from router.nodes.node_table import NodeTable
+
+_TIMEOUT_S = 6.0
+"""A node whose engine is in a long step answers after 5 s."""
+
+
+class NodeControl:
+    """Calls the admin ports of nodes with the router's admin token."""
+
+    def __init__(self, nodes: NodeTable, admin_token: str) -> None:
+        self._nodes = nodes
+        self._admin_token = admin_token
+
+    def find(self, name: str) -> Node:
+        """The node with this incarnation or node id. Raises: NotFound."""
+        for node in self._nodes.known():
+            if name in (node.incarnation, node.node_id):
+                return node
+        raise NotFound(f"no node is named {name[:100]!r}")
+
+    async def ask(self, node: Node, method: str, path: str) -> dict[str, Any]:
+        """The answer of a node's admin port. Raises: Unavailable."""
+        address = node.record.admin_address
+        if not address or not self._admin_token:
+            raise Unavailable(f"{node.node_id} has no admin port: start all services with --admin-token")
+        # No proxy from the environment and no redirects: they would get the token.
+        headers = {"authorization": f"Bearer {self._admin_token}"}
+        try:
+            async with httpx.AsyncClient(headers=headers, timeout=_TIMEOUT_S, trust_env=False) as http:
+                answer = await http.request(method, address + path, json={} if method == "POST" else None)
+                found = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise Unavailable(f"no answer from {node.node_id}'s admin port: {error or type(error).__name__}") from None
+        if answer.status_code != 200:
+            raise Unavailable(f"{node.node_id}: {found.get('error', {}).get('message', answer.status_code)}")
+        return found

@@ -1,0 +1,91 @@
+"""The dashboard's JSON routes, below `/ui/api`. Router process, event loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from common.base.clock import monotonic
+from common.base.errors import BadRequest, NotFound, Unavailable
+from common.cluster.membership import Directory
+from common.config.service_configs import RouterConfig
+from router.admin import describe_node
+from router.router import Router
+from router.ui.access import Access
+from router.ui.app import dashboard, json_response
+from router.ui.nodes import NodeControl
+from router.ui.snapshot import Snapshots
+
+_MAX_LISTED = 200
+
+
+class DashboardRoutes:
+    """The routes of one router, for all ports that serve them."""
+
+    def __init__(self, router: Router, config: RouterConfig, directory: Directory | None) -> None:
+        self._router = router
+        self._snapshots = Snapshots(router, config, directory)
+        self._nodes = NodeControl(router.dispatcher.nodes, config.admin_token or "")
+
+    def application(self, access: Access) -> Starlette:
+        """The dashboard for callers whom `access` admits."""
+        return dashboard(access, self._routes(access))
+
+    def _routes(self, access: Access) -> Sequence[BaseRoute]:
+
+        async def node(request: Request) -> Response:
+            return await self._node(request, access)
+
+        return [
+            Route("/snapshot", self._snapshot),
+            Route("/requests", self._requests),
+            Route("/requests/{request_id:path}", self._request),
+            Route("/nodes/{name}", node),
+            Route("/nodes/{name}/{action}", self._act, methods=["POST"]),
+        ]
+
+    async def _snapshot(self, request: Request) -> Response:
+        found = self._snapshots.latest()
+        headers = {"etag": found.etag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == found.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(found.body, headers=headers, media_type="application/json")
+
+    async def _requests(self, request: Request) -> Response:
+        limit = request.query_params.get("limit", "50")
+        if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_LISTED:
+            raise BadRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
+        return json_response({"requests": self._router.dispatcher.stories.recent(int(limit))})
+
+    async def _request(self, request: Request) -> Response:
+        story = self._router.dispatcher.stories.get(request.path_params["request_id"])
+        if story is None:
+            raise NotFound("this router does not know the request: another router served it, or it is too long ago")
+        return json_response(story)
+
+    async def _node(self, request: Request, access: Access) -> Response:
+        """What this router knows of a node, and to operators what the node itself says."""
+        node = self._nodes.find(request.path_params["name"])
+        about = describe_node(node, monotonic())
+        about["breaker"] = dataclasses.asdict(self._router.dispatcher.breakers.view(node.incarnation))
+        about["index_blocks"] = self._router.index.tiers(node.incarnation)
+        about["own"], about["own_missing"] = None, "the node's own status is shown to operators: give the admin token"
+        if access.may_operate(request.scope):
+            try:
+                about["own"], about["own_missing"] = await self._nodes.ask(node, "GET", "/status"), ""
+            except Unavailable as error:
+                about["own_missing"] = error.message
+        return json_response(about)
+
+    async def _act(self, request: Request) -> Response:
+        action = request.path_params["action"]
+        if action not in ("drain", "undrain"):
+            raise NotFound("a node can be drained and undrained")
+        node = self._nodes.find(request.path_params["name"])
+        await self._nodes.ask(node, "POST", f"/{action}")
+        return json_response({"node_id": node.node_id, "draining": action == "drain"})
