@@ -36,6 +36,7 @@ from common.base.errors import (
     Unauthorized,
 )
 from common.control.admin_token import check_token
+from common.control.http_connection import HttpConnection
 from common.control.http_server import HttpServer
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 2**20
 _BODY_TIMEOUT_S = 10.0
 _MAX_CONNECTIONS = 64
+_IDLE_S = 10
+"""A connection without a whole request for this long is closed."""
 _GRACE_S = 1
 
 
@@ -110,6 +113,7 @@ class AdminServer:
         """Serve `routes` from now on, and below their paths the applications `mounted`, which check the token themselves."""
         config = uvicorn.Config(
             build(routes, self._token, mounted or {}),
+            http=HttpConnection,
             loop="none",
             ws="none",
             lifespan="off",
@@ -118,6 +122,7 @@ class AdminServer:
             access_log=False,
             server_header=False,
             limit_concurrency=_MAX_CONNECTIONS,
+            timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )
         self._server = HttpServer(config)
@@ -181,6 +186,9 @@ async def _read_object(request: Request) -> dict[str, Any]:
 
     Raises: PayloadTooLarge, RequestTimeout, BadRequest.
     """
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > MAX_BODY_BYTES):
+        raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
     data = b""
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
@@ -215,8 +223,8 @@ def _error(error: KvRelayError) -> Response:
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvRelayError)
     response = _error(error)
-    if isinstance(error, RequestTimeout | PayloadTooLarge):
-        response.headers["connection"] = "close"  # the rest of the body must not be read as the next request
+    if isinstance(error, RequestTimeout) or (isinstance(error, PayloadTooLarge) and "expect" in request.headers):
+        response.headers["connection"] = "close"  # what comes now may not be the body that was announced
     return response
 
 

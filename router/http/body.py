@@ -12,7 +12,9 @@ from router.http.request_headers import header
 from router.requests.deadlines import Deadlines
 
 _DRAIN_BYTES = 64 * 2**20
-"""How much of a refused body is read and discarded before the router stops reading."""
+"""How much of a body that turns out too large is read and discarded before the router stops reading."""
+_MOST_DIGITS = 18
+"""Digits of a declared length that are converted."""
 
 
 def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
@@ -25,15 +27,17 @@ def body_deadlines(timeout_s: float) -> Deadlines[asyncio.Task[Any]]:
 
 
 async def read_body(request: Request, limit: int, deadlines: Deadlines[asyncio.Task[Any]]) -> bytes:
-    """The body of a request whose content type is JSON. A refused body is read and discarded up to `_DRAIN_BYTES`, because a
-    client that is still sending would not see the response.
+    """The body of a request whose content type is JSON. What the headers refuse is refused before the body is read; the
+    connection discards it. A body that turns out too large is read and discarded up to `_DRAIN_BYTES`.
 
     Raises: UnsupportedMediaType, PayloadTooLarge, RequestTimeout.
     """
-    declared = header(request.scope, b"content-length")
-    refused: ClientError | None = _too_large(limit) if declared.isdigit() and int(declared) > limit else None
     if header(request.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
-        refused = UnsupportedMediaType("the body must be sent with Content-Type: application/json")
+        raise UnsupportedMediaType("the body must be sent with Content-Type: application/json")
+    declared = header(request.scope, b"content-length")
+    if declared.isdigit() and (len(declared) > _MOST_DIGITS or int(declared) > limit):
+        raise _too_large(limit)
+    refused: ClientError | None = None
     size = 0
     parts: list[bytes] = []
     task = asyncio.current_task()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from starlette.types import Scope
@@ -17,7 +19,7 @@ class Client(NamedTuple):
     """A client as the router tells it from others."""
 
     name: str
-    """A hash of its API key, or its address where there are no keys."""
+    """A hash of its API key, or its address (the /64 network of IPv6) where there are no keys."""
     highest_priority: int = 0
     """The lowest number that `priority` may have."""
 
@@ -25,7 +27,17 @@ class Client(NamedTuple):
 def client_of(scope: Scope) -> Client:
     """Who sent a request."""
     client: Client | None = scope.get(_CLIENT)
-    return client or Client((scope.get("client") or ("",))[0])
+    return client or Client(_network((scope.get("client") or ("",))[0]))
+
+
+@lru_cache(4096)
+def _network(address: str) -> str:
+    """An IPv4 address, or the network of an IPv6 address: one client has 2**64 of these."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if parsed.version == 4 else str(ipaddress.ip_network((int(parsed), 64), strict=False))
 
 
 def note_client(scope: Scope, client: Client) -> None:

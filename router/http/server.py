@@ -18,13 +18,13 @@ from common.base.process import allow_files
 from common.cluster.membership import Directory
 from common.config.fields import listed
 from common.config.service_configs import RouterConfig
+from common.control.http_connection import HttpConnection
 from common.control.http_server import HttpServer
 from router.adapter_control import AdapterControl
 from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
-from router.http.connection import HttpConnection
 from router.http.key_limits import ApiKeys
 from router.http.response_store import ResponseStore
 from router.router import Router

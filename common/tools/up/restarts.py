@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
-_STEADY_S = 10.0
-"""A child that was ready this long before it died is not in a crash loop."""
+_STEADY_S = 1.0
+"""A child that was ready this long has served: its death is no failure to start, however often it is killed."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def test_child_that_was_ready_is_restarted_at_once() -> None:
 def test_restart_delay_of_a_crash_loop_grows_to_a_bound_without_giving_up() -> None:
     policy = RestartPolicy()
     policy.ready(0.0)
-    delays = [decision.delay_s for _ in range(100) if isinstance(decision := policy.died(1.0, 1), RestartAfter)]
+    delays = [decision.delay_s for _ in range(100) if isinstance(decision := policy.died(0.5, 1), RestartAfter)]
     assert delays[:5] == [0.0, 0.5, 1.0, 2.0, 4.0]
     assert delays == sorted(delays)
     assert (len(delays), delays[-1]) == (100, 30.0)
@@ -36,6 +36,13 @@ def test_steady_time_resets_the_restart_delay() -> None:
         policy.died(now_s + 0.5, 1)
     policy.ready(10.0)
     assert policy.died(25.0, 1) == RestartAfter(0.0)
+
+
+def test_a_child_that_is_killed_every_few_seconds_returns_at_once() -> None:
+    policy = RestartPolicy()
+    for start_s in range(0, 300, 3):
+        policy.ready(float(start_s))
+        assert policy.died(start_s + 2.0, -9) == RestartAfter(0.0)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=30))

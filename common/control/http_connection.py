@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: uvicorn's protocol with additional time and size limits. Router process, event loop."""
+"""HTTP/1.1 connections: uvicorn's protocol with additional time and size limits. Event loop of a service."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MOST_HEAD_BYTES = 65_536
 """Approximate limit for a request's line and headers, or for trailers: the parser buffers them until they are complete."""
+_LINGER_S = 2.0
+"""Time that a refused client has to read its refusal. Closed at once, with bytes of it unread, the connection would be reset
+and the refusal lost.
+"""
+_PHRASES = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -24,18 +29,22 @@ class HttpConnection(HttpToolsProtocol):
         self._endless_bytes = 0
         """Bytes received since headers or a part of a body were last complete."""
         self._got_somewhere = False
+        self._refused = False
+        """All that the client still sends is discarded."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         timer, self._got_somewhere = self.timeout_keep_alive_task, False
         super().data_received(data)
         self._endless_bytes = 0 if self._got_somewhere else self._endless_bytes + len(data)
-        if self._endless_bytes > _MOST_HEAD_BYTES:
+        if self._endless_bytes > _MOST_HEAD_BYTES and not self._refused:
             self._refuse_head()
-        if timer is not None and (not self.cycle or self.cycle.response_complete):
+        if timer is not None and not self._refused and (not self.cycle or self.cycle.response_complete):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
 
     def on_headers_complete(self) -> None:
@@ -48,9 +57,28 @@ class HttpConnection(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         if not self.cycle or self.cycle.response_complete:
-            self.send_400_response("The request's headers are too large.")
+            self._refuse(431, "The request's headers are too large.")
         else:
             self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP request."""
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, end our side, and close once the client had time to read it."""
+        self._refused = True
+        lines = [b"HTTP/1.1 %d %s" % (status, _PHRASES[status])]
+        lines += [b"%s: %s" % header for header in self.server_state.default_headers]
+        lines += [
+            b"content-type: text/plain; charset=utf-8",
+            b"content-length: %d" % len(message),
+            b"connection: close",
+        ]
+        self.transport.write(b"\r\n".join([*lines, b"", message.encode("ascii")]))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _should_upgrade(self) -> bool:
         return any(name == b"upgrade" for name, _ in self.headers)  # `_Parser` then parses the request again
