@@ -121,8 +121,9 @@ class PoolingNode:
             for attempt in {each.attempt for each in batch}:
                 self._end(attempt, AttemptFailed(attempt.request.key, failure.code, failure.message))
             return True
-        self._timer.end(self._steps, self._clock(), decodes=False, prompts=True)
-        self._computed_tokens += sum(len(each.token_ids) for _, each in inputs)
+        tokens = sum(len(each.token_ids) for _, each in inputs)
+        self._timer.end(self._steps, self._clock(), decodes=False, prompts=True, tokens=tokens)
+        self._computed_tokens += tokens
         for (attempt, place), vector in zip(batch, vectors, strict=True):
             attempt.vectors[place] = vector
             if len(attempt.vectors) == len(attempt.request.inputs):
@@ -165,6 +166,8 @@ class PoolingNode:
             ),
             prompt_tokens=self._computed_tokens,
             prompt_busy_s=self._timer.prompt_busy_s,
+            steps_by_tokens=list(self._timer.by_tokens),
+            step_tokens=self._timer.tokens,
         )
 
     @property

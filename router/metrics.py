@@ -5,13 +5,17 @@ Updated on the router's event loop; node metrics are read from the last pongs at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
-from common.control.messages import AttemptStats, FinishReason, NodeLoad
+from common.control.messages import STEP_TOKENS, AttemptStats, FinishReason, NodeLoad
 from router.fast.metrics import Counter, Histogram
 from router.nodes.breaker import Breakers
 from router.nodes.node import Node
@@ -49,7 +53,19 @@ _NODE_COUNTERS: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
 }
 
 
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BREAKER_STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
+
+
+class Finished(NamedTuple):
+    """Numbers of an answered request."""
+
+    prompt_tokens: int
+    duration_s: float
+    tokens: int = 0
+    max_tokens: int = 0
+    decode_s: float = 0.0
+    """From the first token to the last."""
 
 
 class _NodeCollector(Collector):
@@ -83,7 +99,7 @@ class _NodeCollector(Collector):
         for node, values in zip(nodes, names, strict=True):
             for transport, size_bytes in node.load.relayed_by.items():
                 relayed.add_metric([*values, transport], size_bytes)
-        families.append(relayed)
+        families += [relayed, _step_sizes(nodes, names, labels)]
         for table, family_type in ((_NODE_GAUGES, GaugeMetricFamily), (_NODE_COUNTERS, CounterMetricFamily)):
             for name, (text, read) in table.items():
                 family = family_type(name, text, labels=labels)
@@ -93,6 +109,16 @@ class _NodeCollector(Collector):
                         family.add_metric(values, read(node.load))
                 families.append(family)
         return families
+
+
+def _step_sizes(nodes: list[Node], names: list[list[str]], labels: list[str]) -> Metric:
+    family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of an engine's step.", labels=labels)
+    bounds = [floatToGoString(bound) for bound in (*STEP_TOKENS, math.inf)]
+    for node, values in zip(nodes, names, strict=True):
+        counts = node.load.steps_by_tokens
+        if len(counts) == len(bounds):
+            family.add_metric(values, list(zip(bounds, accumulate(counts), strict=True)), node.load.step_tokens)
+    return family
 
 
 class Metrics:
@@ -117,6 +143,15 @@ class Metrics:
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Time from a request's arrival to its end.")
         self.queue = histogram("vllm:request_queue_time_seconds", "Time in a node's queue.")
         self.prefill = histogram("vllm:request_prefill_time_seconds", "Prefill time.")
+        self.decode = histogram("vllm:request_decode_time_seconds", "Time from the first token to the last.")
+        self.per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Time per token after the first, by request.", _INTER_TOKEN_S
+        )
+        self.request_prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.request_generated = histogram("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self.request_max = histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens that a request may have generated.", _TOKENS
+        )
         self.pooled = Counter(
             "kvrelay_pooled_inputs", "Inputs of pooling models that were answered.", named, registry=registry
         )
@@ -189,6 +224,10 @@ class ModelMetrics:
         self._generated = metrics.generated.labels(name)
         self._ttft, self._itl = metrics.ttft.labels(name), metrics.itl.labels(name)
         self._e2e = metrics.e2e.labels(name)
+        self._decode, self._per_token = metrics.decode.labels(name), metrics.per_token.labels(name)
+        self._request_prompt = metrics.request_prompt.labels(name)
+        self._request_generated = metrics.request_generated.labels(name)
+        self._request_max = metrics.request_max.labels(name)
         self._queue, self._prefill = metrics.queue.labels(name), metrics.prefill.labels(name)
         self._pooled = metrics.pooled.labels(name)
 
@@ -225,13 +264,20 @@ class ModelMetrics:
         """The client of a generation disconnected."""
         self._all.cancelled.value += 1
 
-    def finished(self, reason: FinishReason, prompt_tokens: int, duration_s: float) -> None:
-        """A generation ended with an answer."""
+    def finished(self, reason: FinishReason, numbers: Finished) -> None:
+        """A request ended with an answer."""
         self._success[reason].value += 1
-        self._prompt_tokens.value += prompt_tokens
-        self._e2e.observe(duration_s)
+        self._prompt_tokens.value += numbers.prompt_tokens
+        self._e2e.observe(numbers.duration_s)
+        self._request_prompt.observe(numbers.prompt_tokens)
+        if numbers.max_tokens:
+            self._request_generated.observe(numbers.tokens)
+            self._request_max.observe(numbers.max_tokens)
+        if numbers.tokens > 1:
+            self._decode.observe(numbers.decode_s)
+            self._per_token.observe(numbers.decode_s / (numbers.tokens - 1))
 
     def pooled(self, inputs: int, tokens: int, duration_s: float) -> None:
         """A pooling call was answered."""
         self._pooled.value += inputs
-        self.finished("stop", tokens, duration_s)
+        self.finished("stop", Finished(tokens, duration_s))

@@ -226,6 +226,10 @@ class AttemptFailed:
     message: str
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of a step's tokens, as in vLLM's metric `iteration_tokens_total`."""
+
+
 @dataclass(frozen=True)
 class NodeLoad:
     """A node's current load, and counters since the incarnation began."""
@@ -246,6 +250,10 @@ class NodeLoad:
     """Seconds of steps that computed prompts; `prompt_tokens` divided by it is the prefill speed."""
     step_s: float = 0.0
     """Mean duration of recent decode steps."""
+    steps_by_tokens: list[int] = field(default_factory=list[int])
+    """Steps that computed up to each of `STEP_TOKENS` tokens, and more than the bound before; last, those with more."""
+    step_tokens: int = 0
+    """Tokens of all steps."""
     generated_tokens: int = 0
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache."""

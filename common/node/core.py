@@ -304,7 +304,9 @@ class NodeCore(ABC, Generic[AttemptT]):
     def _step_done(self, output: StepOutput) -> None:
         plan = self._plans.pop(output.step_id)
         counts, num_decodes = plan.step.query_lens, plan.step.num_decodes
-        self._timer.end(output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts))
+        self._timer.end(
+            output.step_id, self.clock(), decodes=num_decodes > 0, prompts=num_decodes < len(counts), tokens=sum(counts)
+        )
         self._prompt_tokens += sum(counts[num_decodes:])
         self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts[:num_decodes], strict=False) if seq.relays)
         for done in self.scheduler.update(plan, output.sampled, output.prompt_logprobs):
@@ -350,6 +352,8 @@ class NodeCore(ABC, Generic[AttemptT]):
             prompt_tokens=self._prompt_tokens,
             prompt_busy_s=self._timer.prompt_busy_s,
             step_s=self._timer.step_s,
+            steps_by_tokens=list(self._timer.by_tokens),
+            step_tokens=self._timer.tokens,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,

@@ -1,8 +1,11 @@
-"""Durations of an engine's steps, for the estimates of routers. Engine thread."""
+"""Durations and sizes of an engine's steps, for the estimates and metrics of routers. Engine thread."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+
+from common.control.messages import STEP_TOKENS
 
 _GAIN = 0.1
 
@@ -20,6 +23,9 @@ class StepTimer:
 
     prompt_busy_s: float = 0.0
     step_s: float = 0.0
+    by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    """As `NodeLoad.steps_by_tokens`."""
+    tokens: int = 0
     _started: dict[int, float] = field(default_factory=dict[int, float])
     _last_end_s: float = 0.0
 
@@ -27,9 +33,11 @@ class StepTimer:
         """A step is sent to the ranks."""
         self._started[step_id] = now_s
 
-    def end(self, step_id: int, now_s: float, *, decodes: bool, prompts: bool) -> None:
+    def end(self, step_id: int, now_s: float, *, decodes: bool, prompts: bool, tokens: int) -> None:
         """The step's output is in. `decodes`, `prompts`: whether it had sequences that decoded, and chunks of
-        prompts."""
+        prompts; `tokens`: how many it computed."""
+        self.by_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+        self.tokens += tokens
         started_s = self._started.pop(step_id, now_s)
         if prompts:
             self.prompt_busy_s += now_s - max(started_s, self._last_end_s)

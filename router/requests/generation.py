@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from common.base.errors import KvRelayError, Unavailable
 from common.control.messages import Abort, FinishReason, PromptLogprobs
+from router.metrics import Finished
 from router.policy import Decision
 from router.requests import flow_events as f
 from router.requests.attempt_placing import Attempts
@@ -74,7 +75,7 @@ class Generation:
         self._router = router
         self._on_news = on_news
         self._arrived_s = time.perf_counter()
-        self._last_token_s = 0.0
+        self._first_token_s = self._last_token_s = 0.0
         self._cached_known = False
         self._expected_hit: int | None = None
         """Prompt tokens whose KV the first attempt's node was expected to have."""
@@ -215,6 +216,7 @@ class Generation:
     def _count_tokens(self, count: int, *, first: bool) -> None:
         now_s, metrics = time.perf_counter(), self._router.metrics
         if first:
+            self._first_token_s = now_s
             self._router.table.first_token(self.request_id)
             metrics.first_tokens(count, now_s - self._arrived_s)
         else:
@@ -302,8 +304,15 @@ class Generation:
         elif outcome.finish_reason is None:
             metrics.cancelled()
         else:
-            prompt_tokens = len(self.request.engine.prompt_ids)
-            metrics.finished(outcome.finish_reason, prompt_tokens, time.perf_counter() - self._arrived_s)
+            engine = self.request.engine
+            numbers = Finished(
+                len(engine.prompt_ids),
+                time.perf_counter() - self._arrived_s,
+                self.completion_tokens,
+                engine.sampling.max_tokens,
+                self._last_token_s - self._first_token_s,
+            )
+            metrics.finished(outcome.finish_reason, numbers)
 
     _HOW: ClassVar[dict[type, Callable[[Generation, Any], None]]] = {
         f.Place: lambda self, place: self.attempts.place(place, self.feed),

@@ -107,17 +107,17 @@ def test_steps_in_flight_together_are_busy_time_once() -> None:
     meter = StepTimer()
     meter.begin(1, 10.0)
     meter.begin(2, 10.5)
-    meter.end(1, 11.0, decodes=True, prompts=True)
+    meter.end(1, 11.0, decodes=True, prompts=True, tokens=8)
     assert (meter.prompt_busy_s, meter.step_s) == (1.0, 1.0)
-    meter.end(2, 11.5, decodes=False, prompts=True)
+    meter.end(2, 11.5, decodes=False, prompts=True, tokens=8)
     assert meter.prompt_busy_s == 1.5
     meter.begin(3, 12.0)
-    meter.end(3, 14.0, decodes=True, prompts=False)
+    meter.end(3, 14.0, decodes=True, prompts=False, tokens=8)
     assert meter.prompt_busy_s == 1.5, "nothing but decode rows"
     assert meter.step_s == pytest.approx(1.1)
     meter.begin(4, 15.0)
     meter.drop(4)
-    meter.end(4, 16.0, decodes=False, prompts=True)
+    meter.end(4, 16.0, decodes=False, prompts=True, tokens=8)
     assert meter.prompt_busy_s == 1.5
 
 
@@ -128,9 +128,9 @@ def test_steps_in_flight_age_until_one_of_them_ends() -> None:
     meter.begin(1, 10.0)
     meter.begin(2, 10.1)
     assert meter.age_s(40.0) == 30.0
-    meter.end(1, 41.0, decodes=True, prompts=False)
+    meter.end(1, 41.0, decodes=True, prompts=False, tokens=8)
     assert meter.age_s(42.0) == 1.0, "the second could not run before the first had ended"
-    meter.end(2, 43.0, decodes=True, prompts=False)
+    meter.end(2, 43.0, decodes=True, prompts=False, tokens=8)
     assert meter.age_s(99.0) == 0.0
     meter.begin(3, 100.0)
     meter.drop(3)
