@@ -23,6 +23,7 @@ from common.control.pooling import PoolRequest, PoolResult
 from common.kv.rank_layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Grammar(NamedTuple):
@@ -226,10 +227,6 @@ class AttemptFailed:
     message: str
 
 
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Bounds of a step's tokens, as in vLLM's metric `iteration_tokens_total`."""
-
-
 @dataclass(frozen=True)
 class NodeLoad:
     """A node's current load, and counters since the incarnation began."""
@@ -251,9 +248,8 @@ class NodeLoad:
     step_s: float = 0.0
     """Mean duration of recent decode steps."""
     steps_by_tokens: list[int] = field(default_factory=list[int])
-    """Steps that computed up to each of `STEP_TOKENS` tokens, and more than the bound before; last, those with more."""
+    """Steps by their tokens: up to the first of `STEP_TOKENS`, up to the second, ..., more than the last."""
     step_tokens: int = 0
-    """Tokens of all steps."""
     generated_tokens: int = 0
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache."""
