@@ -16,6 +16,7 @@ from common.config.option_groups import LoraOptions
 from common.control.admin_server import AdminRoute, Call
 from common.control.messages import Adapter
 from common.model.config import ModelConfig
+from common.model.generic.config import GenericConfig
 from common.model.lora.checkpoint import open_adapter
 from common.node.adapter_table import AdapterSource, AdapterTable
 
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 
 def open_source(name: str, path: str, config: ModelConfig, max_rank: int) -> AdapterSource:
     """Check an adapter and compute its digest. Reads all of its weights. Raises: ConfigError."""
+    if isinstance(config, GenericConfig):
+        raise ConfigError(
+            f"LoRA adapters need a native family, and the layers of {config.architecture} are computed by transformers"
+        )
     folder = Path(path).expanduser().absolute()
     checkpoint = open_adapter(folder, config, max_rank)
     return AdapterSource(Adapter(name, checkpoint.digest(checkpoint.read())), str(folder))

@@ -91,7 +91,10 @@ def plan_node(config: NodeConfig, *, pp_size: int = 1, pp_layers: str = "") -> N
     )
     names = listed("served_model_name", config.served_model_name)
     name = names[0] if names else config.model if config.model == "demo" else model_name(path)
-    info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer_digest(path))
+    tokenizer = tokenizer_digest(path)
+    if not tokenizer and config.load_format != "dummy":
+        raise ConfigError(f"no tokenizer.json in {model_folder(path)}; routers need a fast tokenizer file there")
+    info = ModelInfo(name, str(path), model_config.vocab_size, max_model_len, tokenizer)
     return NodePlan(path, model_config, layout, info, dtype, device)
 
 

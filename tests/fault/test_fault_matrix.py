@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,10 @@ import pytest
 from support.fault_cells import Cell, Fault, Moment, Target
 from support.fault_run import read_results, record, run_cell, run_streams
 from support.fault_services import HOSTS, RANK_HOSTS, ROUTERS
-from support.fault_streams import Answer, Body, add_stops, bodies, difference
+from support.fault_streams import GRAMMARS, NEW_TOKENS, Answer, Body, add_stops, bodies, difference
 from support.fault_system import FaultSystem, fault_system
 from support.network_hosts import Network, why_not
-from support.oracle import TINY, make_tiny
+from support.oracle import TINY, make_tiny, piece, save_spaced_tokenizer
 
 MODEL = "qwen2"
 NO_NETWORK = why_not()
@@ -71,6 +72,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("faults")
     model = make_tiny(MODEL, folder / MODEL)
     vocab_size = TINY[MODEL].vocab_size
+    save_spaced_tokenizer(model, vocab_size)
     network = None if NO_NETWORK else Network(*HOSTS)
     if network is None:
         with fault_system(folder, model, None) as system:
@@ -83,13 +85,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def _reference(system: FaultSystem, vocab_size: int) -> Served:
     plain = bodies(vocab_size, MODEL)
     free = [stream.answer for stream in asyncio.run(run_streams(system, plain, "free"))]
-    made = add_stops(plain, free, [f"w{i}" for i in range(vocab_size)])
+    made = add_stops(plain, free, [piece(token_id) for token_id in range(vocab_size)])
     streams = asyncio.run(run_streams(system, made, "reference"))
     assert not any(stream.repeats for stream in streams), [stream.errors for stream in streams]
     assert {stream.prefill_node for stream in streams} == {"prefill-0", "prefill-1"}, "both serve, by relay"
     assert {stream.decode_node for stream in streams} == {"decode-0", "decode-1"}
     assert sum(system.metric(router, "kvrelay_relayed_bytes_total") for router in ROUTERS) > 0
     assert {stream.answer.finish_reason for stream in streams} == {"stop", "length"}
+    for n, regex in GRAMMARS.items():
+        words = streams[n].answer.text
+        found = re.match(regex.replace("{200}", "+"), words)
+        assert found is not None, words
+        assert found.end() > len(words) - 20, words[found.end() :]  # the last repetition may be cut
+        assert len(streams[n].answer.tokens) >= NEW_TOKENS - 2
     system.wait_whole()
     return Served(system, made, [stream.answer for stream in streams])
 

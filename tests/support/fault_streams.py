@@ -153,7 +153,8 @@ def _logprobs(found: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def bodies(vocab_size: int, model: str) -> list[Body]:
-    """Sixteen requests: half greedy, half sampled; some with log-probabilities, penalties, and one of a single token.
+    """Sixteen requests: half greedy, half sampled; some with log-probabilities, penalties or grammars, and one of a single
+    token.
 
     `add_stops` adds stop strings and tokens to some of them.
     """
@@ -170,7 +171,7 @@ def bodies(vocab_size: int, model: str) -> list[Body]:
         else:
             body["temperature"] = 0
         if chat:
-            body["messages"] = [{"role": "user", "content": " ".join(f"w{i}" for i in ids)}]
+            body["messages"] = [{"role": "user", "content": "".join(chr(97 + i % 26) for i in ids)}]
         else:
             body["prompt"] = ids
         if logprobs:
@@ -181,8 +182,18 @@ def bodies(vocab_size: int, model: str) -> list[Body]:
             body |= {"repetition_penalty": 1.3}
         if n == 2:
             body["max_tokens"] = 1
+        if n in GRAMMARS:
+            body["structured_outputs"] = {"regex": GRAMMARS[n]}
         made.append(body)
     return made
+
+
+GRAMMARS = {
+    1: r"( w1\d\d( w177 w188)? w2\d\d)+",
+    14: r"( w[12]\d\d){200}",
+    15: r"( w(14\d|200)( w155 w166 w177){1,3})+",
+}
+"""Regular expressions of some answers; some words are forced, and none of them ends within an answer."""
 
 
 STOP_STRING = (6, 7, 12)

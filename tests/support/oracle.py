@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -271,6 +271,28 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
         "bos_token": "w1",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+FIRST_WORD = 131
+"""The first id of `save_spaced_tokenizer` that is a word."""
+
+
+def piece(token_id: int) -> str:
+    """The text of a token of `save_spaced_tokenizer`: a character, or a word with the space before it."""
+    return f" w{token_id}" if token_id >= FIRST_WORD else chr(max(0, token_id - 3))
+
+
+def save_spaced_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Replace the tokenizer of `save_word_tokenizer` by one of the ASCII characters and of words, for grammars: these need
+    tokens for any beginning of a word. Texts become characters."""
+    texts = ["<unk>", "<s>", "</s>", *map(piece, range(3, vocab_size))]
+    vocab = {text.replace(" ", "▁"): token_id for token_id, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": "</s>", "bos_token": "<s>"}))
 
 
 @dataclass(frozen=True)

@@ -125,12 +125,8 @@ class Adapters:
     def load(self, adapter_id: int, checkpoint: LoraCheckpoint, digest: str) -> None:
         """Read this rank's part of an adapter, which steps may name from then on. `adapter_id`: never used before.
 
-        Raises: ConfigError if it cannot be read, if the model takes none, or if its weights are no longer those of `digest`.
+        Raises: ConfigError if it cannot be read, or if its weights are no longer those of `digest`.
         """
-        if not self._linears:
-            raise ConfigError(
-                "LoRA adapters need a native family, and this model's layers are computed by transformers"
-            )
         tensors = checkpoint.read()
         if checkpoint.digest(tensors) != digest:
             raise ConfigError(f"{checkpoint.path} has changed since it was registered: unload it and load it again")
