@@ -168,7 +168,8 @@ class CapacityOptions:
     max_num_seqs: int = option(64, "Maximum number of sequences in one step.", "Capacity", low=1)
     kv_blocks: int | None = option(
         None,
-        f"Number of KV cache blocks of {BLOCK_SIZE} tokens; by default as many as fit in --kv-memory-gb.",
+        f"Number of KV cache blocks of {BLOCK_SIZE} tokens, over all block tables of a model with sliding windows; by default as "
+        "many as fit in --kv-memory-gb.",
         "Capacity",
         "--num-gpu-blocks-override",
         low=2,

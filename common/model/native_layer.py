@@ -64,8 +64,9 @@ class NativeLayer:
         rope: Rotation,
         backend: AttentionBackend,
         on_layer: Callable[[int], None] | None,
+        lora: int | None = None,
     ) -> Tensor:
-        """As `DecoderLayer.forward`; overwrites `delta` and returns it."""
+        """As `DecoderLayer.forward`; overwrites `delta` and returns it. `lora`: address of the step's `LoraStruct`."""
         own, index = backend, self._index
         if isinstance(own, GroupedAttention):
             own, index = own.of_layer(index)
@@ -73,13 +74,15 @@ class NativeLayer:
             return self._layer.forward(x, delta, rope, backend, on_layer)
         native, rows, residual = self._native, x.size(0), x.data_ptr()
         given = None if delta is None else delta.data_ptr()
-        native.layer_attend(native.team, self._address, own.cache(index), own.batch, rope.address, residual, given)
+        native.layer_attend(
+            native.team, self._address, own.cache(index), own.batch, rope.address, lora, residual, given
+        )
         if on_layer is not None:
             on_layer(self._index)
         delta = torch.empty_like(x) if delta is None else delta
-        native.layer_project(native.team, self._address, rows, delta.data_ptr())
+        native.layer_project(native.team, self._address, rows, lora, delta.data_ptr())
         self._mesh.all_reduce(delta)
-        native.layer_mlp(native.team, self._address, rows, residual, delta.data_ptr())
+        native.layer_mlp(native.team, self._address, rows, lora, residual, delta.data_ptr())
         return self._mesh.all_reduce(delta)
 
 

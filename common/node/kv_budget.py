@@ -7,7 +7,9 @@ than one. Memory of other processes matters only for the check that the allocati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.base.errors import ConfigError
 from common.engine.kv_transfer import STAGING_BYTES
@@ -34,11 +36,13 @@ class GpuMemoryUse:
     """Permanent memory of captured decode graphs; 0 without them."""
     staging: int = 0
     """Maximum for relays; 0 if they copy from KV to KV or through host memory."""
+    adapters: int = 0
+    """Maximum for the LoRA adapters that the node starts with."""
 
     @property
     def rest(self) -> int:
         """All memory of this rank beside its KV cache."""
-        return self.weights + self.activations + self.graphs + self.staging + CONTEXT_BYTES
+        return self.weights + self.activations + self.graphs + self.staging + self.adapters + CONTEXT_BYTES
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,11 @@ def kv_blocks_on_gpu(use: GpuMemoryUse, wish: KvMemoryRequest, block_bytes: int,
                 f"room for KV beside {_parts(use)}: allow more, or shorten --max-num-batched-tokens or --max-num-seqs"
             )
     kv_bytes = (blocks + spare_blocks) * block_bytes
-    coming = kv_bytes + use.activations + use.graphs + use.staging
+    coming = kv_bytes + use.activations + use.graphs + use.staging + use.adapters
     if coming > use.free:
         raise ConfigError(
-            f"this node needs {_gb(coming)} more GPU memory for KV ({_gb(kv_bytes)}), activations, captured graphs and "
-            f"staging, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and what other processes hold: "
+            f"this node needs {_gb(coming)} more GPU memory for KV ({_gb(kv_bytes)}), activations, captured graphs, "
+            f"staging and adapters, but of {_gb(use.total)} only {_gb(use.free)} are free beside its weights and what other processes hold: "
             "lower --gpu-memory-utilization here, or that of the other nodes on this GPU"
         )
     return blocks
@@ -84,10 +88,17 @@ def staging_bytes(kv_transport: str) -> int:
     return STAGING_BYTES if kv_transport in ("auto", "collective") else 0
 
 
+def adapter_bytes(folders: Sequence[Path], most: int) -> int:
+    """Limit of the GPU memory that at most so many of these adapters take on a rank: their files' sizes, as if it held all of
+    each."""
+    sizes = [sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in folders]
+    return sum(sorted(sizes, reverse=True)[:most])
+
+
 def _parts(use: GpuMemoryUse) -> str:
     return (
         f"weights {_gb(use.weights)}, activations {_gb(use.activations)}, captured graphs {_gb(use.graphs)}, "
-        f"staging of relays {_gb(use.staging)} and the CUDA context {_gb(CONTEXT_BYTES)}"
+        f"staging of relays {_gb(use.staging)}, LoRA adapters {_gb(use.adapters)} and the CUDA context {_gb(CONTEXT_BYTES)}"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from common.attention.base import AttentionBackend
 from common.attention.choose import choose_attention, worth_capturing
 from common.base.device import rank_device, use_device
 from common.base.errors import ConfigError
+from common.config.fields import listed
 from common.config.service_configs import NodeConfig
 from common.engine.cuda_graphs import CudaGraphCapture, DecodeGraphs, EagerCapture, GraphCapture, graph_sizes
 from common.engine.runner import ModelRunner
@@ -29,7 +31,7 @@ from common.model.loader import load_model
 from common.model.lora.adapters import Adapters
 from common.model.packed_weights import PackedWeights, open_packed_weights
 from common.model.rank_model import RankModel
-from common.node.kv_budget import KvMemoryRequest, kv_blocks_on_gpu, staging_bytes
+from common.node.kv_budget import KvMemoryRequest, adapter_bytes, kv_blocks_on_gpu, staging_bytes
 from common.node.plan import NodePlan, batched_tokens, steps_ahead
 from common.node.profile_run import CudaMeter, Largest, MemoryMeter, profile_run
 from common.parallel.mesh import Mesh, RankPlace
@@ -93,7 +95,10 @@ class Worker:
         largest = Largest(rows, self.plan.model.max_model_len, config.max_num_seqs, self.plan.layout.spec.num_tables)
         kept = self._graph_capture is not None and self._graph_capture.keeps_memory
         use = profile_run(self._storage, self._runner, largest, meter, self._sizes_to_capture, graphs_kept=kept)
-        use = replace(use, staging=staging_bytes(config.kv_transport))
+        adapters = [Path(text.partition("=")[2]).expanduser() for text in listed("lora", config.lora)]
+        use = replace(
+            use, staging=staging_bytes(config.kv_transport), adapters=adapter_bytes(adapters, config.max_loras)
+        )
         log.info("%s: %s", self.place, use)
         memory = None if config.kv_memory_gb is None else int(config.kv_memory_gb * 2**30)
         wish = KvMemoryRequest(config.gpu_memory_utilization, memory, config.kv_blocks)

@@ -89,7 +89,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "config with more layers": (config(num_hidden_layers=9), "no weight file holds the tensor"),
     "config with other heads": (config(num_attention_heads=5), "config.json"),
     "config with a wrong type": (config(vocab_size="many"), "vocab_size must be a positive integer"),
-    "config of an unknown class": (config(architectures=["NobodyForCausalLM"], model_type="nobody"), "nobody"),
+    "config of an unknown class": (
+        config(architectures=["NobodyForCausalLM"], model_type="nobody"),
+        "NobodyForCausalLM",
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -87,6 +87,12 @@ class LoraTermStruct(Structure):
     ]
 
 
+class LoraStruct(Structure):
+    """struct kv_lora."""
+
+    _fields_ = [("runs", c_void_p), ("terms", c_void_p * 4), ("counts", c_int32 * 4)]
+
+
 class RotationStruct(Structure):
     """struct kv_rotation."""
 
@@ -98,9 +104,9 @@ _SIGNATURES = {
     "kv_linear_forward": [_P, _P, _P, _I, _L, _P, _I, _L, _I, _I],
     "kv_rotation_angles": [_P, _P, _I, _P, _I, _P, _P],
     "kv_attention_forward": [_P, _P, _P, _I, c_float, _I, _P, _L, _P, _L, _P, _L, _P],
-    "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P],
-    "kv_layer_project": [_P, _P, _I, _P],
-    "kv_layer_mlp": [_P, _P, _I, _P, _P],
+    "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P, _P],
+    "kv_layer_project": [_P, _P, _I, _P, _P],
+    "kv_layer_mlp": [_P, _P, _I, _P, _P, _P],
     "kv_lora_add": [_P, _P, _I, _P, _I, _P, _L, _P, _I, _L],
     "kv_silu_and_mul": [_P, _P, _I, _I, _I, _P],
     "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],

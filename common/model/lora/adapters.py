@@ -19,8 +19,9 @@ from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer
 from common.model.formats.base import Linear
 from common.model.lora.checkpoint import LoraCheckpoint
-from common.model.lora.products import NativeProducts, Products, Run, Runs, Term, TorchProducts
+from common.model.lora.products import LayerProducts, NativeProducts, Products, Run, Runs, Term, TorchProducts
 from common.model.mlp import GatedMlp
+from common.model.native_layer import NativeLayer
 
 
 class _Part(NamedTuple):
@@ -34,13 +35,20 @@ class _Part(NamedTuple):
     """Where its outputs begin in the merged layer."""
 
 
+class _CurrentStep:
+    """The adapters of the step that runs."""
+
+    runs: Runs | None = None
+    """Rows without an adapter are in none."""
+
+
 class AdaptedLinear:
     """A linear layer to whose outputs the adapters of a step's rows are added."""
 
-    def __init__(self, base: Linear, products: Products, adapters: Adapters, number: int, parts: list[_Part]) -> None:
+    def __init__(self, base: Linear, products: Products, step: _CurrentStep, number: int, parts: list[_Part]) -> None:
         """`number`: of its layer in the model."""
         self._base = base
-        self._adapters = adapters
+        self._step = step
         self.number = number
         self.parts = parts
         self.products = products
@@ -48,18 +56,18 @@ class AdaptedLinear:
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `Linear.forward`."""
         y = self._base.forward(x, dtype)
-        if self._adapters.runs:
-            self.products.add_(y, x, self._adapters.runs)
+        if self._step.runs is not None:
+            self.products.add_(y, x, self._step.runs)
         return y
 
 
-class _SwitchedLayer:
-    """`whole`, which knows no adapters, for steps without them; else `layer`."""
+class _AdaptedLayer:
+    """A whole native layer, to whose linear layers its kernels add the adapters of a step's rows."""
 
-    def __init__(self, whole: Layer, layer: DecoderLayer, adapters: Adapters) -> None:
+    def __init__(self, whole: NativeLayer, products: LayerProducts, step: _CurrentStep) -> None:
         self._whole = whole
-        self._layer = layer
-        self._adapters = adapters
+        self._products = products
+        self._step = step
 
     def forward(
         self,
@@ -70,8 +78,9 @@ class _SwitchedLayer:
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
         """As `DecoderLayer.forward`."""
-        layer = self._layer if self._adapters.runs else self._whole
-        return layer.forward(x, delta, rope, backend, on_layer)
+        runs = self._step.runs
+        lora = None if runs is None else self._products.address(runs)
+        return self._whole.forward(x, delta, rope, backend, on_layer, lora)
 
 
 class Adapters:
@@ -83,12 +92,11 @@ class Adapters:
         self._ids: set[int] = set()
         native = build.kernels.native if isinstance(build.kernels, NativeKernels) else None
         self._make_products = TorchProducts if native is None else lambda: NativeProducts(native)
-        self.runs: Runs | None = None
-        """Of the present step; rows without an adapter are in none."""
+        self._step = _CurrentStep()
 
-    def attach(self, layer: DecoderLayer, whole: Layer, number: int) -> Layer:
-        """Have `layer`, the model's layer `number`, apply adapters. Returns what replaces `whole`, which computes the
-        same without them."""
+    def attach(self, layer: DecoderLayer, whole: DecoderLayer | NativeLayer, number: int) -> Layer:
+        """Have `layer`, the model's layer `number`, apply adapters. Returns what does so in the place of `whole`, which is
+        `layer` or computes the same."""
         build, names = self._build, self._build.names
         description = build.config.layers[number]
         hidden, dim, heads = (
@@ -115,10 +123,17 @@ class Adapters:
         else:
             mlp.up = column(mlp.up, [(names.up, own, inner.size)])
         mlp.down = row(mlp.down, names.down, own)
-        return whole if whole is layer else _SwitchedLayer(whole, layer, self)
+        if not isinstance(whole, NativeLayer):
+            return whole
+        assert isinstance(mlp, GatedMlp)
+        linears = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+        products = [each.products for each in linears if isinstance(each, AdaptedLinear)]
+        return _AdaptedLayer(
+            whole, LayerProducts([each for each in products if isinstance(each, NativeProducts)]), self._step
+        )
 
     def _adapt(self, base: Linear, number: int, parts: list[_Part]) -> AdaptedLinear:
-        linear = AdaptedLinear(base, self._make_products(), self, number, parts)
+        linear = AdaptedLinear(base, self._make_products(), self._step, number, parts)
         self._linears.append(linear)
         return linear
 
@@ -156,7 +171,7 @@ class Adapters:
 
         Raises: ValueError for an adapter that is not in memory.
         """
-        self.runs = None
+        self._step.runs = None
         if not adapter_ids:
             return
         runs: list[Run] = []
@@ -169,7 +184,7 @@ class Adapters:
             elif adapter_id:
                 runs.append(Run(adapter_id, first, first + count))
             first += count
-        self.runs = Runs(runs) if runs else None
+        self._step.runs = Runs(runs) if runs else None
 
 
 def _column_parts(merged: list[tuple[str, tuple[int, int], int]], inputs: int) -> list[_Part]:

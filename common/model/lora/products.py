@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.kernels.native.library import DTYPES, LoraRunStruct, LoraTermStruct, NativeLibrary
+from common.kernels.native.library import DTYPES, LoraRunStruct, LoraStruct, LoraTermStruct, NativeLibrary
 
 _PANEL = 32
 """Outputs of a panel of B in the native kernels."""
@@ -110,12 +111,17 @@ class NativeProducts:
         self._terms.pop(adapter_id, None)
         self._structs.pop(adapter_id, None)
 
-    def add_(self, y: Tensor, x: Tensor, runs: Runs) -> None:
+    def terms(self, runs: Runs) -> tuple[int, ctypes.Array[LoraTermStruct] | None]:
+        """How many terms the runs have, and these."""
         ids, count, terms = self._latest
         if ids != runs.ids:
             found = [(*struct, at) for at, each in enumerate(runs.ids) for struct in self._structs.get(each, ())]
             count, terms = len(found), (LoraTermStruct * len(found))(*found)
             self._latest = runs.ids, count, terms
+        return count, terms
+
+    def add_(self, y: Tensor, x: Tensor, runs: Runs) -> None:
+        count, terms = self.terms(runs)
         if not count:
             return
         native, x = self._native, x if x.stride(-1) == 1 else x.contiguous()
@@ -131,3 +137,25 @@ class NativeProducts:
             DTYPES[y.dtype],
             y.stride(0),
         )
+
+
+class LayerProducts:
+    """The terms of a whole native layer, for its kernels."""
+
+    def __init__(self, linears: Sequence[NativeProducts]) -> None:
+        """`linears`: q, k and v; output; gate and up; down."""
+        self._linears = linears
+        self._struct = LoraStruct()
+        self._ids: tuple[int, ...] = ()
+
+    def address(self, runs: Runs) -> int:
+        """Address of the `LoraStruct` of a step, until the next call."""
+        struct = self._struct
+        if self._ids != runs.ids:
+            for index, linear in enumerate(self._linears):
+                count, terms = linear.terms(runs)
+                struct.counts[index] = count
+                struct.terms[index] = ctypes.addressof(terms) if terms is not None and count else None
+            self._ids = runs.ids
+        struct.runs = ctypes.addressof(runs.structs)
+        return ctypes.addressof(struct)

@@ -48,7 +48,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 3; }
+int32_t kv_abi_version(void) { return 4; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -102,16 +102,17 @@ void kv_attention_forward(kv_team* team, const kv_cache* cache, const kv_batch* 
 }
 
 void kv_layer_attend(kv_team* team, const kv_layer* layer, const kv_cache* cache, const kv_batch* batch,
-                     const kv_rotation* rotation, void* residual, const void* delta) {
-    chosen->layer_attend(team, layer, cache, batch, rotation, residual, delta);
+                     const kv_rotation* rotation, const kv_lora* lora, void* residual, const void* delta) {
+    chosen->layer_attend(team, layer, cache, batch, rotation, lora, residual, delta);
 }
 
-void kv_layer_project(kv_team* team, const kv_layer* layer, int32_t rows, void* delta) {
-    chosen->layer_project(team, layer, rows, delta);
+void kv_layer_project(kv_team* team, const kv_layer* layer, int32_t rows, const kv_lora* lora, void* delta) {
+    chosen->layer_project(team, layer, rows, lora, delta);
 }
 
-void kv_layer_mlp(kv_team* team, const kv_layer* layer, int32_t rows, void* residual, void* delta) {
-    chosen->layer_mlp(team, layer, rows, residual, delta);
+void kv_layer_mlp(kv_team* team, const kv_layer* layer, int32_t rows, const kv_lora* lora, void* residual,
+                  void* delta) {
+    chosen->layer_mlp(team, layer, rows, lora, residual, delta);
 }
 
 void kv_lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,

@@ -75,6 +75,14 @@ struct kv_lora_term {
     int32_t rank, in, out, first, run;
 };
 
+// What the adapters of a step add to a layer's linear layers: qkv, output, gate_up, down. The terms are in the type of hidden
+// states.
+struct kv_lora {
+    const kv_lora_run* runs;
+    const kv_lora_term* terms[4];
+    int32_t counts[4];
+};
+
 struct kv_team;
 
 int32_t kv_abi_version(void);
@@ -103,13 +111,13 @@ void kv_attention_forward(kv_team*, const kv_cache*, const kv_batch*, int32_t q_
                           int64_t v_stride, void* out);
 
 // The first part of a layer: residual += delta (unless null), norm, q/k/v, rotation, append, attention. The attended
-// rows stay in the team's memory for kv_layer_project. residual, delta: [rows][hidden].
-void kv_layer_attend(kv_team*, const kv_layer*, const kv_cache*, const kv_batch*, const kv_rotation*, void* residual,
-                     const void* delta);
+// rows stay in the team's memory for kv_layer_project. residual, delta: [rows][hidden]. kv_lora: null without adapters.
+void kv_layer_attend(kv_team*, const kv_layer*, const kv_cache*, const kv_batch*, const kv_rotation*, const kv_lora*,
+                     void* residual, const void* delta);
 // delta = output projection of what kv_layer_attend left.
-void kv_layer_project(kv_team*, const kv_layer*, int32_t rows, void* delta);
+void kv_layer_project(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, void* delta);
 // residual += delta; delta = MLP(norm(residual)).
-void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, void* residual, void* delta);
+void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, void* residual, void* delta);
 
 // y += terms. x: [rows][in] of `dtype`, the type of all a and b; y: [rows][outputs] of y_dtype. No two terms share an
 // output of a row.

@@ -35,6 +35,24 @@ T* scratch(kv_team& team, kv_team::Use use, int64_t count) {
     return team.buffers[use].as<T>();
 }
 
+enum LayerLinear { QKV_LINEAR, OUTPUT_LINEAR, GATE_UP_LINEAR, DOWN_LINEAR };
+
+// Called outside of run(), before `lora_terms`.
+void reserve_lora(kv_team& team, const kv_lora* lora) {
+    int64_t most = 0;
+    for (int i = 0; lora && i < 4; ++i) {
+        const int64_t numbers = inner_numbers(lora->terms[i], lora->counts[i], lora->runs);
+        if (numbers > most) most = numbers;
+    }
+    scratch<float>(team, kv_team::PARTIAL, most);
+}
+
+// What a step's adapters add to one of a layer's linear layers; nothing without `lora`.
+LoraTerms lora_terms(kv_team& team, const kv_lora* lora, LayerLinear linear) {
+    if (!lora) return {nullptr, 0, nullptr, nullptr};
+    return {lora->terms[linear], lora->counts[linear], lora->runs, team.buffers[kv_team::PARTIAL].as<float>()};
+}
+
 void linear_forward(kv_team* team, const kv_linear* l, const void* x, int32_t x_dtype, int64_t x_stride, void* y,
                     int32_t y_dtype, int64_t y_stride, int32_t rows, int32_t activation) {
     const Output output{y, y_dtype, y_stride, activation != 0};
@@ -96,12 +114,14 @@ void attention_forward(kv_team* team, const kv_cache* cache, const kv_batch* bat
 }
 
 void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const kv_batch* batch,
-                  const kv_rotation* rotation, void* residual, const void* delta) {
+                  const kv_rotation* rotation, const kv_lora* lora, void* residual, const void* delta) {
     const int rows = batch->num_rows, width = (l->q_heads + 2 * l->kv_heads) * l->head_dim;
     const int64_t hidden_stride = padded(l->hidden), qkv_stride = padded(width);
     const int64_t query_stride = padded(l->q_heads * l->head_dim);
     reserve_linear(*team, l->qkv, rows);
     reserve_attention(*team, *cache, *batch, l->q_heads);
+    reserve_lora(*team, lora);
+    const LoraTerms added = lora_terms(*team, lora, QKV_LINEAR);
     with_act(l->dtype, [&](auto model, auto act) {
         using Model = decltype(model);
         using Act = decltype(act);
@@ -113,37 +133,54 @@ void layer_attend(kv_team* team, const kv_layer* l, const kv_cache* cache, const
             add_norm(w, rows, l->hidden, l->input_norm, l->input_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
             linear(w, l->qkv, normed, hidden_stride, {qkv, KV_F32, qkv_stride, false}, rows);
+            if (added.count) add_lora<Model>(w, added, normed, hidden_stride, qkv, qkv_stride);
             rotate_and_append(w, *l, *cache, *batch, *rotation, qkv, qkv_stride, queries, query_stride);
             attend(w, *cache, *batch, l->q_heads, l->attention_scale, queries, query_stride, attended, query_stride);
         });
     });
 }
 
-void layer_project(kv_team* team, const kv_layer* l, int32_t rows, void* delta) {
+void layer_project(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, void* delta) {
     reserve_linear(*team, l->output, rows);
-    with_act(l->dtype, [&](auto, auto act) {
+    reserve_lora(*team, lora);
+    const LoraTerms added = lora_terms(*team, lora, OUTPUT_LINEAR);
+    const int64_t stride = padded(l->q_heads * l->head_dim);
+    with_act(l->dtype, [&](auto model, auto act) {
+        using Model = decltype(model);
         using Act = decltype(act);
         const Act* attended = team->buffers[kv_team::ATTENDED].as<Act>();
         team->run([&](Worker& w) {
-            linear(w, l->output, attended, padded(l->q_heads * l->head_dim), {delta, l->dtype, l->hidden, false}, rows);
+            linear(w, l->output, attended, stride, {delta, l->dtype, l->hidden, false}, rows);
+            if (added.count) add_lora<Model>(w, added, attended, stride, static_cast<Model*>(delta), l->hidden);
         });
     });
 }
 
-void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, void* residual, void* delta) {
-    const int64_t hidden_stride = padded(l->hidden), inner_stride = padded(l->down.in);
+void layer_mlp(kv_team* team, const kv_layer* l, int32_t rows, const kv_lora* lora, void* residual, void* delta) {
+    const int half = l->down.in;
+    const int64_t hidden_stride = padded(l->hidden), inner_stride = padded(half), wide_stride = padded(2 * half);
     reserve_linear(*team, l->gate_up, rows);
     reserve_linear(*team, l->down, rows);
+    reserve_lora(*team, lora);
+    const LoraTerms first = lora_terms(*team, lora, GATE_UP_LINEAR), last = lora_terms(*team, lora, DOWN_LINEAR);
     with_act(l->dtype, [&](auto model, auto act) {
         using Model = decltype(model);
         using Act = decltype(act);
         Act* normed = scratch<Act>(*team, kv_team::NORMED, rows * hidden_stride);
         Act* inner = scratch<Act>(*team, kv_team::INNER, rows * inner_stride);
+        float* wide = scratch<float>(*team, kv_team::QKV, first.count ? rows * wide_stride : 0);
         team->run([&](Worker& w) {
             add_norm(w, rows, l->hidden, l->mlp_norm, l->mlp_eps, static_cast<Model*>(residual),
                      static_cast<const Model*>(delta), normed, hidden_stride);
-            linear(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, true}, rows);
+            if (first.count) {
+                linear(w, l->gate_up, normed, hidden_stride, {wide, KV_F32, wide_stride, false}, rows);
+                add_lora<Model>(w, first, normed, hidden_stride, wide, wide_stride);
+                silu_and_mul_rows(w, rows, half, wide, wide_stride, inner, inner_stride);
+            } else {
+                linear(w, l->gate_up, normed, hidden_stride, {inner, dtype_of<Act>(), inner_stride, true}, rows);
+            }
             linear(w, l->down, inner, inner_stride, {delta, l->dtype, l->hidden, false}, rows);
+            if (last.count) add_lora<Model>(w, last, inner, inner_stride, static_cast<Model*>(delta), l->hidden);
         });
     });
 }
@@ -156,26 +193,17 @@ void lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_
         with_act(y_dtype, [&](auto output, auto) {
             using Y = decltype(output);
             team->run([&](Worker& w) {
-                add_lora(w, all, static_cast<const Model*>(x), x_stride, static_cast<Y*>(y), y_stride);
+                add_lora<Model>(w, all, static_cast<const Model*>(x), x_stride, static_cast<Y*>(y), y_stride);
             });
         });
     });
 }
 
 void silu_and_mul(kv_team* team, const void* x, int32_t dtype, int32_t rows, int32_t half, void* out) {
-    constexpr int PART = 1024;
-    const int parts = (half + PART - 1) / PART;
     with_act(dtype, [&](auto model, auto) {
         using Model = decltype(model);
         team->run([&](Worker& w) {
-            w.for_each(rows * parts, [&](int task) {
-                const int row = task / parts, first = task % parts * PART;
-                const Model* gate = static_cast<const Model*>(x) + int64_t(row) * 2 * half + first;
-                Model* to = static_cast<Model*>(out) + int64_t(row) * half + first;
-                for_lanes(half - first < PART ? half - first : PART, [&](int i, int count) {
-                    write(to + i, silu(read(gate + i, count)) * read(gate + half + i, count), count);
-                });
-            });
+            silu_and_mul_rows(w, rows, half, static_cast<const Model*>(x), 2 * half, static_cast<Model*>(out), half);
         });
     });
 }

@@ -9,7 +9,7 @@ namespace KV_VARIANT {
 constexpr int INNER_ROWS = VECTOR_BYTES == 64 ? 4 : 2, INNER_RANKS = VECTOR_BYTES == 64 ? 4 : 1;
 constexpr int OUTER_ROWS = VECTOR_BYTES == 64 ? 8 : 3;
 constexpr int ROW_BLOCK = 64;       // rows of a task
-constexpr int PANELS_PER_TASK = 8;
+constexpr int PANELS_PER_TASK = 8, RANKS_PER_TASK = 8;
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -54,12 +54,28 @@ inline int64_t inner_numbers(const kv_lora_term* terms, int count, const kv_lora
 }
 
 // inner[m][r] = scale * (row m of x) . (row r of a), for ROWS by RANKS of them.
-template <class T, int ROWS, int RANKS>
-void inner_tile(const kv_lora_term& t, const T* a, const T* x, int64_t stride, float* inner) {
+template <class W, class T, int ROWS, int RANKS>
+void inner_tile(const kv_lora_term& t, const W* a, const T* x, int64_t stride, float* inner) {
     Lanes sums[ROWS][RANKS];
     for (int m = 0; m < ROWS; ++m)
         for (int r = 0; r < RANKS; ++r) sums[m][r] = zeros();
-    for_lanes(t.in, [&](int k, int count) {
+    int begin = 0;
+#ifdef KV_HAS_BF16_DOT
+    if constexpr (sizeof(W) == 2 && sizeof(T) == 2)
+        for (; begin + 2 * LANES <= t.in; begin += 2 * LANES) {
+            Words w[RANKS];
+            for (int r = 0; r < RANKS; ++r) {
+                __builtin_prefetch(a + int64_t(r + RANKS) * t.in + begin);
+                w[r] = load_words(a + int64_t(r) * t.in + begin);
+            }
+            for (int m = 0; m < ROWS; ++m) {
+                const Words v = load_words(x + m * stride + begin);
+                for (int r = 0; r < RANKS; ++r) sums[m][r] = dot_words(sums[m][r], v, w[r]);
+            }
+        }
+#endif
+    for_lanes(t.in - begin, [&](int i, int count) {
+        const int k = begin + i;
         Lanes w[RANKS];
         for (int r = 0; r < RANKS; ++r) w[r] = read(a + int64_t(r) * t.in + k, count);
         for (int m = 0; m < ROWS; ++m) {
@@ -71,12 +87,12 @@ void inner_tile(const kv_lora_term& t, const T* a, const T* x, int64_t stride, f
         for (int r = 0; r < RANKS; ++r) inner[m * t.rank + r] = t.scale * sum(sums[m][r]);
 }
 
-template <class T, int RANKS>
-void inner_rows(const kv_lora_term& t, const T* a, const T* x, int64_t stride, float* inner, int rows) {
+template <class W, class T, int RANKS>
+void inner_rows(const kv_lora_term& t, const W* a, const T* x, int64_t stride, float* inner, int rows) {
     int m = 0;
     for (; m + INNER_ROWS <= rows; m += INNER_ROWS)
-        inner_tile<T, INNER_ROWS, RANKS>(t, a, x + m * stride, stride, inner + m * t.rank);
-    for (; m < rows; ++m) inner_tile<T, 1, RANKS>(t, a, x + m * stride, stride, inner + m * t.rank);
+        inner_tile<W, T, INNER_ROWS, RANKS>(t, a, x + m * stride, stride, inner + m * t.rank);
+    for (; m < rows; ++m) inner_tile<W, T, 1, RANKS>(t, a, x + m * stride, stride, inner + m * t.rank);
 }
 
 // y[m][...] += the inner products of row m times one panel of b, [rank][32].
@@ -85,6 +101,7 @@ void outer_tile(const kv_lora_term& t, const T* panel, const float* inner, Y* y,
     Lanes sums[ROWS][2];
     for (int m = 0; m < ROWS; ++m) sums[m][0] = sums[m][1] = zeros();
     for (int r = 0; r < t.rank; ++r) {
+        __builtin_prefetch(panel + (r + t.rank) * PANEL);
         const Lanes w0 = load(panel + r * PANEL), w1 = load(panel + r * PANEL + LANES);
         for (int m = 0; m < ROWS; ++m) {
             sums[m][0] = multiply_add(inner[m * t.rank + r], w0, sums[m][0]);
@@ -104,21 +121,26 @@ void outer_rows(const kv_lora_term& t, const T* panel, const float* inner, Y* y,
     int m = 0;
     for (; m + OUTER_ROWS <= rows; m += OUTER_ROWS)
         outer_tile<T, Y, OUTER_ROWS>(t, panel, inner + m * t.rank, y + m * stride, stride, columns);
+    if constexpr (OUTER_ROWS > 4)
+        for (; m + 4 <= rows; m += 4) outer_tile<T, Y, 4>(t, panel, inner + m * t.rank, y + m * stride, stride, columns);
     for (; m + 2 <= rows; m += 2) outer_tile<T, Y, 2>(t, panel, inner + m * t.rank, y + m * stride, stride, columns);
     if (m < rows) outer_tile<T, Y, 1>(t, panel, inner + m * t.rank, y + m * stride, stride, columns);
 }
 
-template <class T, class Y>
+// W: the type of all a and b.
+template <class W, class T, class Y>
 void add_lora(Worker& w, const LoraTerms& all, const T* x, int64_t x_stride, Y* y, int64_t y_stride) {
-    const auto groups = [](const kv_lora_term& t) { return ceil_div(t.rank, INNER_RANKS); };
+    const auto groups = [](const kv_lora_term& t) { return ceil_div(t.rank, RANKS_PER_TASK); };
     w.for_each(all.tasks(groups), [&](int task) {
         all.task(task, groups, [&](const kv_lora_term& t, float* inner, int row, int rows, int group) {
-            const int first = group * INNER_RANKS, left = t.rank - first;
-            const T* a = static_cast<const T*>(t.a) + int64_t(first) * t.in;
             const T* from = x + row * x_stride;
-            if (left >= INNER_RANKS) return inner_rows<T, INNER_RANKS>(t, a, from, x_stride, inner + first, rows);
-            for (int r = 0; r < left; ++r)
-                inner_rows<T, 1>(t, a + int64_t(r) * t.in, from, x_stride, inner + first + r, rows);
+            int rank = group * RANKS_PER_TASK;
+            const int stop = rank + RANKS_PER_TASK < t.rank ? rank + RANKS_PER_TASK : t.rank;
+            const W* a = static_cast<const W*>(t.a);
+            for (; rank + INNER_RANKS <= stop; rank += INNER_RANKS)
+                inner_rows<W, T, INNER_RANKS>(t, a + int64_t(rank) * t.in, from, x_stride, inner + rank, rows);
+            for (; rank < stop; ++rank)
+                inner_rows<W, T, 1>(t, a + int64_t(rank) * t.in, from, x_stride, inner + rank, rows);
         });
     });
     const auto chunks = [](const kv_lora_term& t) { return ceil_div(t.out, PANEL * PANELS_PER_TASK); };
@@ -126,7 +148,7 @@ void add_lora(Worker& w, const LoraTerms& all, const T* x, int64_t x_stride, Y* 
         all.task(task, chunks, [&](const kv_lora_term& t, const float* inner, int row, int rows, int chunk) {
             const int panels = ceil_div(t.out, PANEL), stop = (chunk + 1) * PANELS_PER_TASK;
             for (int p = chunk * PANELS_PER_TASK; p < panels && p < stop; ++p)
-                outer_rows(t, static_cast<const T*>(t.b) + int64_t(p) * t.rank * PANEL, inner,
+                outer_rows(t, static_cast<const W*>(t.b) + int64_t(p) * t.rank * PANEL, inner,
                            y + row * y_stride + t.first + p * PANEL, y_stride, t.out - p * PANEL, rows);
         });
     });

@@ -88,6 +88,21 @@ void rotate_and_append(Worker& w, const kv_layer& l, const kv_cache& cache, cons
     });
 }
 
+// out = silu(first half) * second half. x: [rows][2 * half].
+template <class In, class Out>
+void silu_and_mul_rows(Worker& w, int rows, int half, const In* x, int64_t x_stride, Out* out, int64_t out_stride) {
+    constexpr int PART = 1024;
+    const int parts = (half + PART - 1) / PART;
+    w.for_each(rows * parts, [&](int task) {
+        const int row = task / parts, first = task % parts * PART;
+        const In* gate = x + row * x_stride + first;
+        Out* to = out + row * out_stride + first;
+        for_lanes(half - first < PART ? half - first : PART, [&](int i, int count) {
+            write(to + i, silu(read(gate + i, count)) * read(gate + half + i, count), count);
+        });
+    });
+}
+
 template <class In, class Out>
 void convert(Worker& w, int rows, int n, const In* x, int64_t x_stride, Out* out, int64_t out_stride) {
     w.for_each(rows, [&](int row) {

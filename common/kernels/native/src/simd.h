@@ -218,6 +218,15 @@ KV_INLINE Lanes dot_pairs(Lanes acc, Words pairs, uint32_t pair) {
 #endif
     return acc;
 }
+// acc + the products of sixteen pairs with sixteen others.
+KV_INLINE Lanes dot_words(Lanes acc, Words a, Words b) {
+#if defined(__AVX512BF16__)
+    acc.v[0] = (FloatPart)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)(__m512i)a.v[0], (__m512bh)(__m512i)b.v[0]);
+#else
+    KV_PARTS acc.v[p] = (FloatPart)vbfdotq_f32((float32x4_t)acc.v[p], (bfloat16x8_t)a.v[p], (bfloat16x8_t)b.v[p]);
+#endif
+    return acc;
+}
 #endif
 
 KV_INLINE uint32_t load_pair(const bf16* x) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from common.node.kv_budget import (
     STAGING_BYTES,
     GpuMemoryUse,
     KvMemoryRequest,
+    adapter_bytes,
     kv_blocks_on_gpu,
 )
 from common.node.plan import WARM_UP, plan_node
@@ -35,6 +37,18 @@ from common.parallel.mesh import SOLO
 GB = 10**9
 BLOCK = 2 * 10**6
 USE = GpuMemoryUse(total=80 * GB, free=60 * GB, weights=16 * GB, activations=2 * GB, graphs=GB)
+
+
+def test_the_largest_adapters_that_fit_in_memory_at_once_are_left_out_of_kv(tmp_path: Path) -> None:
+    folders = [tmp_path / str(size) for size in (100, 300, 200)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(bytes(int(folder.name)))
+    assert adapter_bytes(folders, 2) == 500
+    assert adapter_bytes([], 8) == 0
+    wish = KvMemoryRequest(0.5)
+    without = kv_blocks_on_gpu(USE, wish, BLOCK, 0)
+    assert kv_blocks_on_gpu(replace(USE, adapters=3 * BLOCK), wish, BLOCK, 0) == without - 3
 
 
 def test_kv_gets_what_the_fraction_leaves_beside_everything_else() -> None:
