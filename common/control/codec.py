@@ -8,6 +8,7 @@ allocated.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
@@ -25,6 +26,10 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 
 _MAX_ITEMS, _MAX_FIELDS = 2**21, 4096
 """Items of a list, and keys of a map; lists of token ids are the longest."""
+_SMALL_BYTES = 65_536
+"""Whatever a frame of this size holds costs little."""
+_LISTS_OF_A_FRAME, _BYTES_PER_LIST = 16_384, 4
+"""Most lists and maps of a larger frame: that many, and one for so many bytes. Log-probabilities of a prompt come close."""
 MAX_MESSAGES = 1024
 """Messages in one frame."""
 
@@ -91,10 +96,34 @@ def _fail_fast(schema: Any) -> Any:
     return [_fail_fast(part) for part in cast("list[Any]", schema)] if isinstance(schema, list) else schema
 
 
+def _counting(size_bytes: int) -> Callable[[Any], Any]:
+    """A hook that ends unpacking at the first list too many: an empty one takes 64 times the byte that it arrives in."""
+    left = itertools.count(_LISTS_OF_A_FRAME + size_bytes // _BYTES_PER_LIST, -1)
+
+    def count(unpacked: Any) -> Any:
+        if not next(left):
+            raise ValueError("too many lists for its size")
+        return unpacked
+
+    return count
+
+
+def _no_extension(code: int, _: bytes) -> object:
+    raise ValueError(f"extension type {code}")
+
+
 def unpack(data: bytes | bytearray | memoryview) -> object:
     """Unpack the single MessagePack value in `data`. Raises: ProtocolError for anything else."""
+    hook = _counting(len(data)) if len(data) > _SMALL_BYTES else None
     try:
-        return _unpack(data, max_array_len=_MAX_ITEMS, max_map_len=_MAX_FIELDS)
+        return _unpack(
+            data,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=_MAX_FIELDS,
+            list_hook=hook,
+            object_hook=hook,
+            ext_hook=_no_extension,
+        )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"not MessagePack: {error}") from error
 

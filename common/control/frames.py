@@ -6,6 +6,7 @@ Used at both ends of a control link, on the asyncio loop of the process.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -44,12 +45,17 @@ class FrameConnection(asyncio.Protocol):
         on_frame: Callable[[bytes | bytearray], None],
         on_end: Callable[[str], None],
         on_open: Callable[[FrameConnection], None] = lambda _: None,
+        on_growth: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_growth` is called when an unfinished frame of some size has grown."""
         self._on_frame, self._on_end, self._on_open = on_frame, on_end, on_open
+        self._on_growth = on_growth
         self._transport: asyncio.Transport | None = None
         self._rest: bytes | bytearray = b""
         """Bytes received and not yet handled."""
         self._paused = False
+        self.waiting_since_s = math.inf
+        """Since when, by the loop's clock, the first frame or the rest of one is awaited; infinite if none is."""
         self.malformed_frames = 0
         """Counted by the owner."""
         self.closed = False
@@ -57,6 +63,7 @@ class FrameConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         _detect_silence(transport.get_extra_info("socket"))
+        self.waiting_since_s = asyncio.get_running_loop().time()
         self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
@@ -82,6 +89,11 @@ class FrameConnection(asyncio.Protocol):
         if self._transport.get_write_buffer_size() >= QUEUE_BYTES:
             raise Unavailable("cannot send: its queue is full")
         self._transport.write(with_length(frame))
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Bytes received of a frame that is not complete."""
+        return len(self._rest)
 
     @property
     def reached_itself(self) -> bool:
@@ -136,10 +148,20 @@ class FrameConnection(asyncio.Protocol):
                 return False
             if at > _BYTES_PER_TURN:
                 break
+        if at:
+            self.waiting_since_s = math.inf
         if at < len(data):
             # A large frame arrives in many pieces: do not copy the earlier ones with each new one.
             self._rest = bytearray(memoryview(data)[at:]) if at or isinstance(data, bytes) else data
+            if not more:
+                self._note_unfinished()
         return more
+
+    def _note_unfinished(self) -> None:
+        if self.waiting_since_s == math.inf:
+            self.waiting_since_s = asyncio.get_running_loop().time()
+        if len(self._rest) > _BYTES_PER_TURN:
+            self._on_growth()
 
 
 def _detect_silence(sock: socket.socket) -> None:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from common.base.errors import ConfigError, ProtocolError, Unavailable
 from common.control.codec import MAX_MESSAGES, check, decode, encode, join, split
+from common.control.connection_limits import ConnectionLimits
 from common.control.frames import QUEUE_BYTES, FrameConnection
 from common.control.messages import Message
 from common.security.names import host_of
@@ -69,6 +70,7 @@ class Server:
         self._on_message = on_message
         self._connections: dict[Identity, FrameConnection] = {}
         self._names = itertools.count(1)
+        self._limits = ConnectionLimits(self._drop)
         try:
             listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
         except (OSError, TypeError) as error:  # TypeError: not a valid host name
@@ -77,7 +79,10 @@ class Server:
         self.address: str = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
         loop = asyncio.get_running_loop()
         secured = None if credentials is None else credentials.for_server()
-        self._listening = loop.create_task(loop.create_server(self._accept, sock=listener, ssl=secured))
+        handshake_s = None if secured is None else _GREETING_S
+        self._listening = loop.create_task(
+            loop.create_server(self._accept, sock=listener, ssl=secured, ssl_handshake_timeout=handshake_s)
+        )
 
     def send(self, identity: Identity, message: Message) -> None:
         """Send without waiting.
@@ -93,25 +98,37 @@ class Server:
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
+        self._limits.close()
         (await self._listening).close()
 
     def _accept(self) -> FrameConnection:
         identity = b"%d" % next(self._names)
 
         def opened(connection: FrameConnection) -> None:
+            if not self._limits.may_open():
+                connection.close()
+                return
             if not connection.may_be(_CLIENTS):
                 log.warning("closed a control connection: its certificate is of neither a router nor a node")
                 connection.close()
                 return
             self._connections[identity] = connection
+            self._limits.opened(connection)
             connection.send(join([]))
 
         def ended(reason: str) -> None:
-            del self._connections[identity]
+            self._limits.ended(self._connections.pop(identity))
             if not reason.startswith("broke"):
                 log.warning("closed a control connection: its other end %s", reason)
 
-        return FrameConnection(lambda frame: self._receive(identity, frame), ended, opened)
+        return FrameConnection(lambda frame: self._receive(identity, frame), ended, opened, self._limits.grew)
+
+    def _drop(self, connection: FrameConnection, why: str) -> None:
+        """Close a connection that exceeds the limits."""
+        log.warning("closed a control connection: %s", why)
+        connection.close()
+        self._limits.ended(connection)
+        self._connections = {name: each for name, each in self._connections.items() if each is not connection}
 
     def _receive(self, identity: Identity, frame: bytes | bytearray) -> None:
         """Handle a frame's messages up to the first malformed one; after several such frames close the connection."""
@@ -127,7 +144,7 @@ class Server:
             log.warning("dropped control messages%s: %s", " and closed their connection" if is_last else "", error)
             if is_last:
                 connection.close()
-                del self._connections[identity]
+                self._limits.ended(self._connections.pop(identity))
 
     def _handle(self, identity: Identity, message: Message) -> None:
         try:

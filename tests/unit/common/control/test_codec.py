@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.base.errors import ProtocolError
 from common.control import codec
-from common.control.codec import MAX_MESSAGES, PROTOCOL_VERSION, check, decode, encode, join, split
+from common.control.codec import MAX_MESSAGES, PROTOCOL_VERSION, check, decode, encode, join, split, unpack
 from common.control.messages import (
     Abort,
     Adapter,
@@ -29,6 +31,7 @@ from common.control.messages import (
     Pong,
     PrefillDone,
     PrefillRequest,
+    PromptLogprobs,
     SamplingParams,
     TokenBatch,
     TokenChunk,
@@ -213,3 +216,23 @@ def test_sizes_beyond_every_model_are_refused_at_once(path: tuple[str | int, ...
         place[path[-1]] = size
         with pytest.raises(ProtocolError):
             check(envelope)
+
+
+@pytest.mark.parametrize("filling", [b"\x90", b"\x80", b"\xc7\x00\x05", b"\xd4\x05a"])
+def test_small_parts_that_take_many_times_their_size_are_refused_early(filling: bytes) -> None:
+    many = 2**17
+    frame = b"\x92" + 2 * (b"\xdd" + many.to_bytes(4, "big") + filling * many)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=r"too many lists|ext"):
+            unpack(frame)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 25 * len(frame)
+
+
+def test_log_probabilities_of_a_long_prompt_are_not_too_many_lists() -> None:
+    each = PromptLogprobs(-0.25, 1, [], [])
+    frame = join([encode(TokenBatch([TokenChunk(KEY, 0, [], prompt_logprobs=[each] * 50_000)]))])
+    assert len(split(frame)) == 1

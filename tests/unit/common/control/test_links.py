@@ -11,7 +11,7 @@ import pytest
 
 from common.base.clock import monotonic
 from common.base.errors import ConfigError, Unavailable
-from common.control import frames, links
+from common.control import connection_limits, frames, links
 from common.control.codec import MAX_MESSAGE_BYTES, MAX_MESSAGES, encode, join
 from common.control.links import Link, Server
 from common.control.messages import Abort, AttemptFailed, AttemptKey, Message
@@ -278,3 +278,79 @@ def test_many_small_messages_leave_turns_to_other_work() -> None:
         await server.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+async def hears_an_end(reader: asyncio.StreamReader) -> bytes:
+    """What a server sends until it closes."""
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.wait_for(reader.read(), 10)
+    return b""
+
+
+async def connected(server: Server, count: int = 1) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    place = urlsplit(server.address)
+    return [await asyncio.open_connection(place.hostname, place.port) for _ in range(count)]
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\0\x09half", b"\0\0\0\x01\x90\0\0\0\x09half"])
+def test_who_sends_no_whole_frame_is_let_go_and_others_are_not(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connection_limits, "_WAIT_S", 0.05)
+    monkeypatch.setattr(connection_limits, "_CHECK_S", 0.01)
+
+    async def main() -> None:
+        received: list[Message] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        link = Link(server.address, lambda _: None, lambda why: pytest.fail(why))
+        link.send(abort(1))
+        [(reader, writer)] = await connected(server)
+        writer.write(sent)
+        assert await hears_an_end(reader) == b"\0\0\0\x01\x90"
+        await asyncio.sleep(0.1)
+        link.send(abort(2))
+        await until(lambda: len(received) == 2)
+        link.close()
+        writer.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_connections_are_bounded_and_have_room_again_when_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 3)
+
+    async def main() -> None:
+        server = Server("127.0.0.1", 0, lambda *_: None)
+        open_ones = await connected(server, 3)
+        for reader, _ in open_ones:
+            assert await reader.readexactly(5) == b"\0\0\0\x01\x90"
+        for reader, writer in await connected(server, 2):
+            assert await hears_an_end(reader) == b""
+            writer.close()
+        open_ones[0][1].close()
+        await until(lambda: len(server._connections) == 2)
+        [(reader, writer)] = await connected(server)
+        assert await reader.readexactly(5) == b"\0\0\0\x01\x90"
+        for each in (writer, *(writer for _, writer in open_ones)):
+            each.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_unfinished_frames_of_all_connections_are_bounded_and_the_largest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "MAX_UNFINISHED_BYTES", 3_000_000)
+
+    async def main() -> None:
+        server = Server("127.0.0.1", 0, lambda *_: None)
+        made = await connected(server, 4)
+        head = (8_000_000).to_bytes(4, "big")
+        for (_, writer), size in zip(made, (700_000, 1_200_000, 700_000, 700_000), strict=True):
+            writer.write(head + bytes(size))
+            await writer.drain()
+        assert await hears_an_end(made[1][0]) in (b"\0\0\0\x01\x90", b"")
+        assert len(server._connections) == 3
+        for _, writer in made:
+            writer.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))

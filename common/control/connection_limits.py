@@ -1,0 +1,65 @@
+"""How many connections a control socket takes, how long one may keep it waiting, how much unfinished frames may hold.
+
+Runs on the asyncio loop of a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from common.control.frames import FrameConnection
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4096
+"""Routers and prefill nodes that use one node."""
+MAX_UNFINISHED_BYTES = 256 * 2**20
+"""Bytes of unfinished frames of all connections; of one connection, a frame's limit."""
+_WAIT_S = 30.0
+"""A connection must send its first frame within this time, and each frame's rest within it once it began."""
+_CHECK_S = 5.0
+
+
+class ConnectionLimits:
+    """The connections of one server. `drop(connection, why)` must close one."""
+
+    def __init__(self, drop: Callable[[FrameConnection, str], None]) -> None:
+        self._drop = drop
+        self._connections: set[FrameConnection] = set()
+        self._loop = asyncio.get_running_loop()
+        self._check = self._loop.call_later(_CHECK_S, self._drop_stalled)
+        self._is_full = False
+
+    def may_open(self) -> bool:
+        """Whether there is room for one more connection."""
+        full = len(self._connections) >= MAX_CONNECTIONS
+        if full and not self._is_full:
+            log.warning("refused a control connection: %d are open", MAX_CONNECTIONS)
+        self._is_full = full
+        return not full
+
+    def opened(self, connection: FrameConnection) -> None:
+        """Watch a connection."""
+        self._connections.add(connection)
+
+    def ended(self, connection: FrameConnection) -> None:
+        """Forget a connection."""
+        self._connections.discard(connection)
+
+    def grew(self) -> None:
+        """An unfinished frame grew: if all of them hold too much, the largest one's connection is dropped."""
+        sizes = {connection: connection.unfinished_bytes for connection in self._connections}
+        if sum(sizes.values()) > MAX_UNFINISHED_BYTES:
+            self._drop(max(sizes, key=sizes.__getitem__), "unfinished frames hold too much memory, this one most")
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._check.cancel()
+
+    def _drop_stalled(self) -> None:
+        self._check = self._loop.call_later(_CHECK_S, self._drop_stalled)
+        before_s = self._loop.time() - _WAIT_S
+        for connection in [each for each in self._connections if each.waiting_since_s < before_s]:
+            self._drop(connection, f"it sent no whole frame for {_WAIT_S:g} s")
