@@ -18,8 +18,10 @@ from support.docker_engine import BASE_IMAGE, IMAGE, Project, build_image, proje
 from support.oracle import first_difference, greedy, make_tiny
 from support.paths import ROOT
 from support.system import wait_until
+from typer.testing import CliRunner
 
 from common.cluster.redis_server import free_port
+from common.tools.keys.cli import app as keys_app
 
 REASON = why_not()
 pytestmark = [
@@ -167,9 +169,13 @@ def address() -> Iterator[str]:
         run("docker", "network", "rm", name)
 
 
-def test_every_role_on_a_host_of_its_own_with_exact_tokens(compose_folder: Path, tmp_path: Path, address: str) -> None:
+@pytest.mark.parametrize("added", [(), pytest.param(("compose.multi-host.tls.yaml",), marks=pytest.mark.thorough)])
+def test_every_role_on_a_host_of_its_own_with_exact_tokens(
+    compose_folder: Path, tmp_path: Path, address: str, added: tuple[str, ...]
+) -> None:
     """Three projects stand for three hosts: each has a network of its own, and they reach each other by published ports only."""
     model = make_tiny("qwen2", tmp_path / "models" / "qwen2")
+    assert CliRunner().invoke(keys_app, ["init", str(tmp_path / "keys")]).exit_code == 0
     readable(tmp_path)
     tag = secrets.token_hex(3)
     names = ("REDIS_PORT", "PREFILL_PORT", "DECODE_PORT", "DECODE_DATA_PORT", "HTTP_PORT")
@@ -181,15 +187,16 @@ def test_every_role_on_a_host_of_its_own_with_exact_tokens(compose_folder: Path,
         "REDIS_HOST": address,
         "REDIS_PASSWORD": secrets.token_hex(8),
         "MODELS_DIR": str(tmp_path / "models"),
+        "KEYS_DIR": str(tmp_path / "keys"),
         "KVRELAY_MODEL": "/models/qwen2",
         "KVRELAY_DTYPE": "float32",
     }
-    file = compose_folder / "compose.multi-host.yaml"
+    files = tuple(compose_folder / file for file in ("compose.multi-host.yaml", *added))
     with contextlib.ExitStack() as stack:
 
         def host(name: str, roles: str) -> Project:
             settings = {**shared, "COMPOSE_PROFILES": roles}
-            return stack.enter_context(project(f"kvtest{tag}{name}", (file,), settings))
+            return stack.enter_context(project(f"kvtest{tag}{name}", files, settings))
 
         # The decode node comes before Redis: it ends, and is started again until Redis is there.
         decode = host("d", "decode")

@@ -18,7 +18,8 @@ body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .5rem}.sub{color:var(--soft);margin:.2rem 0 1rem}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1.5rem}
 figure{margin:0}figcaption{font-weight:600}figure p{margin:.2rem 0}svg{width:100%;height:auto}
-svg text{font-size:12px;fill:var(--soft)}.grid{stroke:var(--line)}.limit{stroke:var(--soft);stroke-dasharray:5 4}
+svg text{font-size:12px;fill:var(--soft)}@media(max-width:40rem){svg text{font-size:17px}}
+.grid{stroke:var(--line)}.limit{stroke:var(--soft);stroke-dasharray:5 4}
 .line{fill:none;stroke-width:2}.dots{stroke-width:4;stroke-linecap:round;opacity:.6}
 .s0{stroke:var(--c0)}.s1{stroke:var(--c1)}.s2{stroke:var(--c2)}.s3{stroke:var(--c3)}
 circle.s0{fill:var(--c0)}circle.s1{fill:var(--c1)}circle.s2{fill:var(--c2)}circle.s3{fill:var(--c3)}
