@@ -47,6 +47,7 @@ async def serve(config: RouterConfig) -> None:
         poll_s=min(0.5, config.lease_s * (1 - LEASE_IN_REDIS)),
         grace_s=config.lease_s,
         answers=router.dispatcher.nodes.answers,
+        tls_dir=config.tls_dir,
     )
     subscriber = router.subscribe(config.redis_url, config.cluster)
     most = config.max_stored_responses

@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from common.base.clock import Clock, monotonic
-from common.base.errors import ConfigError, ProtocolError
+from common.base.errors import ConfigError
+from common.cluster.records import Records
 from common.cluster.redis_client import UNREACHABLE, connect, forget_connections, honour_cancellation, short
 from common.cluster.redis_keys import Keys
 from common.config.option_groups import MembershipOptions
-from common.control.codec import decode, encode
 from common.control.messages import Adapter, NodeLoad, NodeRecord
 
 log = logging.getLogger(__name__)
@@ -116,11 +116,13 @@ class Registrar:
         *,
         lease_s: float,
         load: Callable[[], NodeLoad] = NodeLoad,
+        tls_dir: str | None = None,
     ) -> None:
         self._client = connect(redis_url)
         self._keys = Keys(cluster)
         self._record = record
-        self._encoded = encode(record)
+        self._records = Records(cluster, tls_dir)
+        self._encoded = self._records.encode(record)
         self._lease_s = lease_s
         self._load = load
         self._reachable = True
@@ -153,7 +155,7 @@ class Registrar:
     def update(self, adapters: Sequence[Adapter]) -> None:
         """Register now that the node serves these LoRA adapters."""
         self._record = replace(self._record, adapters=list(adapters))
-        self._encoded = encode(self._record)
+        self._encoded = self._records.encode(self._record)
         self._changed.set()
 
     @property
@@ -178,6 +180,8 @@ class Registrar:
     async def _renew(self) -> None:
         peer = self._record.peer
         names = [*self._own_keys(), self._keys.nodes, self._keys.epoch]
+        if self._records.must_sign_again:
+            self._encoded = self._records.encode(self._record)
         load = load_fields(self._load(), peer.incarnation, time.time())
         answer = await self._client.eval(
             _RENEW,
@@ -193,7 +197,14 @@ class Registrar:
             *(part for pair in load.items() for part in pair),
         )
         if answer != 1:
-            holder = _decode_record(answer)
+            holder = self._records.decode(answer)
+            started_at = self._record.started_at
+            if self._records.signed and (holder is None or holder.started_at < started_at):
+                # Its signature is missing, or its fence is not its own: somebody wants to end this node.
+                log.warning("removed a record of node id %r that no node has signed", peer.node_id)
+                await self._client.delete(*self._own_keys())
+                self._changed.set()
+                return
             raise ConfigError(
                 f"node id {peer.node_id!r} was taken by a node that started later, at "
                 f"{holder.peer.control_address if holder else 'an unknown address'}; give this one another --node-id, "
@@ -231,9 +242,11 @@ class Directory:
         grace_s: float = MembershipOptions.lease_s,
         answers: Callable[[str], bool] = lambda _: False,
         clock: Clock = monotonic,
+        tls_dir: str | None = None,
     ) -> None:
         self._client = connect(redis_url)
         self._keys = Keys(cluster)
+        self._codec = Records(cluster, tls_dir)
         self._on_change = on_change
         self._poll_s = poll_s
         self._grace_s = grace_s
@@ -342,20 +355,9 @@ class Directory:
         known = self._parsed.get(node_id)
         if known is not None and known[0] == raw:
             return known[1]
-        record = _decode_record(raw)
+        record = self._codec.decode(raw)
         if record is None or record.peer.node_id != node_id:
             log.error("ignoring node %r: its record in Redis is malformed", node_id)
             record = None
         self._parsed[node_id] = (raw, record)
         return record
-
-
-def _decode_record(raw: bytes | str | None) -> NodeRecord | None:
-    if not isinstance(raw, bytes):
-        return None
-    try:
-        message = decode(raw)
-    except (ProtocolError, ConfigError) as error:
-        log.warning("malformed node record: %s", error)
-        return None
-    return message if isinstance(message, NodeRecord) else None

@@ -148,7 +148,9 @@ class NodeServer:
         self._engine.start()
         record = replace(record, admin_address=self._admin_address)
         redis_url, cluster, lease_s = self.config.redis_url, self.config.cluster, self.config.lease_s
-        registrar = Registrar(redis_url, cluster, record, lease_s=lease_s, load=lambda: self.load)
+        registrar = Registrar(
+            redis_url, cluster, record, lease_s=lease_s, load=lambda: self.load, tls_dir=self.config.tls_dir
+        )
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar
         if self._admin is not None:

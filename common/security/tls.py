@@ -29,6 +29,11 @@ class Credentials:
         self._listener = self._context(ssl.PROTOCOL_TLS_SERVER)
         self._listener.sni_callback = self._on_hello
 
+    @property
+    def folder(self) -> str:
+        """Where they were read from."""
+        return str(self._folder)
+
     def for_server(self) -> ssl.SSLContext:
         """For a listener: who connects must show a certificate. Each connection gets what the files hold then."""
         return self._listener

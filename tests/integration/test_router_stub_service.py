@@ -48,7 +48,8 @@ def test_nodes_are_found_in_redis_and_open_streams_are_told_of_the_end(
             port=free_port, redis_url=redis_server.url, cluster=cluster, lease_s=1.0, **(files if secured else {})
         )
         decode = StubNode("decode", "d0", str(folder), credentials=Credentials(str(keys / "node")) if secured else None)
-        registrar = Registrar(redis_server.url, cluster, decode.record, lease_s=1.0)
+        tls_dir = str(keys / "node") if secured else None
+        registrar = Registrar(redis_server.url, cluster, decode.record, lease_s=1.0, tls_dir=tls_dir)
         renewal = asyncio.create_task(registrar.run())
         service = asyncio.create_task(serve(config))
         url = f"{'https' if secured else 'http'}://127.0.0.1:{free_port}"

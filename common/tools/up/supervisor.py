@@ -137,7 +137,9 @@ class Supervisor:
         """Routers that did not see all nodes at the last probe."""
         self._probe = HealthProbe()
         self._records: dict[str, NodeRecord] = {}
-        self._directory = Directory(redis_url, config.cluster, self._on_nodes)
+        self._directory = Directory(
+            redis_url, config.cluster, self._on_nodes, tls_dir=None if credentials is None else credentials.folder
+        )
         self._child_started = asyncio.Event()
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []

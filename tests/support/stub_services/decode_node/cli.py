@@ -39,7 +39,7 @@ async def _serve(config: NodeConfig, role: Any) -> None:
     peer = PeerRef(config.node_id, secrets.token_hex(8), f"tcp://127.0.0.1:{os.getpid() % 60000}", [])
     layout = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
     record = NodeRecord(role, peer, ModelInfo("stub-model", "/m", 100, 64), layout, 10, time.time())
-    registrar = Registrar(config.redis_url, config.cluster, record, lease_s=config.lease_s)
+    registrar = Registrar(config.redis_url, config.cluster, record, lease_s=config.lease_s, tls_dir=config.tls_dir)
     try:
         await registrar.run()
     finally:

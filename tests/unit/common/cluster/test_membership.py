@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgpack
 import pytest
 import redis
+from support.certificates import made
 from support.steady import SteadyTime
 
 from common.base.errors import ConfigError
@@ -466,5 +467,63 @@ def test_cancellation_that_the_redis_client_swallows_still_ends_the_loops(
             task.cancel()
             _, pending = await asyncio.wait([task], timeout=5)
             assert not pending
+
+    asyncio.run(main())
+
+
+def test_with_certificates_only_what_a_node_signed_is_a_node(redis_server: RedisServer, cluster: str) -> None:
+    keys = made()
+
+    async def main() -> None:
+        directory = Directory(redis_server.url, cluster, lambda _: None, tls_dir=str(keys / "router"))
+        registrars = {
+            name: Registrar(
+                redis_server.url, cluster, a_record(name), lease_s=60.0, tls_dir=folder and str(keys / folder)
+            )
+            for name, folder in (("d0", "node"), ("d1", None), ("d2", "router"), ("d3", "stranger"), ("d4", "expired"))
+        }
+        try:
+            for registrar in registrars.values():
+                await registrar._renew()
+            await directory.poll()
+            assert [record.peer.node_id for record in directory.records] == ["d0"]
+        finally:
+            await directory.close()
+            for registrar in registrars.values():
+                await registrar.deregister()
+
+    asyncio.run(main())
+
+
+def test_a_signed_node_outlives_forged_and_replayed_records_but_not_a_later_node(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    folder, node_keys = str(made() / "node"), Keys(cluster)
+
+    async def main() -> None:
+        old, node, later = (
+            Registrar(redis_server.url, cluster, a_record("d0", started_at=at), lease_s=60.0, tls_dir=folder)
+            for at in (1.0, 2.0, 3.0)
+        )
+        client = redis.Redis.from_url(redis_server.url)
+        await old._renew()
+        stranger = a_record("d0", started_at=9.0)
+        attacks = [
+            (stranger.peer.incarnation, encode(stranger)),
+            (old._record.peer.incarnation, cast("bytes", client.get(node_keys.node("d0")))),
+        ]
+        for incarnation, record in attacks:
+            await node._renew()
+            client.hset(node_keys.fence("d0"), mapping={"incarnation": incarnation, "started_at": "99.0"})
+            client.set(node_keys.node("d0"), record)
+            await node._renew()
+            await node._renew()
+            assert client.hget(node_keys.fence("d0"), "incarnation") == node._record.peer.incarnation.encode()
+        client.close()
+        await later._renew()
+        with pytest.raises(ConfigError, match="started later"):
+            await node._renew()
+        for registrar in (old, node, later):
+            await registrar.deregister()
 
     asyncio.run(main())

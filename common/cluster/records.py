@@ -1,0 +1,78 @@
+"""How a node's record is written in Redis: with `--tls-dir` signed with the node's key, so that nobody who merely reaches
+Redis can announce a node. Runs on the asyncio loop of its process.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ConfigDict
+
+from common.base.errors import ConfigError, ProtocolError
+from common.control.codec import Codec, decode, encode
+from common.control.messages import NodeRecord
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SignedRecord:
+    """A node's record with its node's signature, which is also over the cluster's name."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    certificate: bytes
+    signature: bytes
+    record: bytes
+
+
+_CODEC = Codec(SignedRecord)
+
+
+class Records:
+    """Encodes and decodes the records of one cluster. tls_dir: the service's folder; None: records have no signature.
+
+    Raises: ConfigError if the package that signs is missing.
+    """
+
+    def __init__(self, cluster: str, tls_dir: str | None) -> None:
+        self._cluster = cluster.encode() + b"\0"
+        self._signer = None
+        if tls_dir is not None:
+            from common.security.signatures import Signer
+
+            self._signer = Signer(Path(tls_dir))
+
+    @property
+    def signed(self) -> bool:
+        """Whether records without a valid signature are refused."""
+        return self._signer is not None
+
+    @property
+    def must_sign_again(self) -> bool:
+        """Whether the node has a new certificate since it last signed: the old one expires."""
+        return self._signer is not None and self._signer.is_renewed
+
+    def encode(self, record: NodeRecord) -> bytes:
+        """Raises: ConfigError if the node's key cannot be used."""
+        plain = encode(record)
+        if self._signer is None:
+            return plain
+        return _CODEC.encode(SignedRecord(*self._signer.sign(self._cluster + plain), plain))
+
+    def decode(self, raw: bytes | str | None) -> NodeRecord | None:
+        """None, with a line in the log, for what is malformed or not signed by a node of this cluster."""
+        if not isinstance(raw, bytes):
+            return None
+        try:
+            if self._signer is not None:
+                signed: SignedRecord = _CODEC.decode(raw)
+                content = self._cluster + signed.record
+                self._signer.check(content, signed.certificate, signed.signature, "node")
+                raw = signed.record
+            message = decode(raw)
+        except (ProtocolError, ConfigError) as error:
+            log.warning("malformed node record: %s", error)
+            return None
+        return message if isinstance(message, NodeRecord) else None
