@@ -230,7 +230,7 @@ async def on_own_thread(work: Callable[[], None], name: str) -> None:
 
 def _launch(arguments: list[str]) -> None:
     die_with_parent(int(arguments[0]))
-    os.execv(arguments[1], arguments[1:])
+    os.execv(arguments[1], arguments[1:])  # noqa: S606 - the caller's own command
 
 
 if __name__ == "__main__":

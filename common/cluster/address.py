@@ -16,7 +16,7 @@ from common.config.service_configs import NodeConfig
 
 log = logging.getLogger(__name__)
 
-_EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
+_EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")  # noqa: S104 - recognized, not bound
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_REDIS_PORT = 6379
 

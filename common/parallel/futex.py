@@ -7,7 +7,7 @@ import platform
 import sys
 from pathlib import Path
 
-SHM_DIR = Path("/dev/shm")
+SHM_DIR = Path("/dev/shm")  # noqa: S108 - shared memory is there
 
 _SYS_FUTEX = 202
 _WAIT, _WAKE = 0, 1

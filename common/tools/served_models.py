@@ -29,7 +29,7 @@ def list_models(url: str, api_key: str) -> dict[str, dict[str, Any]]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     where = url.rstrip("/") + "/v1/models"
     try:
-        request = urllib.request.Request(where, headers=headers)
+        request = urllib.request.Request(where, headers=headers)  # noqa: S310 - the user's own argument
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
             models = {model["id"]: model for model in json.loads(answer.read())["data"]}

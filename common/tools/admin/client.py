@@ -82,12 +82,14 @@ class AdminClient:
         return address
 
     def _ask(self, method: str, path: str, data: bytes | None, base: str) -> Any:
+        if not _is_url(base):  # a node's record may name anything, such as a file
+            raise AdminUnreachable(f"{base[:200]!r} is not the URL of an admin port")
         headers: dict[str, Any] = {
             "Authorization": f"Bearer {self._token}".encode(),  # bytes: header text could not be UTF-8
             "Content-Type": "application/json",
         }
         try:
-            request = urllib.request.Request(base + path, data, headers, method=method)
+            request = urllib.request.Request(base + path, data, headers, method=method)  # noqa: S310 - checked above
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
                 return json.loads(answer.read(_MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as error:

@@ -59,6 +59,13 @@ URL, ADMIN_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 CLUSTER = RunningCluster(os.getpid(), {URL: ADMIN_URL}, "hush")
 
 
+def test_a_nodes_address_that_is_no_url_of_an_admin_port_is_not_opened(tmp_path: Path) -> None:
+    file = tmp_path / "status"
+    file.write_text("{}")
+    with pytest.raises(AdminUnreachable, match="is not the URL"):
+        AdminClient("http://localhost:1", "t").get("/status", base=f"file://{tmp_path}")
+
+
 def test_running_cluster_is_found_and_removed_at_its_end(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     with announced(CLUSTER, runtime_folder(environ)):
