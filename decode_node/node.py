@@ -120,9 +120,9 @@ class DecodeNode(NodeCore[_Attempt]):
                 self._end(self.attempts.get(key))
             case Opened(key):
                 self._send_grant(self.attempts[key])
-            case Received(key, bytes_received, traffic):
-                count_bytes(self._relayed_by, traffic)
-                self._received(self.attempts[key], bytes_received)
+            case Received(key) as received:
+                count_bytes(self._relayed_by, received.traffic)
+                self._received(self.attempts[key], received)
             case ReceiveFailed(key, error):
                 self._receive_failed(self.attempts[key], error)
             case DestinationReleased(key):
@@ -206,6 +206,7 @@ class DecodeNode(NodeCore[_Attempt]):
         if attempt.phase is not Phase.WAITING:
             return
         attempt.prefill_identity, attempt.offer = identity, offer
+        attempt.mark("offer", self.clock())
         seq = attempt.seq
         hashes = hash_blocks(seq.root, seq.token_ids, parents=seq.full_block_hashes(), include_partial=True)
         try:
@@ -249,8 +250,10 @@ class DecodeNode(NodeCore[_Attempt]):
                 block_hashes=offer.block_hashes,
                 first_blocks=first_blocks,
                 timeout_s=self.transfer_timeout_s,
+                timeline=attempt.seq.request.timeline,
             )
         )
+        attempt.mark("grant", self.clock())
         if opened:
             self._send_grant(attempt)
 
@@ -270,12 +273,15 @@ class DecodeNode(NodeCore[_Attempt]):
             self._fail(attempt, ProtocolError(f"the first token {done.token_id} is outside the vocabulary"))
             return
         attempt.first_token, attempt.first_token_s = done.token_id, self.clock()
+        attempt.mark("first_token", attempt.first_token_s)
         self._join_if_complete(attempt)
 
-    def _received(self, attempt: _Attempt, bytes_received: int) -> None:
-        attempt.received_bytes = bytes_received
-        self._relayed_bytes += bytes_received
-        self.send_buffer.reply(attempt.prefill_identity, TransferReceived(attempt.seq.key, bytes_received))
+    def _received(self, attempt: _Attempt, received: Received) -> None:
+        attempt.received_bytes = received.bytes_received
+        self._relayed_bytes += received.bytes_received
+        attempt.mark_layers(received.layers)
+        attempt.mark("received", self.clock())
+        self.send_buffer.reply(attempt.prefill_identity, TransferReceived(attempt.seq.key, received.bytes_received))
 
     def _receive_failed(self, attempt: _Attempt, error: Exception) -> None:
         if attempt.phase is Phase.DRAINING:
@@ -341,6 +347,7 @@ class DecodeNode(NodeCore[_Attempt]):
             prefill_s=now_s - started_s if local else 0.0,
             computed_tokens=seq.num_tokens - 1 - seq.cached_tokens if local else 0,
             transfer_s=0.0 if local else started_s - attempt.first_token_s,
+            timeline=attempt.timeline,
         )
 
     # ------------------------------------------------------------ endings

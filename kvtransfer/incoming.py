@@ -48,6 +48,10 @@ class Incoming:
         """Time at which to give up unless there is progress."""
         self.bytes_received = 0
         self.in_hand = 0
+        self.layers: dict[int, float] = {}
+        """Layer -> seconds from the opening to its latest slice, with a timeline."""
+        self._opened_s = now
+        self._groups = spec.groups
         self._unit_bytes = spec.unit_bytes
         self._parts = layout.rank_shard(rank).parts
         self._hashes = b"".join(transfer.block_hashes)
@@ -89,6 +93,10 @@ class Incoming:
         self.deadline = now + self.transfer.timeout_s
         self.in_hand -= claim.size_bytes
         self.bytes_received += claim.size_bytes
+        if self.transfer.timeline:
+            for piece in claim.slices:
+                layers = self._groups[piece.group].layers[piece.layer_lo : piece.layer_hi]
+                self.layers.update(dict.fromkeys(layers, now - self._opened_s))
 
     def _cover(self, piece: KVSlice) -> None:
         part = self._parts[piece.group] if piece.group < len(self._parts) else None

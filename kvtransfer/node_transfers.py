@@ -66,6 +66,8 @@ class _Gathered:
     error: Exception | None = None
     failed: bool = False
     traffic: list[Traffic] = field(default_factory=list[Traffic])
+    layers: dict[int, float] = field(default_factory=dict[int, float])
+    """Layer -> seconds until all ranks had it, with a timeline."""
 
 
 def _check_new(key: AttemptKey, live: dict[AttemptKey, _Gathered]) -> None:
@@ -219,14 +221,16 @@ class NodeReceiver:
             case Opened(key):
                 gathered.opened += 1
                 return event if gathered.opened == self._world_size else None
-            case Received(key, bytes_received, traffic):
+            case Received(key, bytes_received, traffic, layers):
                 gathered.received += 1
                 gathered.size_bytes += bytes_received
                 gathered.traffic += traffic
+                for layer, after_s in layers:
+                    gathered.layers[layer] = max(after_s, gathered.layers.get(layer, 0.0))
                 if gathered.received < self._world_size:
                     return None
                 self._traffic.add(*gathered.peer, gathered.traffic)
-                return Received(key, gathered.size_bytes, tuple(gathered.traffic))
+                return Received(key, gathered.size_bytes, tuple(gathered.traffic), tuple(gathered.layers.items()))
             case ReceiveFailed():
                 first, gathered.failed = not gathered.failed, True
                 return event if first else None

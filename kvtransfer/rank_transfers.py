@@ -319,5 +319,5 @@ class ReceivingTransfers:
         if state.complete:
             key = state.transfer.key
             del self._live[key]
-            self._events.append(Received(key, state.bytes_received))
+            self._events.append(Received(key, state.bytes_received, layers=tuple(state.layers.items())))
             self._events.append(DestinationReleased(key))

@@ -135,6 +135,7 @@ class PrefillNode(NodeCore[_Attempt]):
                 final_blocks=seq.num_computed // BLOCK_SIZE,
             )
         )
+        attempt.mark("offer", self.clock())
         self.send_buffer.to_peer(
             attempt.request.decode, Offer(seq.key, self.me, self.layout, seq.num_tokens, block_hashes=hashes)
         )
@@ -148,6 +149,7 @@ class PrefillNode(NodeCore[_Attempt]):
         except KvRelayError as error:
             self._fail(attempt, error)
             return
+        attempt.mark("grant", self.clock())
         self.sender.grant(grant)
 
     def _tokens(self, attempt: _Attempt, done: Progress) -> None:
@@ -158,6 +160,7 @@ class PrefillNode(NodeCore[_Attempt]):
             queue_s=started_s - seq.arrival_s,
             prefill_s=now_s - started_s,
             computed_tokens=seq.num_tokens - 1 - seq.cached_tokens,
+            timeline=attempt.timeline,
         )
         chunk = token_chunk(done, stats)
         self.send_buffer.tokens(attempt.identity, chunk)

@@ -20,6 +20,7 @@ from pydantic import ConfigDict
 from common.config.option_groups import CapacityOptions
 from common.control.identities import Adapter, AttemptKey, PeerRef
 from common.control.pooling import PoolRequest, PoolResult
+from common.control.timeline import Mark
 from common.kv.rank_layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")
@@ -90,6 +91,8 @@ class EngineRequest(NamedTuple):
     """Lower values run earlier, equal ones in order of arrival."""
     adapter: Adapter | None = None
     """Both nodes apply it to every token of the request."""
+    timeline: bool = False
+    """Both nodes report when they did what, as `AttemptStats.timeline`."""
 
     @property
     def lora_id(self) -> str:
@@ -192,6 +195,7 @@ class AttemptStats(NamedTuple):
     """Prompt tokens that this node computed, beyond `cached_tokens`."""
     transfer_s: float = 0.0
     """Decode nodes: time from the first token until all KV had arrived."""
+    timeline: tuple[Mark, ...] = ()
 
 
 class TokenChunk(NamedTuple):

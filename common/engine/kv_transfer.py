@@ -79,6 +79,8 @@ class IncomingTransfer:
     first_blocks: list[int]
     timeout_s: float
     """Idle timeout. Progress is: a slice placed. The clock starts at `open`."""
+    timeline: bool = False
+    """Report when each layer had arrived."""
 
 
 # Events of a sender. Each names its attempt.
@@ -114,6 +116,8 @@ class Received:
     bytes_received: int
     traffic: tuple[Traffic, ...] = ()
     """The same bytes, by pair of ranks and transport."""
+    layers: tuple[tuple[int, float], ...] = ()
+    """(layer, seconds from `open` until all of it had arrived), if the transfer has a timeline."""
 
 
 @dataclass(frozen=True)

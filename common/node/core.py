@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,7 @@ from common.control.messages import (
     TokenBatch,
     TokenChunk,
 )
+from common.control.timeline import Mark
 from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.grammar.compile import COMPILE_TIMEOUT_S
 from common.engine.grammar.compiler import GrammarCompiled, Grammars
@@ -43,6 +45,9 @@ from common.node.step_timer import StepTimer
 log = logging.getLogger(__name__)
 
 
+_MAX_MARKS = 300
+
+
 @dataclass(eq=False)
 class Attempt:
     """State of an attempt that both roles keep."""
@@ -51,6 +56,18 @@ class Attempt:
     """The router that sent the request."""
     seq: Sequence
     deadline_s: float
+    timeline: tuple[Mark, ...] = field(default=(), init=False)
+
+    def mark(self, name: str, now_s: float, number: int = 0) -> None:
+        """Add to the timeline, if the request asked for one."""
+        if self.seq.request.timeline and len(self.timeline) < _MAX_MARKS:
+            self.timeline += (Mark(name, now_s - self.seq.arrival_s, number),)
+
+    def mark_layers(self, layers: Iterable[tuple[int, float]]) -> None:
+        """Add when each layer had arrived, in seconds after the grant."""
+        granted_s = next((mark.at_s for mark in self.timeline if mark.name == "grant"), 0.0) + self.seq.arrival_s
+        for layer, after_s in sorted(layers, key=lambda each: each[1]):
+            self.mark("layer", granted_s + after_s, layer)
 
 
 _PROMPT_PART = 4096
@@ -309,6 +326,9 @@ class NodeCore(ABC, Generic[AttemptT]):
         )
         self._prompt_tokens += sum(counts[num_decodes:])
         self._prompt_tokens += sum(n for seq, n in zip(plan.seqs, counts[:num_decodes], strict=False) if seq.relays)
+        for seq in plan.seqs[num_decodes:]:
+            if seq.request.timeline and (attempt := self.attempts.get(seq.key)) is not None:
+                attempt.mark("chunk", self.clock(), seq.num_scheduled)
         for done in self.scheduler.update(plan, output.sampled, output.prompt_logprobs):
             if done.prompt_logprobs:
                 self._send_prompt_logprobs(done)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -62,8 +63,11 @@ class Generation:
     ) -> None:
         self.request_id = request_id
         self.request = request
-        self.flow = Flow(request_id, request.engine, max_attempts)
         self.story = story or Story(request_id)
+        engine = request.engine
+        if router.stories.watched:
+            engine, self.story.token_times = engine._replace(timeline=True), array("f")
+        self.flow = Flow(request_id, engine, max_attempts)
         self.attempts = Attempts(
             request_id, request, self.flow.token_ids, router, deadline_s=deadline_s, story=self.story
         )
@@ -222,6 +226,8 @@ class Generation:
         else:
             metrics.more_tokens(count, now_s - self._last_token_s)
         self._last_token_s = now_s
+        if self.story.token_times is not None:
+            self.story.tokens()
 
     def _take_report(self, report: f.Report) -> None:
         stats = report.stats
@@ -242,6 +248,15 @@ class Generation:
             if self.request.shared is not None:
                 self.request.shared.held_at(report.incarnation)
         router = self._router
+        if stats.timeline:
+            role = "prefill" if report.role_is_prefill else "decode"
+            marks = {
+                "attempt": self.flow.attempt,
+                "incarnation": report.incarnation,
+                "role": role,
+                "marks": stats.timeline,
+            }
+            self.story.add("timeline", "", marks)
         router.breakers.succeeded(report.incarnation)
         router.metrics.leg(report.role_is_prefill, stats)
         self.attempts.reported(report.incarnation)

@@ -12,6 +12,7 @@ Writing an event is one append; everything that costs more is done on reading. T
     first_token  the first token for the client
     resumed      the first token of a later attempt
     handover     the decode node has taken over from the prefill node
+    timeline     what a leg's node did and when, if someone watches
     leg_failed   a node reported that its leg failed
     node_lost    a node of the attempt was lost
     gap          a node skipped a token
@@ -23,6 +24,7 @@ Writing an event is one append; everything that costs more is done on reading. T
 from __future__ import annotations
 
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -32,6 +34,7 @@ _MAX_EVENTS = 200
 """Maximum number of events kept per request; beyond it, events in the middle are dropped and counted."""
 _KEPT_HEAD = 100
 _MAX_REASON_CHARS = 500
+_MAX_TOKEN_TIMES = 2000
 _STORY_BYTES, _EVENT_BYTES = 1000, 1000
 """Approximate size of a story, and of one event with all that it refers to."""
 
@@ -49,7 +52,7 @@ Data = Mapping[str, object] | Explained | None
 class Story:
     """The events of one request. Invariant: its size is bounded."""
 
-    __slots__ = ("_clock", "_started_s", "arrived_at", "client_id", "events", "omitted", "request_id")
+    __slots__ = ("_clock", "_started_s", "arrived_at", "client_id", "events", "omitted", "request_id", "token_times")
 
     def __init__(self, request_id: str, client_id: str = "", *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.request_id = request_id
@@ -59,6 +62,8 @@ class Story:
         self.events: list[tuple[float, str, str, Data]] = []
         """(seconds since arrival, event, reason, data)"""
         self.omitted = 0
+        self.token_times: array[float] | None = None
+        """Seconds since arrival at which tokens were sent to the client, up to `_MAX_TOKEN_TIMES`; None if nobody watches."""
         self._clock = clock
         self._started_s = clock()
 
@@ -71,6 +76,11 @@ class Story:
             del self.events[_KEPT_HEAD]
             self.omitted += 1
 
+    def tokens(self) -> None:
+        """Tokens were sent to the client."""
+        if self.token_times is not None and len(self.token_times) < _MAX_TOKEN_TIMES:
+            self.token_times.append(self._clock() - self._started_s)
+
     @property
     def over(self) -> bool:
         """The last event has happened."""
@@ -79,7 +89,7 @@ class Story:
     @property
     def size_bytes(self) -> int:
         """Approximate memory that it takes."""
-        return _STORY_BYTES + _EVENT_BYTES * len(self.events)
+        return _STORY_BYTES + _EVENT_BYTES * len(self.events) + 4 * len(self.token_times or ())
 
     def summary(self) -> dict[str, Any]:
         """Everything except the events, as plain data."""
@@ -102,7 +112,8 @@ class Story:
             {"t_s": round(t_s, 6), "event": event, "reason": reason, "data": _plain(data)}
             for t_s, event, reason, data in self.events
         ]
-        return {**self.summary(), "events": events, "events_omitted": self.omitted}
+        times = [round(t_s, 6) for t_s in self.token_times or ()]
+        return {**self.summary(), "events": events, "events_omitted": self.omitted, "token_times": times}
 
 
 def _plain(data: Data) -> dict[str, object] | None:
@@ -127,6 +138,16 @@ class Stories:
         self._running: dict[str, Story] = {}
         self._finished: OrderedDict[str, tuple[Story, int]] = OrderedDict()
         self._bytes = 0
+        self._watched_until_s = 0.0
+
+    @property
+    def watched(self) -> bool:
+        """Someone looks at stories: those that begin now get timelines and the times of tokens."""
+        return self._clock() < self._watched_until_s
+
+    def watch(self, seconds: float = 60.0) -> None:
+        """Someone looks at stories, at least for so long."""
+        self._watched_until_s = max(self._watched_until_s, self._clock() + seconds)
 
     def begin(self, request_id: str, client_id: str = "") -> Story:
         """Begin the story of a request that was just accepted."""

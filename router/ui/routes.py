@@ -50,6 +50,7 @@ class DashboardRoutes:
         ]
 
     async def _snapshot(self, request: Request) -> Response:
+        self._router.dispatcher.stories.watch()
         found = self._snapshots.latest()
         headers = {"etag": found.etag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == found.etag:
