@@ -42,7 +42,7 @@ class RouterAdmin:
             AdminRoute("GET", "/nodes", self._nodes),
             AdminRoute("GET", "/requests", self._requests),
             AdminRoute("GET", "/requests/{request_id:path}", self._request),
-            AdminRoute("POST", "/route", self._route),
+            AdminRoute("POST", "/route", self.explain_route),
         ]
 
     def _status(self, call: Call) -> Mapping[str, Any]:
@@ -122,7 +122,7 @@ class RouterAdmin:
             raise NotFound("this router does not know the request: another router served it, or it is too long ago")
         return story
 
-    async def _route(self, call: Call) -> Mapping[str, Any]:
+    async def explain_route(self, call: Call) -> Mapping[str, Any]:
         """Body: `prompt` (text or token ids); optional `model`, `chat` (as a user's message), `max_tokens`,
         `cache_salt`, `session`."""
         prompt, max_tokens = call.body.get("prompt"), call.body.get("max_tokens", 16)

@@ -174,14 +174,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        body = {} if request.method == "GET" else await _read_object(request)
+        body = {} if request.method == "GET" else await read_object(request)
         answer = handler(Call(request.path_params, dict(request.query_params), body))
         return _json(await answer if inspect.isawaitable(answer) else answer)
 
     return endpoint
 
 
-async def _read_object(request: Request) -> dict[str, Any]:
+async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object of a POST; an empty body is an empty object.
 
     Raises: PayloadTooLarge, RequestTimeout, BadRequest.

@@ -34,6 +34,7 @@ _FEW_MASKS = 16_384
 """A round only to free mask numbers starts above this many masks, and above twice the number that the last round left."""
 _CLEANED_AT_ONCE = 32 * SEGMENT
 _RELEASED_AT_ONCE = 8192
+_COUNTED_SLOTS = 2**20
 _LAST_USE = 2**32 - 1
 """Largest 32-bit stamp; a router reaches it after some months."""
 
@@ -238,6 +239,25 @@ class PrefixIndex:
         found: dict[Tier, int] = {"device": self.held(incarnation)}
         found.update({tier: self._held[slot] for (name, tier), slot in self._lower.items() if name == incarnation})
         return found
+
+    def groups(self, most: int) -> list[tuple[int, list[str]]]:
+        """How many published blocks each set of incarnations holds, of the `most` largest sets: (blocks, holders). Of a large
+        table only a part is counted and scaled up.
+        """
+        used = self._table.segments * SEGMENT
+        counted = min(used, _COUNTED_SLOTS)
+        keys, values = self._table.keys[:counted], self._table.values[:counted]
+        numbers = np.bincount(values[keys != 0], minlength=1)
+        by_mask: dict[int, int] = {}
+        for number in np.flatnonzero(numbers).tolist():
+            mask = self._masks[number] & self._living
+            if mask:
+                by_mask[mask] = by_mask.get(mask, 0) + int(numbers[number])
+        largest = sorted(by_mask.items(), key=lambda item: -item[1])[:most]
+        return [
+            (blocks * used // counted, list(dict.fromkeys(self._names[slot] for slot in _bits(mask))))
+            for mask, blocks in largest
+        ]
 
     @property
     def incarnations(self) -> list[str]:

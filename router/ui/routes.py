@@ -12,9 +12,11 @@ from starlette.routing import BaseRoute, Route
 
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, NotFound, Unavailable
+from common.base.hashing import BLOCK_SIZE
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
-from router.admin import describe_node
+from common.control.admin_server import Call, read_object
+from router.admin import RouterAdmin, describe_node
 from router.router import Router
 from router.ui.access import Access
 from router.ui.app import dashboard, json_response
@@ -22,6 +24,7 @@ from router.ui.nodes import NodeControl
 from router.ui.snapshot import Snapshots
 
 _MAX_LISTED = 200
+_MAX_GROUPS, _MAX_COLUMNS = 40, 40
 
 
 class DashboardRoutes:
@@ -30,6 +33,7 @@ class DashboardRoutes:
     def __init__(self, router: Router, config: RouterConfig, directory: Directory | None) -> None:
         self._router = router
         self._snapshots = Snapshots(router, config, directory)
+        self._admin = RouterAdmin(router, config, directory)
         self._nodes = NodeControl(router.dispatcher.nodes, config.admin_token or "")
 
     def application(self, access: Access) -> Starlette:
@@ -45,6 +49,8 @@ class DashboardRoutes:
             Route("/snapshot", self._snapshot),
             Route("/requests", self._requests),
             Route("/requests/{request_id:path}", self._request),
+            Route("/prefixes", self._prefixes),
+            Route("/prefixes/find", self._find_prefix, methods=["POST"]),
             Route("/nodes/{name}", node),
             Route("/nodes/{name}/{action}", self._act, methods=["POST"]),
         ]
@@ -82,6 +88,27 @@ class DashboardRoutes:
             except Unavailable as error:
                 about["own_missing"] = error.message
         return json_response(about)
+
+    async def _prefixes(self, request: Request) -> Response:
+        """The prefix index by sets of holders."""
+        index, known = self._router.index, self._router.dispatcher.nodes.get
+        nodes = [node for name in index.incarnations if (node := known(name)) is not None]
+        nodes.sort(key=lambda node: (node.record.role != "prefill", node.node_id))
+        shown = [{"incarnation": n.incarnation, "node": n.node_id, "role": n.record.role} for n in nodes[:_MAX_COLUMNS]]
+        groups = [{"blocks": blocks, "holders": holders} for blocks, holders in index.groups(_MAX_GROUPS)]
+        return json_response({"blocks": len(index), "nodes": shown, "groups": groups})
+
+    async def _find_prefix(self, request: Request) -> Response:
+        """Where the leading blocks of a prompt lie, as `RouterAdmin.explain_route` finds them."""
+        body = await read_object(request)
+        explained = await self._admin.explain_route(Call({}, {}, body))
+        nodes = [
+            {"node": row["node"], "role": role, "blocks": row["hit_tokens"] // BLOCK_SIZE}
+            for role in ("prefill", "decode")
+            for row in explained[role]
+        ]
+        counts = {name: explained[name] for name in ("prompt_tokens", "prompt_blocks")}
+        return json_response({**counts, "nodes": nodes})
 
     async def _act(self, request: Request) -> Response:
         action = request.path_params["action"]

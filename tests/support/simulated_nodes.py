@@ -8,6 +8,7 @@ from typing import Any
 from common.control.messages import Message, ModelInfo, NodeLoad, NodeRecord, PeerRef, Pong
 from common.kv.rank_layout import KVLayout
 from common.kv.spec import KVSpec
+from router.metrics import Finished
 from router.router import Router
 
 _LAYOUT = KVLayout("f" * 8, KVSpec.uniform(2, 2, 16, "float32"))
@@ -76,7 +77,7 @@ class SimulatedNodes:
         metrics.first_tokens(1, draw.lognormvariate(-1.5, 0.6))
         for _ in range(20):
             metrics.more_tokens(1, draw.lognormvariate(-4, 0.4))
-        metrics.finished("length", 500, 1.0)
+        metrics.finished("length", Finished(500, 1.0))
         story = router.dispatcher.stories.begin(f"chatcmpl-{self._requests:06}")
         story.add("arrived")
         story.add(
