@@ -46,7 +46,9 @@ async def measure() -> tuple[list[float], list[float], int]:
 def main() -> None:
     """Print the figures."""
     pages, scrapes, size = asyncio.run(measure())
-    print(f"{NODES} nodes: a snapshot of {size / 1000:.0f} kB each second takes {100 * statistics.mean(pages):.2f} % of a core")
+    print(
+        f"{NODES} nodes: a snapshot of {size / 1000:.0f} kB each second takes {100 * statistics.mean(pages):.2f} % of a core"
+    )
     print(f"/metrics: median {1000 * statistics.median(scrapes):.1f} ms, worst {1000 * max(scrapes):.1f} ms")
 
 
