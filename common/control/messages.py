@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 from pydantic import ConfigDict
 
 from common.config.option_groups import CapacityOptions
+from common.control.attempt_stats import AttemptStats
 from common.control.identities import Adapter, AttemptKey, PeerRef
 from common.control.pooling import PoolRequest, PoolResult
-from common.control.timeline import Mark
 from common.kv.rank_layout import KVLayout
 
 _STRICT = ConfigDict(extra="forbid")
@@ -179,23 +179,6 @@ class PromptLogprobs(NamedTuple):
 
 
 FinishReason = Literal["stop", "length"]
-
-
-class AttemptStats(NamedTuple):
-    """How an attempt was served; each of its two nodes sends it with its first chunk."""
-
-    cached_tokens: int = 0
-    """Prompt tokens found in this node's prefix cache."""
-    relayed_bytes: int = 0
-    queue_s: float = 0.0
-    """Time from arrival to the first step that ran it."""
-    prefill_s: float = 0.0
-    """Time from that step to the first token, if this node computed the prompt."""
-    computed_tokens: int = 0
-    """Prompt tokens that this node computed, beyond `cached_tokens`."""
-    transfer_s: float = 0.0
-    """Decode nodes: time from the first token until all KV had arrived."""
-    timeline: tuple[Mark, ...] = ()
 
 
 class TokenChunk(NamedTuple):

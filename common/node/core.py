@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from common.base.clock import Clock
 from common.base.errors import AdapterMissing, EngineError, KvRelayError, Overloaded, RankLost, Unavailable
 from common.base.hashing import root_hash
+from common.control.attempt_stats import Mark
 from common.control.links import Identity
 from common.control.messages import (
     AttemptFailed,
@@ -28,7 +29,6 @@ from common.control.messages import (
     TokenBatch,
     TokenChunk,
 )
-from common.control.timeline import Mark
 from common.engine.executor import Executor, StepDone, StepFailed
 from common.engine.grammar.compile import COMPILE_TIMEOUT_S
 from common.engine.grammar.compiler import GrammarCompiled, Grammars
