@@ -1,0 +1,70 @@
+"""Signatures by a service's own key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.certificates import made
+
+from common.base.errors import ConfigError, ProtocolError
+from common.security.certificates import Authority
+from common.security.signatures import Signer
+
+
+def signer(name: str) -> Signer:
+    return Signer(made() / name)
+
+
+def test_what_a_node_signed_is_believed_by_all_of_its_authority() -> None:
+    for reader in ("router", "node", "admin"):
+        signer(reader).check(b"content", *signer("node").sign(b"content"), "node")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("stranger", "another authority"),
+        ("expired", "expired"),
+        ("router", "not of a node"),
+        ("admin", "not of a node"),
+    ],
+)
+def test_what_others_signed_is_not_believed(name: str, reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        signer("router").check(b"content", *signer(name).sign(b"content"), "node")
+
+
+def test_changed_content_signature_or_certificate_is_not_believed() -> None:
+    certificate, signature = signer("node").sign(b"content")
+    for content, shown, signed in (
+        (b"other", certificate, signature),
+        (b"content", certificate, signature[:-1] + bytes([signature[-1] ^ 1])),
+        (b"content", certificate, b""),
+        (b"content", b"", signature),
+        (b"content", b"\xff" * 100, signature),
+    ):
+        with pytest.raises(ProtocolError, match="signature"):
+            signer("router").check(content, shown, signed, "node")
+
+
+def test_a_revoked_nodes_signature_is_not_believed_and_a_renewed_one_signs_again(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca")
+    for name in ("node", "router"):
+        authority.issue(name, "node" if name == "node" else "router", tmp_path / name, 1)
+    node, router = Signer(tmp_path / "node"), Signer(tmp_path / "router")
+    old = node.sign(b"content")
+    router.check(b"content", *old, "node")
+    authority.revoke("node")
+    authority.copy_revoked(tmp_path / "router")
+    with pytest.raises(ProtocolError, match="revoked"):
+        router.check(b"content", *old, "node")
+    assert not node.is_renewed
+    authority.issue("node", "node", tmp_path / "node", 1)
+    assert node.is_renewed
+    router.check(b"content", *node.sign(b"content"), "node")
+
+
+def test_a_folder_without_a_key_is_reported_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Signer(tmp_path).sign(b"content")
