@@ -11,6 +11,10 @@ from router.index.prefix_index import PrefixIndex
 from router.metrics import Metrics
 from router.model_catalog import ModelCatalog
 from router.requests.dispatch import Dispatcher
+from router.requests.request import TraceContext
+from router.tracing.exporter import Traces
+
+NO_TRACE = TraceContext()
 
 
 class Router:
@@ -31,6 +35,10 @@ class Router:
         )
         self.index = PrefixIndex(config.index_blocks)
         self.dispatcher = Dispatcher(config, self.metrics, index=self.index)
+        self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
+        if self._traces is not None:
+            traces = self._traces
+            self.dispatcher.stories.on_end = lambda story: traces.record(story.plain(), story.trace or NO_TRACE)
         self.metrics.watch_nodes(self.dispatcher.nodes.known, self.dispatcher.breakers)
         self.subscriber: KvEventSubscriber | None = None
         self.metrics.watch_queue(
@@ -67,5 +75,7 @@ class Router:
 
     def close(self) -> None:
         """End all requests, close all links."""
+        if self._traces is not None:
+            self._traces.close()
         self.catalog.close()
         self.dispatcher.close()

@@ -64,6 +64,11 @@ class RouterConfig(AdminHostOptions, RoutingOptions, ClientOptions, MembershipOp
         help="Folder or hub name of the tokenizer to use; by default that of the model that the nodes report.",
     )
     served_model_name: str | None = variant(ModelOptions, "served_model_name")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send a trace of each request there with OTLP over HTTP, as in http://localhost:4318/v1/traces.",
+        "Logging",
+    )
     max_body_mb: float = option(4.0, "Maximum size of a request body in MB; larger ones get 413.", "Clients", low=0.001)
 
     def __post_init__(self) -> None:

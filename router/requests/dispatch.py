@@ -223,6 +223,7 @@ class Dispatcher:
         client: str,
     ) -> Generation:
         story, engine = Story(request_id, client), request.engine
+        story.trace = request.trace
         story.add("arrived", data={"prompt_tokens": len(engine.prompt_ids), "max_tokens": engine.sampling.max_tokens})
         generation = Generation(
             request_id,

@@ -11,6 +11,13 @@ from router.requests.fair_queue import NOBODY, Tenant
 from router.requests.shared_prompt import SharedPrompt
 
 
+class TraceContext(NamedTuple):
+    """W3C headers of a request, as sent; empty if there are none."""
+
+    parent: str = ""
+    state: str = ""
+
+
 class GenerationRequest(NamedTuple):
     """The validated input of one generation."""
 
@@ -36,6 +43,8 @@ class GenerationRequest(NamedTuple):
     """Requests with the same key go to the same nodes under the policy `session`."""
     tenant: Tenant = NOBODY
     """The tenant whose fair share the request counts against in the admission queue."""
+    trace: TraceContext | None = None
+    """The client's, for the router's spans."""
     shared: SharedPrompt | None = None
     """What it shares with the other samples of its prompt; None if it is the only one."""
 

@@ -29,6 +29,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from router.requests.request import TraceContext
+
 TERMINAL = frozenset({"finished", "failed", "cancelled"})
 _MAX_EVENTS = 200
 """Maximum number of events kept per request; beyond it, events in the middle are dropped and counted."""
@@ -52,12 +54,16 @@ Data = Mapping[str, object] | Explained | None
 class Story:
     """The events of one request. Invariant: its size is bounded."""
 
-    __slots__ = ("_clock", "_started_s", "arrived_at", "client_id", "events", "omitted", "request_id", "token_times")
+    __slots__ = (
+        *("_clock", "_started_s", "arrived_at", "client_id", "events", "omitted", "request_id", "token_times"),
+        "trace",
+    )
 
     def __init__(self, request_id: str, client_id: str = "", *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.request_id = request_id
         self.client_id = client_id
         """The client's own id of the request; not unique."""
+        self.trace: TraceContext | None = None
         self.arrived_at = time.time()
         self.events: list[tuple[float, str, str, Data]] = []
         """(seconds since arrival, event, reason, data)"""
@@ -139,11 +145,13 @@ class Stories:
         self._finished: OrderedDict[str, tuple[Story, int]] = OrderedDict()
         self._bytes = 0
         self._watched_until_s = 0.0
+        self.on_end: Callable[[Story], None] | None = None
+        """Called with each finished story."""
 
     @property
     def watched(self) -> bool:
         """Someone looks at stories: those that begin now get timelines and the times of tokens."""
-        return self._clock() < self._watched_until_s
+        return self.on_end is not None or self._clock() < self._watched_until_s
 
     def watch(self, seconds: float = 60.0) -> None:
         """Someone looks at stories, at least for so long."""
@@ -165,6 +173,8 @@ class Stories:
         size = story.size_bytes
         self._finished[story.request_id] = (story, size)
         self._bytes += size
+        if self.on_end is not None:
+            self.on_end(story)
         while self._finished and (len(self._finished) > self._max_finished or self._bytes > self._max_bytes):
             self._bytes -= self._finished.popitem(last=False)[1][1]
 

@@ -22,7 +22,7 @@ from router.http.openai.shared_fields import CompletionRequestBase
 from router.http.request_headers import header
 from router.output.base import OutputParser
 from router.requests.fair_queue import NOBODY, Tenant
-from router.requests.request import GenerationRequest
+from router.requests.request import GenerationRequest, TraceContext
 from router.served_model import ServedModel
 from router.text.bad_words import bad_word_ids
 from router.text.continue_message import before_mark, with_mark
@@ -39,13 +39,16 @@ class Caller(NamedTuple):
     tenant: Tenant = NOBODY
     session: str = ""
     priority: int = 0
+    trace: TraceContext | None = None
 
 
 def caller_of(scope: Scope, user: str | None, priority: int | None) -> Caller:
     """The caller of a request with these fields; the session is the header `x-session-id`, else the `user` field."""
     client, user = client_of(scope), (user or "")[:_MAX_KEY_CHARS]
     session = header(scope, b"x-session-id")[:_MAX_KEY_CHARS] or user
-    return Caller(Tenant(client.name, user), session, max(priority or 0, client.highest_priority))
+    parent = header(scope, b"traceparent")
+    trace = TraceContext(parent, header(scope, b"tracestate")) if parent else None
+    return Caller(Tenant(client.name, user), session, max(priority or 0, client.highest_priority), trace)
 
 
 class ChatGeneration(NamedTuple):
@@ -199,6 +202,7 @@ def _generation_request(
         detokenize=body.detokenize is not False,
         prompt_only=wanted == 0,
         tenant=caller.tenant,
+        trace=caller.trace,
         session=caller.session,
     )
 
