@@ -4,6 +4,7 @@ llm_request                   from arrival to the end
   queue                       in the router's admission queue
   attempt 1                   from its placement to its end; a fault ends it with an error, and attempt 2 is its sibling
     prefill                   from the request's sending to the first token
+    relay                     from the decode node's grant to its last layer, by its own report
     decode                    from the first token on
   backoff                     before the next attempt
 """
@@ -53,6 +54,9 @@ class _Reader:
         self._stage: Span | None = None
         self._attempts = 0
         self._fault = ""
+        self._sent_s: dict[tuple[int, str], float] = {}
+        """(attempt, role) -> when its request went to the node."""
+        self._by_number: dict[int, Span] = {}
 
     def read(self, t_s: float, event: str, reason: str, data: Mapping[str, Any]) -> None:
         match event:
@@ -70,7 +74,10 @@ class _Reader:
             case "sent":
                 if self._attempt is not None and self._stage is None:
                     self._stage = self._begin("prefill", t_s, self._attempt)
+                self._sent_s.setdefault((self._attempts, reason.removesuffix("Request").lower()), t_s)
                 self._note(t_s, event, {"kvrelay.message": reason, "kvrelay.node": str(data.get("node", ""))})
+            case "timeline":
+                self._read_timeline(data)
             case "first_token" | "resumed":
                 if event == "first_token":
                     self._root.attributes["gen_ai.latency.time_to_first_token"] = t_s
@@ -94,6 +101,7 @@ class _Reader:
         self._waiting = None
         self._attempts += 1
         self._attempt = self._begin(f"attempt {self._attempts}", t_s, self._root)
+        self._by_number[self._attempts] = self._attempt
         self._attempt.attributes |= {
             "kvrelay.attempt": self._attempts,
             "kvrelay.prefill_mode": str(data.get("mode", "")),
@@ -104,6 +112,21 @@ class _Reader:
             node = placed.get("node")
             if node:
                 self._attempt.attributes[f"kvrelay.{leg}_node"] = str(node)
+
+    def _read_timeline(self, data: Mapping[str, Any]) -> None:
+        """A node's marks count from the arrival of its request, which is taken for the time at which it was sent."""
+        attempt, role = self._by_number.get(data["attempt"]), str(data["role"])
+        sent_s = self._sent_s.get((data["attempt"], role))
+        if attempt is None or sent_s is None:
+            return
+        marks = [(str(name), sent_s + at_s, int(number)) for name, at_s, number in data["marks"]]
+        if role == "prefill":
+            attempt.events += [(t_s, f"prefill {name}", {"kvrelay.number": number}) for name, t_s, number in marks]
+        times = {name: t_s for name, t_s, _ in marks}
+        if role == "decode" and "grant" in times and "received" in times:
+            relay = self._begin("relay", times["grant"], attempt)
+            relay.end_s = times["received"]
+            relay.events = [(t_s, name, {"kvrelay.layer": number}) for name, t_s, number in marks if name == "layer"]
 
     def _finish(self, t_s: float, event: str, reason: str, data: Mapping[str, Any]) -> None:
         if event == "failed":

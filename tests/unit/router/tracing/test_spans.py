@@ -35,13 +35,23 @@ SURVIVOR = story(
     (1.7, "decision", "attempt 2", {**DECISION, "decode": {"node": "d1"}}),
     (1.7, "sent", "DecodeRequest", {"node": "d1"}),
     (2.0, "resumed", "", None),
+    (
+        2.1,
+        "timeline",
+        "",
+        {"attempt": 2, "role": "decode", "marks": [("grant", 0.1, 0), ("layer", 0.15, 3), ("received", 0.2, 0)]},
+    ),
+    (2.1, "timeline", "", {"attempt": 7, "role": "decode", "marks": []}),
     (3.0, "finished", "stop", {"completion_tokens": 9, "cached_tokens": 16, "relayed_bytes": 5}),
 )
 
 
 def test_an_attempt_after_a_fault_is_the_sibling_of_the_one_that_failed() -> None:
     spans = spans_of(SURVIVOR)
-    shown = [(each.name, each.parent.name if each.parent else "", each.start_s, each.end_s) for each in spans]
+    shown = [
+        (each.name, each.parent.name if each.parent else "", round(each.start_s, 6), round(each.end_s, 6))
+        for each in spans
+    ]
     assert shown == [
         ("llm_request", "", 0.0, 3.0),
         ("queue", "llm_request", 0.0, 0.5),
@@ -52,6 +62,7 @@ def test_an_attempt_after_a_fault_is_the_sibling_of_the_one_that_failed() -> Non
         ("attempt 2", "llm_request", 1.7, 3.0),
         ("prefill", "attempt 2", 1.7, 2.0),
         ("decode", "attempt 2", 2.0, 3.0),
+        ("relay", "attempt 2", 1.8, 1.9),
     ]
     assert [each.error for each in spans if each.error] == ["node_lost: d0 is gone"]
     assert spans[0].attributes["gen_ai.usage.output_tokens"] == 9
@@ -78,7 +89,7 @@ def test_a_collector_gets_one_trace_below_the_clients_span() -> None:
     traces.close()
     spans = memory.get_finished_spans()
     ours = [span for span in spans if f"{span.context.trace_id:032x}" == parent.split("-")[1]]
-    assert len(ours) == len(spans) // 2 == 9
+    assert len(ours) == len(spans) // 2 == 10
     [root] = [span for span in ours if span.name == "llm_request"]
     assert root.parent is not None
     assert f"{root.parent.span_id:016x}" == "b7ad6b7169203331"
