@@ -126,7 +126,8 @@ class _Reader:
         if role == "decode" and "grant" in times and "received" in times:
             relay = self._begin("relay", times["grant"], attempt)
             relay.end_s = times["received"]
-            relay.events = [(t_s, name, {"kvrelay.layer": number}) for name, t_s, number in marks if name == "layer"]
+            layers = [(t_s, number) for name, t_s, number in marks if name == "layer"]
+            relay.events += [(t_s, "layer", {"kvrelay.layer": number}) for t_s, number in layers]
 
     def _finish(self, t_s: float, event: str, reason: str, data: Mapping[str, Any]) -> None:
         if event == "failed":
