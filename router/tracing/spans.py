@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Attributes = dict[str, str | int | float | bool]
+Value = str | int | float | bool
+Attributes = Mapping[str, Value]
 
 _FAULTS = frozenset({"leg_failed", "node_lost", "gap"})
 _ENDS = frozenset({"finished", "failed", "cancelled"})
@@ -29,7 +30,7 @@ class Span:
     start_s: float
     parent: Span | None = None
     end_s: float = 0.0
-    attributes: Attributes = field(default_factory=Attributes)
+    attributes: dict[str, Value] = field(default_factory=dict[str, Value])
     events: list[tuple[float, str, Attributes]] = field(default_factory=list[tuple[float, str, Attributes]])
     error: str = ""
 
