@@ -216,7 +216,11 @@ def describe_node(node: Node, now_s: float) -> dict[str, Any]:
         "draining": node.load.draining,
         "model": record.model.name,
         "adapters": [adapter.name for adapter in record.adapters],
-        "layout": {"tensor_parallel": record.layout.tp_size, "pipeline_stages": list(record.layout.pp_layers)},
+        "layout": {
+            "tensor_parallel": record.layout.tp_size,
+            "pipeline_parallel": record.layout.pp_size,
+            "layers_per_stage": list(record.layout.pp_layers),
+        },
         "control_address": record.peer.control_address,
         "admin_address": record.admin_address,
         "started_at": record.started_at,

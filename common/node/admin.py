@@ -112,7 +112,8 @@ class NodeAdmin:
             "data_addresses": record.peer.data_addresses,
             "layout": {
                 "tensor_parallel": record.layout.tp_size,
-                "pipeline_stages": list(record.layout.pp_layers),
+                "pipeline_parallel": record.layout.pp_size,
+                "layers_per_stage": list(record.layout.pp_layers),
                 "dtype": record.layout.spec.dtype,
                 "block_size": record.layout.spec.block_size,
             },

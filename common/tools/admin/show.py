@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH = 240
-"""Width of output that is not a terminal."""
+"""Width of output that is not a terminal, unless COLUMNS says another."""
 _STATES = {"usable": "green", "draining": "yellow", "not answering": "red"}
 
 
 def console() -> Console:
-    """A console for standard output; colours and the window's width in a terminal only."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    """A console for standard output; colours in a terminal only. Its width is the window's, or COLUMNS."""
+    has_width = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if has_width else _PIPE_WIDTH, highlight=False)
+
+
+class Fitted:
+    """A table that leaves out columns, the last of `optional` first, until its rows fit in one line each."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], optional: Sequence[str]) -> None:
+        self._columns, self._rows, self._optional = columns, rows, optional
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left_out: list[str] = []
+        while True:
+            made = self._without(left_out)
+            rest = [name for name in self._optional if name not in left_out]
+            if not rest or Measurement.get(console, options.update(width=1000), made).maximum <= options.max_width:
+                break
+            left_out.append(rest[-1])
+        yield made
+        if left_out:
+            yield Text(f"not shown for want of width: {', '.join(reversed(left_out))}", "dim")
+
+    def _without(self, names: Sequence[str]) -> Table:
+        kept = [index for index, name in enumerate(self._columns) if name not in names]
+        return table(
+            "", [self._columns[index] for index in kept], [[row[index] for index in kept] for row in self._rows]
+        )
 
 
 def cell(value: Any) -> Text:
@@ -50,22 +78,11 @@ def _is_number(value: Any) -> bool:
 
 def nodes(answer: Mapping[str, Any]) -> RenderableType:
     """`kvrelay admin nodes`."""
-    columns = (
-        "node",
-        "role",
-        "model",
-        "adapters",
-        "state",
-        "running",
-        "waiting",
-        "queued tokens",
-        "KV used",
-        "cached",
-        "hits",
-        "relayed",
-    )
+    columns = ("node", "role", "model", "adapters", "state", "running", "waiting", "queued tokens", "KV used", "cached")
     rows = [_node_row(node) for node in answer["nodes"]]
-    return table("", (*columns, "answered"), rows) if rows else cell("the router knows no node")
+    optional = ("KV used", "hits", "queued tokens", "relayed", "model", "adapters", "role", "cached")
+    shown = (*columns, "hits", "relayed", "answered")
+    return Fitted(shown, rows, optional) if rows else cell("the router knows no node")
 
 
 def _node_row(node: Mapping[str, Any]) -> list[Any]:
@@ -85,7 +102,7 @@ def _node_row(node: Mapping[str, Any]) -> list[Any]:
         percent(load["kv_blocks_cached"], blocks),
         percent(load["prefix_hits"], load["prefix_queries"]),
         size(load["relayed_bytes"]),
-        None if age_s is None else f"{age_s:.1f} s ago",
+        None if age_s is None else ago(age_s),
     ]
 
 
@@ -112,7 +129,8 @@ def requests(summaries: Sequence[Mapping[str, Any]]) -> RenderableType:
         "out",
     )
     rows = [_request_row(summary) for summary in summaries]
-    return table("", columns, rows) if rows else cell("no request yet")
+    optional = ("decode", "tokens in", "out", "prefill", "attempts", "cached")
+    return Fitted(columns, rows, optional) if rows else cell("no request yet")
 
 
 def _request_row(summary: Mapping[str, Any]) -> list[Any]:
@@ -120,7 +138,7 @@ def _request_row(summary: Mapping[str, Any]) -> list[Any]:
     prefill = decision.get("prefill", {}).get("node") or (decision and "local")
     return [
         summary["request_id"],
-        time.strftime("%H:%M:%S", time.localtime(summary["arrived_at"])),
+        ago(time.time() - summary["arrived_at"]),
         summary["outcome"],
         round(summary["duration_s"], 3),
         summary["attempts"],
@@ -208,6 +226,14 @@ def _one_line(value: Any) -> Any:
     if isinstance(value, Mapping):
         return "; ".join(f"{key} {item}" for key, item in value.items())
     return {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
+
+
+def ago(seconds: float) -> str:
+    """As in 3.2 s ago, 12 min ago."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.1f} s ago"
 
 
 def percent(part: int, whole: int) -> str | None:

@@ -68,7 +68,7 @@ function show(node) {
   const rows = [
     ["Role", `${node.role}, ${node.state}`],
     ["Model", node.model],
-    ["Layout", `TP ${node.layout.tensor_parallel}, pipeline stages of ${node.layout.pipeline_stages.join(" + ")} layers`],
+    ["Layout", `TP ${node.layout.tensor_parallel}, PP ${node.layout.pipeline_parallel}: ${node.layout.layers_per_stage.join(" + ")} layers`],
     ["Requests", `${load.running} running, ${load.waiting} waiting, ${count(load.queued_tokens)} prompt tokens queued`],
     ["KV memory", `${kv(load.kv_blocks_used)} used, ${kv(load.kv_blocks_cached)} cached, of ${count(load.kv_blocks_total)}`],
     ["Prefix cache", `${percent(load.prefix_hits, load.prefix_queries)} of ${count(load.prefix_queries)} tokens hit`],
