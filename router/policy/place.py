@@ -111,7 +111,7 @@ def place(
     if by_estimate or uncached > (_SHORT_TOKENS if local_prefill_tokens is None else local_prefill_tokens):
         sources, reason = _sources(query, prefill, picked, targets.kv_kinds[row])
     else:
-        sources, reason = prefill, f"{uncached} uncached tokens are cheaper without a relay"
+        sources, reason = prefill, f"{uncached} tokens are too few to relay"
     if reason:
         return Decision(policy, "local", reason, target, None, local_s, step_s)
     preferred = without(sources, query.avoid)
@@ -121,17 +121,24 @@ def place(
     work_s = source.slowness * kv_aware.compute_s(pool.costs, computed, query)
     relay_s = kv_aware.queue_s(source, pool.costs) + work_s
     relay_s += kv_aware.transfer_s(at, query.num_tokens - hit_tokens, targets.costs)
-    reason = f"{uncached} uncached tokens"
+    reason = f"{uncached} tokens are not cached"
     if by_estimate:
         here_s, there_s = local_s + local_delay_s, relay_s + kv_aware.delay_s(costs, computed, query)
-        reason += f": a relay costs {there_s:.4f} s, a prefill on the decode node {here_s:.4f} s, including the delay of others"
         if here_s < there_s:
+            reason = f"relaying {uncached} tokens would cost {_more(there_s, here_s)}"
             return Decision(policy, "local", reason, target, None, local_s, step_s)
+        reason = f"computing {uncached} tokens on the decode node would cost {_more(here_s, there_s)}"
     if not preferred.nodes:
         reason += "; the prefill nodes failed this request before, but there is no other"
     picked = Picked(pool.node_ids[source_row], pool.incarnations[source_row], source_hit, work_s)
     chosen = LegDecision(picked, shown(pool, source_scores, shown_count))
     return Decision(policy, "relayed", reason, target, chosen, relay_s, step_s)
+
+
+def _more(high_s: float, low_s: float) -> str:
+    """What a choice costs more than the other, the delay of other requests included."""
+    high_ms, low_ms = 1000 * high_s, 1000 * low_s
+    return f"{high_ms - low_ms:.3g} ms more ({high_ms:.3g} against {low_ms:.3g}, the delay of others included)"
 
 
 def _targets(query: Query, decode: Fleet) -> Fleet:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -34,13 +35,15 @@ def fleet(role: Role, nodes: list[Node]) -> Fleet:
     return made
 
 
-def decide(prefill: list[Node], decode: list[Node], *, policy: str = "least_load", **query: object) -> Decision:
+def decide(
+    prefill: list[Node], decode: list[Node], *, policy: str = "least_load", local: int | None = 32, **query: object
+) -> Decision:
     return place(
         Query(**{"num_tokens": 1000, **query}),  # type: ignore[arg-type]
         fleet("prefill", prefill),
         fleet("decode", decode),
         policy=policy,
-        local_prefill_tokens=32,
+        local_prefill_tokens=local,
         memory=Memory(),
     )
 
@@ -149,6 +152,15 @@ def test_the_only_decode_node_computes_the_prompt_itself_after_a_relay_to_it_fai
     """A prefill node that cannot reach it would lose the next attempt in the same way."""
     decision = decide([node("p0")], [node("d0")], avoid=frozenset({"inc-d0"}))
     assert (decision.mode, decision.decode.picked.node_id) == ("local", "d0")
+
+
+def test_the_reason_says_what_the_other_choice_would_cost() -> None:
+    decode = [node("d", running=50)]
+    far = decide([node("p", queued_tokens=50_000, waiting=9)], [node("d")], policy="kv_aware", local=None)
+    assert (far.mode, far.reason.split(" would cost ")[0]) == ("local", "relaying 1000 tokens")
+    near = decide([node("p")], decode, policy="kv_aware", local=None)
+    assert (near.mode, near.reason.split(" would cost ")[0]) == ("relayed", "computing 1000 tokens on the decode node")
+    assert re.search(r" [\d.e+]+ ms more \([\d.e+]+ against [\d.e+]+, the delay of others included\)$", near.reason)
 
 
 def lead(name: str, blocks: int) -> dict[str, int]:
