@@ -31,7 +31,7 @@ class KeyGuard:
         if scope["type"] != "http" or not self._keys or scope.get("raw_path") in _OPEN:
             await self._app(scope, receive, send)
             return
-        use = self._keys.find(api_key(scope))
+        use = self._keys.find(api_key(scope).encode("latin-1"))  # as received
         if use is None:
             refusal = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
             await self._refuse(refusal, scope, receive, send, [(b"www-authenticate", b"Bearer")])

@@ -135,7 +135,7 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._given) or self._file is not None
 
-    def find(self, key: str) -> KeyUse | None:
+    def find(self, key: bytes) -> KeyUse | None:
         """The use of a valid key; None for all others."""
         if self._file is not None and self._clock() > self._checked_s + _CHECK_S:
             self._checked_s = self._clock()
@@ -163,9 +163,9 @@ class ApiKeys:
         self._known = known
 
 
-def digest_of(key: str) -> str:
-    """SHA-256 in hexadecimal."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+def digest_of(key: str | bytes) -> str:
+    """SHA-256 in hexadecimal, of UTF-8 or of what a header holds."""
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()
 
 
 def _name(digest: str) -> str:

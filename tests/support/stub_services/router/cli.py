@@ -15,7 +15,7 @@ from common.config.sources import Resolved
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = json.dumps({"prefill": 1, "decode": 1}).encode()
+        body = json.dumps({"prefill": 1, "decode": 1, "pooling": 0}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

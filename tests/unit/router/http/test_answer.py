@@ -29,6 +29,7 @@ from router.requests.attempt_placing import Attempts
 from router.requests.dispatch import Dispatcher
 from router.requests.generation import Generation
 from router.requests.request import Delta, GenerationRequest, Outcome
+from router.requests.story import Stories
 from router.text.detokenizer import TokenPieces
 
 PIECES = TokenPieces(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
@@ -141,8 +142,9 @@ def test_others_have_their_turns_while_many_logprobs_are_written(call: str, stre
         answer, logprobs = Answer(), [TokenLogprobs(-0.5, [0, 1], [-0.5, -1.0])]
         for _ in range(2):
             request = GenerationRequest(EngineRequest([0], SamplingParams(seed=0, max_tokens=tokens)))
+            state = SimpleNamespace(stories=Stories())
             generation = Generation(
-                "r", request, PIECES, cast("Any", None), max_attempts=1, deadline_s=1.0, on_news=answer.on_news
+                "r", request, PIECES, cast("Any", state), max_attempts=1, deadline_s=1.0, on_news=answer.on_news
             )
             generation._deltas = [Delta("a", [at % 2], logprobs) for at in range(tokens)]
             generation.outcome = Outcome("length")

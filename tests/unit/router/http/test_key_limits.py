@@ -29,14 +29,14 @@ def test_file_gives_keys_their_classes_and_holds_digests_too(tmp_path: Path) -> 
     file = tmp_path / "keys.toml"
     file.write_text(FILE)
     keys = ApiKeys(("sk-given",), file)
-    found = {key: keys.find(key) for key in ("sk-batch", "sk-hashed", "sk-given")}
+    found = {key: keys.find(key.encode()) for key in ("sk-batch", "sk-hashed", "sk-given")}
     assert {key: use.key_class for key, use in found.items() if use} == {
         "sk-batch": KeyClass(2, 100, 0, 10),
         "sk-hashed": KeyClass(),
         "sk-given": KeyClass(),
     }
-    for wrong in ("", "sk-batc", "batch", digest_of("sk-hashed"), "\udcff"):
-        assert keys.find(wrong) is None
+    for wrong in ("", "sk-batc", "batch", digest_of("sk-hashed"), "\xff"):
+        assert keys.find(wrong.encode()) is None
 
 
 def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
@@ -44,17 +44,17 @@ def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: P
     file = tmp_path / "keys.toml"
     file.write_text(FILE)
     keys = ApiKeys((), file, lambda: now)
-    before = keys.find("sk-batch")
+    before = keys.find(b"sk-batch")
     for turn, content in enumerate((FILE + '"sk-new" = "batch"\n', "not TOML: sk-secret"), 1):
         file.write_text(content)
         os.utime(file, ns=(turn, turn))
         now += 2
-        assert keys.find("sk-new") is not None
-        assert keys.find("sk-batch") is before
+        assert keys.find(b"sk-new") is not None
+        assert keys.find(b"sk-batch") is before
     file.write_text("")
     os.utime(file, ns=(9, 9))
     now += 2
-    assert keys.find("sk-batch") is None
+    assert keys.find(b"sk-batch") is None
     assert keys  # without any key left, nobody is let in
 
 
