@@ -87,7 +87,8 @@ def running(folder: Path, model: Path, network: Network) -> Iterator[TwoHosts]:
             wait_until(
                 lambda: (system.health().get("prefill"), system.health().get("decode")) == (1, 1),
                 START_TIMEOUT_S,
-                f"both nodes are usable; log:\n{system.log_tail()}",
+                "both nodes are usable",
+                system.log_tail,
             )
             config = load_model_config(model)
             block_bytes = config.num_layers * 2 * 16 * config.num_kv_heads * config.head_dim * 4

@@ -201,7 +201,8 @@ class FaultSystem:
         wait_until(
             lambda: not any(part.alive for part in self.parts(node)),
             within_s,
-            f"all of {node} ended:\n{self.log_tail()}",
+            f"all of {node} ended",
+            self.log_tail,
         )
 
     def heal(self, *, ending: tuple[str, ...] = ()) -> None:
@@ -223,7 +224,7 @@ class FaultSystem:
         for name in ("redis", *ROUTERS):
             if not self.services[name].alive:
                 self.start(name)
-        wait_until(self.complete, START_S, f"both routers see all nodes:\n{self.log_tail()}")
+        wait_until(self.complete, START_S, "both routers see all nodes", self.log_tail)
 
     def renew(self) -> None:
         """Start every node and router anew."""
@@ -294,11 +295,11 @@ def fault_system(folder: Path, model: Path, network: Network | None) -> Iterator
         system.services[name] = Service(name, command, host, folder / f"{name}.log")
     try:
         system.start("redis")
-        wait_until(lambda: _answers(system.redis_url), 10, "Redis answers")
+        wait_until(lambda: _answers(system.redis_url), 30, "Redis answers", system.log_tail)
         for name in system.services:
             if name != "redis":
                 system.start(name)
-        wait_until(system.complete, START_S, "the whole system is up")
+        wait_until(system.complete, START_S, "the whole system is up", system.log_tail)
         yield system
     finally:
         system.go_on()

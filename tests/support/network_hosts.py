@@ -121,7 +121,8 @@ class Network:
 
     def __init__(self, *names: str) -> None:
         self.tag = f"kv{secrets.token_hex(2)}"
-        self.third = secrets.randbelow(254) + 1
+        taken = {route["dst"] for route in json.loads(_ip("-j", "route", "show"))}
+        self.third = secrets.choice([third for third in range(1, 255) if f"{_PREFIX}.{third}.0/24" not in taken])
         self.switch = f"{self.tag}switch"
         self.hosts: dict[str, Host] = {}
         self._names = names

@@ -24,14 +24,14 @@ from common.tools.admin.cli import app as admin
 START_TIMEOUT_S = 120.0
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Poll `condition` until it holds and return its value. Raises: AssertionError naming `what`."""
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str, log: Callable[[], str] | None = None) -> Any:
+    """Poll `condition` until it holds and return its value. Raises: AssertionError naming `what`, followed by `log()`."""
     end = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < end, f"not within {timeout_s:.0f} s: {what}"
+        assert time.monotonic() < end, f"not within {timeout_s:.0f} s: {what}\n{log() if log else ''}"
         time.sleep(0.05)
 
 
@@ -91,7 +91,7 @@ class System:
                 == tuple(map(roles.count, ("prefill", "decode")))
             )
 
-        wait_until(usable, timeout_s, f"{prefill} prefill and {decode} decode nodes usable; log:\n{self.log_tail()}")
+        wait_until(usable, timeout_s, f"{prefill} prefill and {decode} decode nodes usable", self.log_tail)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry `labels`."""

@@ -21,15 +21,21 @@ _STATES = {"usable": "green", "draining": "yellow", "not answering": "red"}
 
 def console() -> Console:
     """A console for standard output; colours in a terminal only. Its width is the window's, or COLUMNS."""
-    has_width = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(width=None if has_width else _PIPE_WIDTH, highlight=False)
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdigit() and int(asked) > 0:
+        width = int(asked)
+    else:
+        width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(width=width, highlight=False)
 
 
 class Fitted:
     """A table that leaves out columns, the last of `optional` first, until its rows fit in one line each."""
 
-    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], optional: Sequence[str]) -> None:
-        self._columns, self._rows, self._optional = columns, rows, optional
+    def __init__(
+        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], optional: Sequence[str], title: str = ""
+    ) -> None:
+        self._columns, self._rows, self._optional, self._title = columns, rows, optional, title
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         left_out: list[str] = []
@@ -45,9 +51,8 @@ class Fitted:
 
     def _without(self, names: Sequence[str]) -> Table:
         kept = [index for index, name in enumerate(self._columns) if name not in names]
-        return table(
-            "", [self._columns[index] for index in kept], [[row[index] for index in kept] for row in self._rows]
-        )
+        columns = [self._columns[index] for index in kept]
+        return table(self._title, columns, [[row[index] for index in kept] for row in self._rows])
 
 
 def cell(value: Any) -> Text:

@@ -43,7 +43,7 @@ class Row:
     def verdict(self) -> str:
         """Which is better, as far as the interval says."""
         if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
-            return "no difference shown"
+            return "undecided"
         return "B is better" if (self.high < 1.0) == self.lower_is_better else "A is better"
 
     def as_json(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from common.tools.admin.show import percent, size, table
+from common.tools.admin.show import Fitted, percent, size, table
 from common.tools.load.report.page import objectives
 from common.tools.load.summary import PERCENTILES
 
@@ -68,7 +68,7 @@ def comparison(result: Mapping[str, Any]) -> RenderableType:
         sides = (f"{scale * row[side]:.2f}" for side in ("a", "b"))
         rows.append([row["name"], *sides, ratio, interval, row["verdict"]])
     title = f"{result['method']} (times in ms)"
-    return table(title, ("", "A", "B", "B / A", "95 % interval", ""), rows)
+    return Fitted(("", "A", "B", "B / A", "95 % interval", "verdict"), rows, ("95 % interval", "B", "A"), title)
 
 
 def _facts(summary: Mapping[str, Any], left_out: int) -> list[list[Any]]:

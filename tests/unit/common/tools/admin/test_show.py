@@ -66,7 +66,7 @@ def test_nodes_fit_the_window_and_say_what_was_left_out() -> None:
 
 
 def test_piped_output_has_the_width_that_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    for columns, width in (("80", 80), ("", 240), ("wide", 240)):
+    for columns, width in (("80", 80), ("", 240), ("0", 240), ("wide", 240)):
         monkeypatch.setenv("COLUMNS", columns)
         assert show.console().width == width
 
