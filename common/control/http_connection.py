@@ -43,7 +43,7 @@ class HttpConnection(HttpToolsProtocol):
         super().data_received(data)
         self._endless_bytes = 0 if self._got_somewhere else self._endless_bytes + len(data)
         if self._endless_bytes > _MOST_HEAD_BYTES and not self._refused:
-            self._refuse_head()
+            self._refuse(431, "The request's headers are too large.")
         if timer is not None and not self._refused and (not self.cycle or self.cycle.response_complete):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
 
@@ -55,19 +55,27 @@ class HttpConnection(HttpToolsProtocol):
         self._got_somewhere = True
         super().on_body(body)
 
-    def _refuse_head(self) -> None:
-        if not self.cycle or self.cycle.response_complete:
-            self._refuse(431, "The request's headers are too large.")
-        else:
-            self.transport.close()
-
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP request."""
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, end our side, and close once the client had time to read it."""
+        """Answer, end our side, and close once the client had time to read it.
+
+        Requests that are complete are answered first, then the connection is closed without this answer. Closed at once if
+        the answer to the refused request has begun, or if others wait to be sent before it.
+        """
         self._refused = True
+        cycle = self.cycle
+        if cycle and not cycle.response_complete:
+            if not cycle.more_body:
+                cycle.keep_alive = False
+                return
+            if cycle.response_started or self.pipeline:
+                self.transport.close()
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
         lines = [b"HTTP/1.1 %d %s" % (status, _PHRASES[status])]
         lines += [b"%s: %s" % header for header in self.server_state.default_headers]
         lines += [

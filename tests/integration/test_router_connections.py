@@ -116,6 +116,33 @@ def test_requests_sent_ahead_are_answered_in_order(model_folder: Path) -> None:
     play(model_folder, scene)
 
 
+BROKEN_BODY = b"POST /nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        (BROKEN_BODY, [400]),
+        (request("hi") + b"nonsense\r\n\r\n", [200]),
+        (request("hi") * 2 + b"nonsense\r\n\r\n", [200, 200]),
+        (request("hi") + BROKEN_BODY, []),
+    ],
+    ids=["body", "after a request", "after two requests", "body of a second request"],
+)
+def test_what_is_no_http_is_refused_once_after_the_requests_before_it(
+    model_folder: Path, caplog: pytest.LogCaptureFixture, sent: bytes, statuses: list[int]
+) -> None:
+    async def scene(bench: Bench) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.stack.port)
+        writer.write(sent)
+        assert [(await answer(reader))[0] for _ in statuses] == statuses
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+    play(model_folder, scene)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 ENDLESS = {
     "line": [b"GET /"],
     "header": [b"GET / HTTP/1.1\r\nx: "],
