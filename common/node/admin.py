@@ -18,7 +18,7 @@ from common.control.links import Identity
 from common.control.messages import NodeLoad, NodeRecord
 from common.node.drain import Drain
 
-_ENGINE_ANSWERS_S = 5.0
+_ENGINE_ANSWERS_S = 0.8
 """An engine that is in a longer step, or stuck, is reported without its attempts; `step_age_s` of its load shows which."""
 
 Describe = Callable[[], dict[str, Any]]

@@ -10,8 +10,8 @@ from common.base.errors import NotFound, Unavailable
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
 
-_TIMEOUT_S = 6.0
-"""A node whose engine is in a long step answers after 5 s."""
+_TIMEOUT_S = 3.0
+"""A node whose engine is in a long step answers after 0.8 s."""
 
 
 class NodeControl:

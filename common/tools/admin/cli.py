@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Callable
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from common.base.errors import DeadlineExceeded
-from common.cli import flowing, run_checked
-from common.config.sources import ADMIN_URL_VARIABLE
-from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, connect
+from common.cli import flowing
+from common.tools.admin import control
+from common.tools.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
+from common.tools.admin.lora import lora
+from common.tools.admin.options import Json, NodeName, Url, show_answer
 
 _HELP = """Inspect a running cluster (nodes, requests, routing decisions) and drain nodes.
 
@@ -22,9 +19,10 @@ It asks a router's admin port, and nodes at the addresses that the router knows.
 `kvrelay up` on this machine is found automatically. For any other, give a router's admin address with --url and the
 admin token in KVRELAY_ADMIN_TOKEN.
 
+A service that is stopped or gone is reported within two seconds.
+
 Exit codes: 0 done, 1 not found or refused, 2 wrong usage, 3 no answer.
 """
-_POLL_S = 0.25
 
 app = typer.Typer(
     name="admin",
@@ -36,18 +34,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
-Url = Annotated[
-    str | None,
-    typer.Option("--url", metavar="URL", envvar=ADMIN_URL_VARIABLE, help="Admin address of a router."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the full response as JSON.")]
-NodeName = Annotated[str, typer.Argument(metavar="ID", help="Node id or incarnation, or a unique prefix of it.")]
-
 
 @app.command("nodes")
 def nodes(url: Url = None, as_json: Json = False) -> None:
     """List all nodes that the router knows, with state, load and cache."""
-    _show(url, as_json, lambda client: client.get("/nodes"), lambda show, answer: show.nodes(answer))
+    show_answer(url, as_json, lambda client: client.get("/nodes"), lambda show, answer: show.nodes(answer))
 
 
 @app.command("node")
@@ -59,7 +50,8 @@ def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
         try:
             return {"router": known, "node": client.get("/status", base=client.address_of(known))}
         except (AdminUnreachable, AdminRefused) as error:
-            return {"router": known, "node": None, "complaint": error.message}
+            answer = {"router": known, "node": None, "complaint": error.message}
+            raise AdminIncomplete(error.message, answer, error.exit_code) from None
 
     def render(show: Any, answer: dict[str, Any]) -> Any:
         known, says = answer["router"], answer["node"]
@@ -71,13 +63,13 @@ def node(name: NodeName, url: Url = None, as_json: Json = False) -> None:
             show.properties("as the router sees it", known), show.properties("as it reports itself", says)
         )
 
-    _show(url, as_json, fetch, render)
+    show_answer(url, as_json, fetch, render)
 
 
 @app.command("router")
 def router(url: Url = None, as_json: Json = False) -> None:
     """Show the router: what it serves, its admission queue, its prefix index."""
-    _show(url, as_json, lambda client: client.get("/status"), lambda show, answer: show.properties("", answer))
+    show_answer(url, as_json, lambda client: client.get("/status"), lambda show, answer: show.properties("", answer))
 
 
 @app.command("requests")
@@ -87,7 +79,7 @@ def requests(
     as_json: Json = False,
 ) -> None:
     """List the requests of this router: running ones, then the latest finished ones."""
-    _show(
+    show_answer(
         url,
         as_json,
         lambda client: client.get(f"/requests?limit={limit}"),
@@ -107,7 +99,7 @@ def request(
     as_json: Json = False,
 ) -> None:
     """Show the story of one request: every event, its time and its reason."""
-    _show(
+    show_answer(
         url,
         as_json,
         lambda client: client.get(f"/requests/{quote(request_id, safe='')}"),
@@ -137,124 +129,9 @@ def route(
         raise typer.BadParameter(f"--tokens {tokens!r} is not a list of numbers such as 5,17,3") from None
     body = {"prompt": prompt or ids, "chat": chat, "max_tokens": max_tokens, "cache_salt": cache_salt}
     body["session"] = session
-    _show(url, as_json, lambda client: client.post("/route", body), lambda show, answer: show.route(answer))
+    show_answer(url, as_json, lambda client: client.post("/route", body), lambda show, answer: show.route(answer))
 
 
-@app.command("drain")
-def drain(
-    name: NodeName,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until nothing runs on the node.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Maximum seconds to wait.")] = 600.0,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Let a node finish its requests and send it no new ones, until `undrain` or a restart of the node."""
-
-    def act(client: AdminClient) -> dict[str, Any]:
-        base = client.address_of(client.node(name))
-        status = client.post("/drain", {}, base=base)
-        deadline_s = time.monotonic() + timeout_s
-        while wait and not status["idle"]:
-            if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"{status['node_id']} is not idle after {timeout_s:g} s; it keeps draining")
-            time.sleep(_POLL_S)
-            status = client.get("/status", base=base)
-            if not status["draining"]:
-                raise AdminRefused(f"{status['node_id']} is not draining any more: undrain was called")
-        return status
-
-    _show(url, as_json, act, lambda show, status: show.cell(_drained(status)))
-
-
-@app.command("undrain")
-def undrain(name: NodeName, url: Url = None, as_json: Json = False) -> None:
-    """Send new requests to a drained node again."""
-    _show(
-        url,
-        as_json,
-        lambda client: client.post("/undrain", {}, base=client.address_of(client.node(name))),
-        lambda show, status: show.cell(f"{status['node_id']} takes new work"),
-    )
-
-
-def _drained(status: dict[str, Any]) -> str:
-    if status["idle"]:
-        return f"{status['node_id']} is drained: nothing runs there"
-    attempts = status["attempts"]
-    running = "its engine is in a long step" if attempts is None else f"{len(attempts)} attempts in flight"
-    return f"{status['node_id']} is draining: {running}"
-
-
-lora = typer.Typer(
-    name="lora",
-    help="Load and unload the LoRA adapters of running nodes.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+app.command("drain")(control.drain)
+app.command("undrain")(control.undrain)
 app.add_typer(lora)
-
-AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter.")]
-Nodes = Annotated[
-    list[str] | None,
-    typer.Option("--node", metavar="ID", help="Only this node; may be repeated. By default every node."),
-]
-
-
-@lora.command("list")
-def lora_list(node: Nodes = None, url: Url = None, as_json: Json = False) -> None:
-    """List the adapters of each node."""
-    _on_nodes(url, as_json, node, lambda client, base: client.get("/lora", base=base))
-
-
-@lora.command("load")
-def lora_load(
-    name: AdapterName,
-    path: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of the adapter, as the nodes see it.")],
-    node: Nodes = None,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Load an adapter on the nodes; done when all their ranks have it."""
-    body = {"name": name, "path": path}
-    _on_nodes(url, as_json, node, lambda client, base: client.post("/lora/load", body, base=base))
-
-
-@lora.command("unload")
-def lora_unload(name: AdapterName, node: Nodes = None, url: Url = None, as_json: Json = False) -> None:
-    """Unload an adapter from the nodes; requests that run finish with it."""
-    body = {"name": name}
-    _on_nodes(url, as_json, node, lambda client, base: client.post("/lora/unload", body, base=base))
-
-
-def _on_nodes(
-    url: str | None, as_json: bool, names: list[str] | None, ask: Callable[[AdminClient, str], dict[str, Any]]
-) -> None:
-    """Ask nodes one after the other, all of them or those named, and show what each answered."""
-
-    def fetch(client: AdminClient) -> dict[str, Any]:
-        known = [client.node(name) for name in names] if names else client.get("/nodes")["nodes"]
-        return {node["node_id"]: ask(client, client.address_of(node)) for node in known}
-
-    def render(show: Any, answer: dict[str, Any]) -> Any:
-        return show.group(*(show.properties(node, says) for node, says in answer.items()))
-
-    _show(url, as_json, fetch, render)
-
-
-def _show(
-    url: str | None, as_json: bool, fetch: Callable[[AdminClient], Any], render: Callable[[Any, Any], Any]
-) -> None:
-    """Fetch an answer with a client; print it as JSON or as `render(show, answer)`."""
-
-    def act() -> None:
-        answer = fetch(connect(url, os.environ))
-        if as_json:
-            print(json.dumps(answer, indent=2, ensure_ascii=False))
-            return
-        from common.tools.admin import show
-
-        show.console().print(render(show, answer))
-
-    run_checked(act)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from common.base.errors import ConfigError, KvRelayError
 from common.config.sources import ADMIN_URL_VARIABLE, ENV_PREFIX
@@ -17,14 +18,28 @@ from common.control.admin_token import check_token
 from common.tools.admin.running_clusters import RunningCluster, running_clusters, runtime_folder
 
 TOKEN_VARIABLE = ENV_PREFIX + "ADMIN_TOKEN"
-TIMEOUT_S = 10.0
-_MAX_ANSWER_BYTES = 64 * 2**20
+BUDGET_S = 1.4
+"""Time for all questions of one command: with the start of the process, no command takes more than two seconds because of
+a service that is stopped."""
+_PICK_S = 0.6
+"""The part of it in which a cluster's first router must answer, or another one is asked."""
+_MAX_ANSWER_BYTES = 256 * 2**20
+_MAX_THREADS = 32
 
 
 class AdminRefused(KvRelayError):
     """The service refused the request or does not know what it names."""
 
     exit_code = 1
+
+
+class AdminIncomplete(KvRelayError):
+    """Some services gave no answer, or refused; `answer` has what is known."""
+
+    def __init__(self, message: str, answer: Any, exit_code: int) -> None:
+        super().__init__(message)
+        self.answer = answer
+        self.exit_code = exit_code
 
 
 class AdminUsage(KvRelayError):
@@ -39,25 +54,34 @@ class AdminUnreachable(KvRelayError):
     exit_code = 3
 
 
-class AdminClient:
-    """Client of the admin ports of one cluster. `url` is a router's admin address; it knows those of the nodes."""
+AnswerT = TypeVar("AnswerT")
 
-    def __init__(self, url: str, token: str) -> None:
+
+class AdminClient:
+    """Client of the admin ports of one cluster. `url` is a router's admin address; it knows those of the nodes.
+
+    All its questions together may take `budget_s`, except those with a `timeout_s` of their own. Any thread.
+    """
+
+    def __init__(self, url: str, token: str, budget_s: float = BUDGET_S) -> None:
         self.url = url.rstrip("/")
-        self._token = token
+        self.token = token
+        self._until_s = time.monotonic() + budget_s
         # No proxy from the environment and no redirects: they would get the token.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection())
 
-    def get(self, path: str, *, base: str | None = None) -> Any:
+    def get(self, path: str, *, base: str | None = None, timeout_s: float | None = None) -> Any:
         """GET from the router, or from the service with the admin URL `base`.
 
         Raises: AdminRefused, AdminUnreachable.
         """
-        return self._ask("GET", path, None, base or self.url)
+        return self._ask("GET", path, None, base or self.url, timeout_s)
 
-    def post(self, path: str, body: Mapping[str, Any], *, base: str | None = None) -> Any:
+    def post(
+        self, path: str, body: Mapping[str, Any], *, base: str | None = None, timeout_s: float | None = None
+    ) -> Any:
         """POST a JSON body; as `get`."""
-        return self._ask("POST", path, json.dumps(body).encode(), base or self.url)
+        return self._ask("POST", path, json.dumps(body).encode(), base or self.url, timeout_s)
 
     def node(self, name: str) -> dict[str, Any]:
         """The node whose id or incarnation is `name` or begins with it.
@@ -81,23 +105,43 @@ class AdminClient:
             )
         return address
 
-    def _ask(self, method: str, path: str, data: bytes | None, base: str) -> Any:
+    def of_each(
+        self, nodes: Sequence[Mapping[str, Any]], ask: Callable[[str], AnswerT]
+    ) -> tuple[dict[str, AnswerT], dict[str, KvRelayError]]:
+        """What `ask` returns for the admin URL of each node, all asked at once; and the errors of the others. By node id."""
+
+        def answer(node: Mapping[str, Any]) -> AnswerT | KvRelayError:
+            try:
+                return ask(self.address_of(node))
+            except (AdminRefused, AdminUnreachable) as error:
+                return error
+
+        with ThreadPoolExecutor(_MAX_THREADS) as threads:
+            found = dict(zip([str(node["node_id"]) for node in nodes], threads.map(answer, nodes), strict=True))
+        failed = {name: each for name, each in found.items() if isinstance(each, KvRelayError)}
+        return {name: each for name, each in found.items() if not isinstance(each, KvRelayError)}, failed
+
+    def _ask(self, method: str, path: str, data: bytes | None, base: str, timeout_s: float | None) -> Any:
         if not _is_url(base):  # a node's record may name anything, such as a file
             raise AdminUnreachable(f"{base[:200]!r} is not the URL of an admin port")
+        if timeout_s is None:
+            timeout_s = max(0.05, self._until_s - time.monotonic())
         headers: dict[str, Any] = {
-            "Authorization": f"Bearer {self._token}".encode(),  # bytes: header text could not be UTF-8
+            "Authorization": f"Bearer {self.token}".encode(),  # bytes: header text could not be UTF-8
             "Content-Type": "application/json",
         }
         try:
             request = urllib.request.Request(base + path, data, headers, method=method)  # noqa: S310 - checked above
-            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                return json.loads(answer.read(_MAX_ANSWER_BYTES))
+            with self._opener.open(request, timeout=timeout_s) as answer:
+                content = answer.read(_MAX_ANSWER_BYTES)
+                return json.loads(content) if answer.headers.get_content_type() == "application/json" else content
         except urllib.error.HTTPError as error:
             with error:
                 raise AdminRefused(_refusal(error)) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise AdminUnreachable(f"{base} does not answer: {reason}") from None
+            why = f"nothing within {timeout_s:.1f} s" if isinstance(reason, TimeoutError) else reason
+            raise AdminUnreachable(f"{base} does not answer: {why}") from None
 
 
 def _is_local(url: str) -> bool:
@@ -175,15 +219,27 @@ def _pick_router(clusters: list[RunningCluster], url: str | None) -> tuple[str, 
             f"address) and set {TOKEN_VARIABLE}"
         )
     if len(clusters) > 1:
-        raise AdminUsage(f"several clusters run here, give --url: {', '.join(cluster.url for cluster in clusters)}")
-    admin_urls = list(clusters[0].routers.values())
-    return next(filter(_listens, admin_urls), admin_urls[0]), clusters[0].token
+        raise AdminUsage(
+            f"{len(clusters)} clusters of this user run here: choose one, as in `kvrelay admin nodes --url "
+            f"{clusters[0].url}`; they are {', '.join(f'{each.url} (pid {each.pid})' for each in clusters)}"
+        )
+    cluster = clusters[0]
+    return _first_that_answers(list(cluster.routers.values()), cluster.token), cluster.token
 
 
-def _listens(url: str) -> bool:
-    parts = urllib.parse.urlsplit(url)
-    try:
-        socket.create_connection((parts.hostname, parts.port), TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+def _first_that_answers(admin_urls: list[str], token: str) -> str:
+    """The first router that answers within `_PICK_S`; the first of all if none does."""
+    if len(admin_urls) == 1:
+        return admin_urls[0]
+
+    def answers(url: str) -> bool:
+        try:
+            AdminClient(url, token, _PICK_S).get("/status")
+        except (AdminRefused, AdminUnreachable):
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(admin_urls)) as threads:
+        return next(
+            (url for url, ok in zip(admin_urls, threads.map(answers, admin_urls), strict=True) if ok), admin_urls[0]
+        )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,28 @@ import pytest
 
 from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, AdminUsage, connect, pick_node
 from common.tools.admin.running_clusters import RunningCluster, announced, running_clusters, runtime_folder
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def admin_port() -> Iterator[str]:
+    """The URL of a server that answers every GET with an empty object."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 def known(node_id: str, incarnation: str, *, usable: bool = True) -> dict[str, Any]:
@@ -80,21 +106,33 @@ def test_running_cluster_is_found_and_removed_at_its_end(tmp_path: Path) -> None
         connect(None, environ)
 
 
-def test_the_named_router_is_asked_else_one_that_listens(tmp_path: Path) -> None:
+def test_the_named_router_is_asked_else_the_first_that_answers(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    with socket.create_server(("127.0.0.1", 0)) as alive, socket.create_server(("127.0.0.1", 0)) as ended:
-        routers = {
-            f"http://127.0.0.1:{n}": f"http://127.0.0.1:{s.getsockname()[1]}" for n, s in enumerate((ended, alive))
-        }
-        first, second = routers.values()
+    with socket.create_server(("127.0.0.1", 0)) as ended, admin_port() as alive:
+        first = f"http://127.0.0.1:{ended.getsockname()[1]}"
+        routers = {"http://127.0.0.1:0": first, "http://127.0.0.1:1": alive}
+        ended.close()
         with announced(RunningCluster(os.getpid(), routers, "hush"), runtime_folder(environ)):
-            assert connect(None, environ).url == first
-            ended.close()
-            assert connect(None, environ).url == second
+            assert connect(None, environ).url == alive
             assert connect("http://127.0.0.1:0/", environ).url == connect(first, environ).url == first
-            assert connect("http://127.0.0.1:1", environ).url == connect(second, environ).url == second
-            alive.close()
-            assert connect(None, environ).url == first
+            assert connect("http://127.0.0.1:1", environ).url == connect(alive, environ).url == alive
+
+
+def test_a_service_that_accepts_and_says_nothing_is_given_up_within_the_budget_of_all_questions() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AdminClient(f"http://127.0.0.1:{silent.getsockname()[1]}", "t", budget_s=0.1)
+        for _ in range(2):
+            with pytest.raises(AdminUnreachable, match=r"does not answer: nothing within 0.1 s"):
+                client.get("/status")
+
+
+def test_nodes_are_asked_at_once_and_the_errors_of_some_leave_the_answers_of_the_others() -> None:
+    with admin_port() as alive:
+        client = AdminClient(alive, "t")
+        nodes = [{"node_id": name, "admin_address": url} for name, url in (("a", alive), ("b", ""))]
+        answers, failed = client.of_each(nodes, lambda base: client.get("/status", base=base))
+    assert answers == {"a": {}}
+    assert "--admin-token" in failed["b"].message
 
 
 def test_several_clusters_need_a_url_and_dead_ones_do_not_count(tmp_path: Path) -> None:
@@ -106,8 +144,9 @@ def test_several_clusters_need_a_url_and_dead_ones_do_not_count(tmp_path: Path) 
     (folder / "up-4.json").write_text("{")
     with announced(CLUSTER, folder):
         assert not (folder / "up-3.json").exists()
-        with pytest.raises(AdminUsage, match="several clusters"):
+        with pytest.raises(AdminUsage, match=r"--url http://127.0.0.1:(8000|9000)`") as caught:
             connect(None, {"XDG_RUNTIME_DIR": str(tmp_path)})
+        assert f"http://127.0.0.1:8000 (pid {os.getpid()})" in str(caught.value)
 
 
 def test_folder_that_others_can_read_is_neither_written_nor_read(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""`kvrelay admin lora`: LoRA adapters of running nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from common.base.errors import KvRelayError
+from common.tools.admin.client import AdminClient, AdminIncomplete
+from common.tools.admin.options import Json, Url, show_answer
+
+_LOAD_S = 90.0
+"""A node that has no room for an adapter waits a minute for one to leave; then it says so itself."""
+
+lora = typer.Typer(
+    name="lora",
+    help="Load and unload the LoRA adapters of running nodes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter.")]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option("--node", metavar="ID", help="Only this node; may be repeated. By default every node."),
+]
+
+
+@lora.command("list")
+def lora_list(node: Nodes = None, url: Url = None, as_json: Json = False) -> None:
+    """List the adapters of each node."""
+    _on_nodes(url, as_json, node, lambda client, base: client.get("/lora", base=base))
+
+
+@lora.command("load")
+def lora_load(
+    name: AdapterName,
+    path: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of the adapter, as the nodes see it.")],
+    node: Nodes = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Load an adapter on the nodes; done when all their ranks have it."""
+
+    def load(client: AdminClient, base: str) -> dict[str, Any]:
+        client.get("/lora", base=base)  # a node that is stopped shall not be waited for
+        return client.post("/lora/load", {"name": name, "path": path}, base=base, timeout_s=_LOAD_S)
+
+    _on_nodes(url, as_json, node, load)
+
+
+@lora.command("unload")
+def lora_unload(name: AdapterName, node: Nodes = None, url: Url = None, as_json: Json = False) -> None:
+    """Unload an adapter from the nodes; requests that run finish with it."""
+    _on_nodes(url, as_json, node, lambda client, base: client.post("/lora/unload", {"name": name}, base=base))
+
+
+def _on_nodes(
+    url: str | None, as_json: bool, names: list[str] | None, ask: Callable[[AdminClient, str], dict[str, Any]]
+) -> None:
+    """Ask all nodes, or those named, at once, and show what each answered."""
+
+    def fetch(client: AdminClient) -> dict[str, Any]:
+        known = [client.node(name) for name in names] if names else client.get("/nodes")["nodes"]
+        answers, failed = client.of_each(known, lambda base: ask(client, base))
+        if failed:
+            raise _incomplete(answers, failed)
+        return answers
+
+    def render(show: Any, answer: dict[str, Any]) -> Any:
+        return show.group(*(show.properties(node, says) for node, says in answer.items()))
+
+    show_answer(url, as_json, fetch, render)
+
+
+def _incomplete(answers: dict[str, Any], failed: Mapping[str, KvRelayError]) -> AdminIncomplete:
+    known = {**answers, **{node: {"error": error.message} for node, error in failed.items()}}
+    why = "; ".join(f"{node}: {error.message}" for node, error in failed.items())
+    done = "" if len(failed) == len(known) else f"{len(answers)} of {len(known)} nodes did it; "
+    return AdminIncomplete(done + why, known, max(getattr(error, "exit_code", 1) for error in failed.values()))

@@ -1,0 +1,51 @@
+"""Options that the commands of `kvrelay admin` share, and how they fetch and print an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from common.cli import run_checked
+from common.config.sources import ADMIN_URL_VARIABLE
+from common.tools.admin.client import AdminClient, AdminIncomplete, connect
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", envvar=ADMIN_URL_VARIABLE, help="Admin address of a router."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the full response as JSON.")]
+NodeName = Annotated[str, typer.Argument(metavar="ID", help="Node id or incarnation, or a unique prefix of it.")]
+
+
+def show_answer(
+    url: str | None, as_json: bool, fetch: Callable[[AdminClient], Any], render: Callable[[Any, Any], Any]
+) -> None:
+    """Fetch an answer with a client; print it as JSON or as `render(show, answer)`.
+
+    Of an incomplete answer what is known is printed before the command fails.
+    """
+
+    def act() -> None:
+        client = connect(url, os.environ)
+        try:
+            answer = fetch(client)
+        except AdminIncomplete as error:
+            print_answer(error.answer, as_json, render)
+            raise
+        print_answer(answer, as_json, render)
+
+    run_checked(act)
+
+
+def print_answer(answer: Any, as_json: bool, render: Callable[[Any, Any], Any]) -> None:
+    """Print an answer as JSON or as `render(show, answer)`."""
+    if as_json:
+        print(json.dumps(answer, indent=2, ensure_ascii=False))
+        return
+    from common.tools.admin import show
+
+    show.console().print(render(show, answer))
