@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple, cast
 
 from common.base.errors import BadRequest
-from router.output import deepseek, harmony, hermes, mistral, pythonic
+from router.output import deepseek, harmony, hermes, llama_json, mistral, pythonic
 from router.output.reasoning import ReasoningTags
 from router.structured.json_schema import embedded_schema
 
@@ -20,6 +20,7 @@ _ARGUMENTS = "\0"
 _NAME = "\1"
 """Stands for a function's name."""
 _LINE_BREAKS = "/\\n{0,2}/"
+_ANYTHING = r"(.|\n)*"
 _KEYWORD = re.compile(r"[-.\w]+")
 
 
@@ -68,8 +69,38 @@ _MARKUP = {
         (),
     ),
 }  # fmt: skip
-_ALWAYS_MARKED = frozenset({"hermes", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"})
-"""The formats in which every call follows the first marker."""
+_SPACE = r"[ \t\r\n]*"
+"""What the parsers skip."""
+
+
+class _Unmarked(NamedTuple):
+    """How an answer begins with calls although no marker precedes them."""
+
+    marker: str
+    """Calls may also follow this marker, anywhere."""
+    begin: str
+    """The first call up to its arguments: a regular expression with `_NAME`."""
+    end: str
+    """The text behind its arguments."""
+    close: str
+    """The text behind the last call."""
+    read_as_call: str
+    """How a text begins that the parser may take for calls: a regular expression, in which `_NAME` is that of any function."""
+
+
+_PYTHON = _Unmarked(pythonic.START, rf"\n{{0,2}}\[{_NAME}\(", ")", "]", rf"\[{_SPACE}{_NAME}\(")
+_UNMARKED = {
+    "llama3_json": _Unmarked(
+        llama_json.TAG,
+        r'\n{0,2}\{("type": ?"function", ?)?"name": ?"' + _NAME + '", ?"parameters": ?',
+        "}",
+        "",
+        r"\{(.|\n)*(\"" + _NAME + r"\"|\\u)",
+    ),
+    "pythonic": _PYTHON,
+    "llama4_pythonic": _PYTHON,
+}
+"""The formats in which an answer is a call because of how it begins."""
 
 
 class Vocabulary(NamedTuple):
@@ -89,11 +120,6 @@ class Before(Enum):
     """Reasoning, if the model opens it."""
     REST_OF_REASONING = auto()
     """The prompt opened it."""
-
-
-def can_constrain_choice(format_name: str) -> bool:
-    """Whether `tool_grammar` has a grammar with `forced=False`."""
-    return format_name in _ALWAYS_MARKED
 
 
 def tool_grammar(
@@ -118,7 +144,9 @@ def tool_grammar(
     markup = _MARKUP[format_name]
     lark = _Lark(vocabulary)
     as_python = "pythonic" in format_name
-    calls = [lark.call(index, each, markup, as_python=as_python) for index, each in enumerate(functions)]
+    arguments = [lark.arguments(index, each, as_python=as_python) for index, each in enumerate(functions)]
+    names = [function.name for function in functions]
+    calls = [lark.call(name, each, markup) for name, each in zip(names, arguments, strict=True)]
     lark.rules.append(f"call: {' | '.join(calls)}")
     single = not parallel or format_name == "openai"
     more = "" if single else f"({lark.parts(markup.between)} call){{0,{_MAX_CALLS - 1}}}"
@@ -129,6 +157,15 @@ def tool_grammar(
         answer = f"({lark.parts(markup.open)} {called} | {final} @{_OTHERWISE})"
     elif forced:
         answer = f"{lark.parts(markup.open)} {called}"
+    elif format_name == "openai":
+        final = lark.parts((harmony.CHANNEL, "final", harmony.MESSAGE))
+        answer = f"{lark.messages()} (call | {final} {_regex(_ANYTHING)})"
+    elif format_name in _UNMARKED:
+        unmarked = _UNMARKED[format_name]
+        first = f"({lark.first_calls(names, arguments, unmarked)}) {more} {lark.parts((unmarked.close,))}"
+        other = lark.text_before(unmarked.marker, not_as=unmarked.read_as_call.replace(_NAME, _any_of(names)))
+        opened = lark.parts([part for part in markup.open if part != unmarked.marker])
+        answer = f"({first} | {other} {opened} {called} | OTHER_TEXT)"
     else:
         answer = f"({lark.text_before(markup.open[0])} {lark.parts(markup.open[1:])} {called} | OTHER_TEXT)"
     source = "\n".join([f"start: {reasoning} {answer}", *lark.rules, ""])
@@ -146,7 +183,7 @@ class _Lark:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self.rules: list[str] = []
+        self.rules = ["KEYWORD: /[A-Za-z_]\\w*=/"]
 
     def parts(self, parts: Sequence[str]) -> str:
         """Markers and text, one after the other."""
@@ -156,16 +193,23 @@ class _Lark:
         special = self._vocabulary.special_id(text)
         return json.dumps(text, ensure_ascii=False) if special is None else f"<[{special}]>"
 
-    def call(self, index: int, function: Schema, markup: _Markup, *, as_python: bool) -> str:
-        """The name of a rule for one function's call."""
+    def arguments(self, index: int, function: Schema, *, as_python: bool) -> str:
+        """What a function's arguments may be."""
         schema = _object_schema(function)
-        arguments = self._keywords(index, schema) if as_python else self._json(f"arguments_{index}", schema)
-        parts = [
-            arguments if part == _ARGUMENTS else self._part(function.name if part == _NAME else part)
-            for part in markup.call
-        ]
-        self.rules.append(f"call_{index}: {' '.join(parts)}")
-        return f"call_{index}"
+        return self._keywords(index, schema) if as_python else self._json(f"arguments_{index}", schema)
+
+    def call(self, name: str, arguments: str, markup: _Markup) -> str:
+        """One function's call."""
+        return " ".join(
+            arguments if part == _ARGUMENTS else self._part(name if part == _NAME else part) for part in markup.call
+        )
+
+    def first_calls(self, names: Sequence[str], arguments: Sequence[str], markup: _Unmarked) -> str:
+        """The first call of an answer without a marker. What precedes its arguments is one terminal: the lexer must be able
+        to go on with `OTHER_TEXT` as long as both are possible."""
+        for index, name in enumerate(names):
+            self.rules.append(f"BEGIN_{index}: {_regex(markup.begin.replace(_NAME, re.escape(name)))}")
+        return " | ".join(f"BEGIN_{index} {each} {self._part(markup.end)}" for index, each in enumerate(arguments))
 
     def _json(self, rule: str, schema: dict[str, Any]) -> str:
         try:
@@ -176,6 +220,9 @@ class _Lark:
 
     def _keywords(self, index: int, schema: dict[str, Any]) -> str:
         """`a=1, b="x"`: the properties in the schema's order. The values are JSON, which the parser of literals reads."""
+        if "properties" not in schema and schema.get("additionalProperties") is not False:
+            value = self._json(f"value_{index}", {})
+            return f'(KEYWORD {value} (", " KEYWORD {value})*)?'
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         required = schema.get("required") or ()
         may_be_empty, some = True, ""
@@ -197,22 +244,36 @@ class _Lark:
             self.rules.append(f"{some}: {' | '.join(ways)}")
         return f"{some}?" if some and may_be_empty else some
 
-    def text_before(self, marker: str) -> str:
-        """Any text up to the first marker, and the marker. Adds the rule of texts without it, too."""
+    def text_before(self, marker: str, *, not_as: str = "") -> str:
+        """Any text up to the first marker, and the marker. Adds the rule of texts without it, too.
+
+        `not_as`: a regular expression; no text may begin so.
+        """
+        text = _regex(_ANYTHING) + (f" & ~{_regex(_SPACE + not_as + _ANYTHING)}" if not_as else "")
         if self._vocabulary.special_id(marker) is not None:
-            self.rules.append("OTHER_TEXT: /(.|\\n)*/")
+            self.rules.append(f"OTHER_TEXT: {text}")
             return f"OTHER_TEXT {self._part(marker)}"
-        anywhere = f"/(.|\\n)*{re.escape(marker).replace('/', chr(92) + '/')}(.|\\n)*/"
-        self.rules += [f"OTHER_TEXT: /(.|\\n)*/ & ~{anywhere}", f"to_call[suffix={self._part(marker)}]: /(.|\\n)*/"]
+        anywhere = _regex(_ANYTHING + re.escape(marker) + _ANYTHING)
+        self.rules += [
+            f"TEXT: {text}",
+            f"OTHER_TEXT: TEXT & ~{anywhere}",
+            f"to_call[suffix={self._part(marker)}]: TEXT",
+        ]
         return "to_call"
 
     def analysis(self) -> str:
         """The reasoning of gpt-oss, if the model opens it."""
-        self.rules.append(
-            f'analysis: {self._part(harmony.CHANNEL)} "analysis" {self._part(harmony.MESSAGE)} /(.|\\n)*/ '
-            f'{self._part(harmony.END)} {self._part(harmony.START)} "assistant"'
-        )
+        self.rules.append(f"analysis: {self._message('analysis')}")
         return "analysis?"
+
+    def messages(self) -> str:
+        """What gpt-oss may write after its first reasoning and before a call or the answer."""
+        self.rules.append(f"commentary: {self._message('commentary')}")
+        return "(analysis | commentary)*"
+
+    def _message(self, channel: str) -> str:
+        opening = self.parts((harmony.CHANNEL, channel, harmony.MESSAGE))
+        return f"{opening} /(.|\\n)*/ {self.parts((harmony.END, harmony.START, 'assistant'))}"
 
     def before(self, tags: ReasoningTags | None, before: Before) -> str:
         """Reasoning between tags."""
@@ -227,6 +288,14 @@ class _Lark:
         if before is Before.REST_OF_REASONING:
             return f"thoughts {_LINE_BREAKS}"
         return f"({self._part(tags.open)} thoughts {_LINE_BREAKS})?"
+
+
+def _regex(pattern: str) -> str:
+    return f"/{pattern.replace('/', chr(92) + '/')}/"
+
+
+def _any_of(names: Sequence[str]) -> str:
+    return f"({'|'.join(map(re.escape, names))})"
 
 
 def _object_schema(function: Schema) -> dict[str, Any]:

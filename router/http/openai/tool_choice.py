@@ -6,7 +6,7 @@ from common.control.messages import Grammar
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.tools import NamedToolChoice
 from router.served_model import ServedModel
-from router.structured.tool_grammar import Before, Schema, Vocabulary, can_constrain_choice, tool_grammar
+from router.structured.tool_grammar import Before, Schema, Vocabulary, tool_grammar
 
 _ANY = {"type": "object"}
 """The schema of functions that are not strict, beside strict ones."""
@@ -24,8 +24,7 @@ def call_grammar(body: ChatRequest, model: ServedModel, prompt: str, *, otherwis
     forced = bool(functions)
     if not forced:
         tools = [tool.function for tool in body.offered_tools]
-        checked = any(tool.strict for tool in tools) and can_constrain_choice(formats.tools.name)
-        if not tools or not (otherwise or checked):
+        if not tools or not (otherwise or any(tool.strict for tool in tools)):
             return None
         functions = [Schema(tool.name, tool.parameters if tool.strict else _ANY) for tool in tools]
     tags, before, after = formats.reasoning, Before.NOTHING, list[int]()

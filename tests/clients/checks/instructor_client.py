@@ -35,6 +35,7 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_S
             messages=[{"role": "user", "content": QUESTION}],
             max_retries=3,
             max_tokens=200,
+            temperature=0,
         )
         assert isinstance(answer, wanted)
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from common.base.errors import BadRequest
 from router.output.base import ParsedMessage, parse_whole
 from router.output.formats import choose_formats
-from router.structured.tool_grammar import Before, Schema, Vocabulary, can_constrain_choice, tool_grammar
+from router.structured.tool_grammar import Before, Schema, Vocabulary, tool_grammar
 
 FORMATS = [
     "hermes", "llama3_json", "pythonic", "llama4_pythonic", "mistral", "deepseek_v3", "deepseek_v31", "openai"
@@ -42,7 +42,7 @@ FUNCTIONS = [
 MARKERS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_start|>", "<|python_end|>", "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>",
-    "<|start|>", "<|end|>", "<|constrain|>", "<think>", "</think>",
+    "<|start|>", "<|end|>", "<|constrain|>", "<think>", "</think>", "<|python_tag|>",
 ]  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_reasoning_before_the_call(before: Before, texts: list[str], refused: st
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("name", [name for name in FORMATS if can_constrain_choice(name)])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v3", "deepseek_v31"])
 def test_calls_that_are_not_forced_are_valid_too(name: str, special: bool) -> None:
     tokenizer = _tokenizer(*(MARKERS if special else ()))
     source = tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True, forced=False)
@@ -167,6 +167,82 @@ def test_calls_that_are_not_forced_are_valid_too(name: str, special: bool) -> No
         called = called.replace(function.name, "other")
     wrong = tokenizer.encode(f"Let me see.{called}").ids
     assert matcher.try_consume_tokens(wrong) < len(wrong)
+
+
+UNFORCED = {
+    "llama3_json": ["{called}", "\n\n{called}", "See </b>.\n<|python_tag|>{called}", '{"name": "Paris", "parameters": {}}',
+                    '{"type": "function", "name": "now", "parameters": {}}', '{"a": "b"}, [1] \\n', ""],
+    "pythonic": ["{called}", "\n{called}", "[other(x=1)]", "[1, 2] now() [now()]", "[nowhere()]", ""],
+    "llama4_pythonic": ["{called}", "See </b>.\n{called}", "[now()]", "[nowhere()]", ""],
+    "openai": ["{called}", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>I"
+               "<|end|><|start|>assistant{called}", "<|channel|>final<|message|>{}", "<|channel|>final<|message|>"],
+}  # fmt: skip
+
+
+def _accepts(tokenizer: Tokenizer, matcher: LLMatcher, text: str) -> bool:
+    copied, ids = matcher.deep_copy(), tokenizer.encode(text).ids
+    return copied.try_consume_tokens(ids) == len(ids) and copied.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [(name, special) for name in UNFORCED for special in (True, False) if special or name != "openai"],
+)
+def test_calls_without_a_marker_before_them_are_valid_or_text(name: str, special: bool) -> None:
+    tokenizer = _tokenizer(*(MARKERS if special else ()))
+    source = tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True, forced=False)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    assert not matcher.is_error(), matcher.get_error()
+    forced = tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True)
+    for seed in range(6):
+        called = _write(tokenizer, forced, seed)
+        for text in (each.replace("{called}", called) for each in UNFORCED[name]):
+            assert _accepts(tokenizer, matcher, text), text
+        _check(_read(name, called), called)
+        draw = random.Random(seed)
+        for _ in range(80):
+            at, gone = draw.randrange(len(called) + 1), draw.randrange(3)
+            text = called[:at] + draw.choice(
+                ["", "", '"', "x", " ", "\n", "{", "[", "(", ",", "\\u006e", "<|python_tag|>"]
+            )
+            text += called[at + gone :]
+            message = _read(name, text)
+            if message.tool_calls and _accepts(tokenizer, matcher, text):
+                message.content = ""
+                _check(message, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("llama3_json", '{"name": "now", "parameters": {"x": 1}}'),
+        ("llama3_json", ' \n{"parameters": {"x": 1}, "name": "now"}'),
+        ("llama3_json", '{"a": 1, "name": "n\\u006fw", "parameters": {"x": 1}}'),
+        ("llama3_json", 'Well. <|python_tag|>{"name": "now", "parameters": {"x": 1}}'),
+        ("pythonic", "[now(x=1)]"),
+        ("pythonic", " [ now(x=1)]"),
+        ("pythonic", "Well. <|python_start|>[now(x=1)]"),
+        ("openai", '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"x": 1}'),
+    ],
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_what_the_parser_takes_for_a_wrong_call_cannot_be_written(name: str, wrong: str, special: bool) -> None:
+    tokenizer = _tokenizer(*(MARKERS if special or name == "openai" else ()))
+    assert _read(name, wrong).tool_calls
+    source = tool_grammar(name, FUNCTIONS, _vocabulary(tokenizer), parallel=True, forced=False)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    assert not _accepts(tokenizer, matcher, wrong)
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_function_that_takes_anything_takes_any_keywords(forced: bool) -> None:
+    tokenizer = _tokenizer(*MARKERS)
+    source = tool_grammar(
+        "pythonic", [Schema("f", {"type": "object"})], _vocabulary(tokenizer), parallel=True, forced=forced
+    )
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>")), source)
+    for text in ("[f()]", '[f(a={"b": [1]}, c_2="x")]'):
+        assert _accepts(tokenizer, matcher, text), text
 
 
 @pytest.mark.parametrize("otherwise", ["start: /yes|no/", LLMatcher.grammar_from_regex("yes|no")])
