@@ -13,13 +13,14 @@ from common.base.clock import monotonic
 from common.base.errors import BadRequest, NotFound
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
-from common.control.admin_server import AdminRoute, Call
+from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
 from router.http.model_choice import model_for
 from router.index.kv_event_subscriber import KvEventSubscriber
 from router.nodes.node import Node
 from router.policy import Fleet
 from router.requests.admission import Objectives
 from router.requests.placement import HashChain, PlacementRequest
+from router.restart import Restart
 from router.router import Router
 from router.served_model import ServedModel
 
@@ -27,12 +28,16 @@ _MAX_LISTED = 1000
 
 
 class RouterAdmin:
-    """The admin routes of one router. They change nothing."""
+    """The admin routes of one router. They change nothing, except `POST /restart`."""
 
-    def __init__(self, router: Router, config: RouterConfig, directory: Directory | None) -> None:
+    def __init__(
+        self, router: Router, config: RouterConfig, directory: Directory | None, restart: Restart | None = None
+    ) -> None:
+        """`restart`: how the process ends when an operator asks; None if it cannot."""
         self._router = router
         self._config = config
         self._directory = directory
+        self._restart = restart
         self._started_s = monotonic()
 
     def routes(self) -> list[AdminRoute]:
@@ -43,6 +48,7 @@ class RouterAdmin:
             AdminRoute("GET", "/requests", self._requests),
             AdminRoute("GET", "/requests/{request_id:path}", self._request),
             AdminRoute("POST", "/route", self.explain_route),
+            AdminRoute("POST", "/restart", self._begin_restart),
         ]
 
     def _status(self, call: Call) -> Mapping[str, Any]:
@@ -50,11 +56,13 @@ class RouterAdmin:
         subscriber = self._router.subscriber
         return {
             "role": "router",
+            "router_id": dispatcher.nodes.router_id,
             "pid": os.getpid(),
             "up_s": round(monotonic() - self._started_s, 1),
             "cluster": self._config.cluster,
             "models": [self._model(model) for model in self._router.catalog.models],
             "policy": self._config.policy,
+            "restarting": dispatcher.draining,
             "requests_running": dispatcher.running,
             "requests_waiting": dispatcher.waiting,
             "requests_held_back": dispatcher.queued,
@@ -70,6 +78,13 @@ class RouterAdmin:
             },
             "costs": {name: self._costs(name) for name in {model.base for model in self._router.catalog.models}},
         }
+
+    def _begin_restart(self, call: Call) -> Mapping[str, Any]:
+        """Refuse new requests after `grace_s`; end the process when the last has ended, or `timeout_s` later."""
+        if self._restart is None:
+            raise BadRequest("this router cannot restart")
+        self._restart.begin(seconds(call, "grace_s", 0.0), seconds(call, "timeout_s", DRAIN_S))
+        return self._status(call)
 
     def _model(self, model: ServedModel) -> Mapping[str, Any]:
         """What `/status` says about a model."""

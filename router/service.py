@@ -18,6 +18,7 @@ from router.admin import RouterAdmin
 from router.fast import gc_policy
 from router.http.response_store import ResponseStore
 from router.http.server import bind, check_certificate, http_server
+from router.restart import Restart
 from router.router import Router
 from router.ui.access import Access, trusts_loopback
 from router.ui.app import PATH
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 async def serve(config: RouterConfig) -> None:
     """Serve until cancelled; then end every open request with an error that says why, and shut down.
 
-    Raises: ConfigError with one sentence when the configuration cannot work.
+    Raises: ConfigError with one sentence when the configuration cannot work; RestartRequested.
     """
     check_certificate(config)
     sock = bind(config.host, config.port)
@@ -56,19 +57,20 @@ async def serve(config: RouterConfig) -> None:
     trusted = trusts_loopback(os.getppid(), runtime_folder(os.environ))
     ui = pages.application(Access(config.admin_token or "", trusted))
     server = http_server(router, config, directory, responses, ui)
+    restart = Restart(router.dispatcher, lambda: server.busy)
     host, port = sock.getsockname()[:2]
     log.info("listening on %s://%s:%d", "https" if config.ssl_certfile else "http", host, port)
     if admin is not None:
         admin.start(
-            RouterAdmin(router, config, directory).routes(),
+            RouterAdmin(router, config, directory, restart).routes(),
             {PATH: pages.application(Access(config.admin_token, open=False))},
         )
         log.info("admin at %s", admin.url)
     http = asyncio.create_task(server.serve(sockets=[sock]))
-    background = [asyncio.create_task(part.run()) for part in (directory, subscriber, router.dispatcher)]
+    background = [asyncio.create_task(part.run()) for part in (directory, subscriber, router.dispatcher, restart)]
     background.append(asyncio.create_task(gc_policy.run(lambda: router.dispatcher.running)))
     try:
-        # Background tasks never end: the first task that ends is the server's, or one with a bug, which must be reported.
+        # The first task that ends is the server's, that of a restart, or one with a bug, which must be reported.
         await asyncio.wait([http, *background], return_when=asyncio.FIRST_COMPLETED)
     finally:
         router.dispatcher.fail_all(Unavailable("the router is shutting down; try again"))

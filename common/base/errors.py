@@ -22,6 +22,7 @@
     │   ├── TransferAborted      one end aborted the transfer on purpose
     │   ├── PeerLost             the other end is gone or restarted
     │   └── TransferTimedOut     504, the transfer's own deadline passed, not the request's
+    ├── RestartRequested         an operator asked for a restart of this service (exit code 75)
     ├── RankLost                 a rank of this node is gone, silent or out of step: the node must end
     ├── EngineError              500, a step failed
     └── NoFiniteLogits           500, for one sequence of a step
@@ -54,6 +55,13 @@ class ConfigError(KvRelayError):
 
     code = "config_error"
     exit_code: int = 78
+
+
+class RestartRequested(KvRelayError):
+    """The service ends because an operator asked for a restart: whoever supervises it shall start it again."""
+
+    code = "restart_requested"
+    exit_code: int = 75
 
 
 class ClientError(KvRelayError):

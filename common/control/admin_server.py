@@ -43,10 +43,13 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 2**20
 _BODY_TIMEOUT_S = 10.0
+_MAX_SECONDS = 86_400
 _MAX_CONNECTIONS = 64
 _IDLE_S = 10
 """A connection without a whole request for this long is closed."""
 _GRACE_S = 1
+DRAIN_S = 600.0
+"""How long a service that shall restart waits for its requests, unless the request says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,14 @@ class AdminRoute:
     method: str
     path: str
     handler: Handler
+
+
+def seconds(call: Call, field: str, default: float) -> float:
+    """A duration in the body. Raises: BadRequest."""
+    value = call.body.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_SECONDS:
+        raise BadRequest(f"{field} must be a number of seconds up to {_MAX_SECONDS}", param=field)
+    return float(value)
 
 
 class _TokenGuard:

@@ -19,6 +19,11 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._stopping = asyncio.Event()
 
+    @property
+    def busy(self) -> int:
+        """Number of requests whose answers are not complete."""
+        return len(self.server_state.tasks)
+
     def stop(self) -> None:
         """Make `serve` end: connections may finish within the configured time."""
         self.should_exit = True

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from common.base.clock import monotonic
 from common.cluster.address import advertised
 from common.config.service_configs import NodeConfig
-from common.control.admin_server import AdminRoute, AdminServer, Call
+from common.control.admin_server import DRAIN_S, AdminRoute, AdminServer, Call, seconds
 from common.control.links import Identity
 from common.control.messages import NodeLoad, NodeRecord
 from common.node.drain import Drain
 
 _ENGINE_ANSWERS_S = 0.8
 """An engine that is in a longer step, or stuck, is reported without its attempts; `step_age_s` of its load shows which."""
+
+_IDLE_POLL_S = 0.1
 
 Describe = Callable[[], dict[str, Any]]
 """Parts of a node's status that its server does not know: its ranks, its relays."""
@@ -29,6 +32,10 @@ class AdministeredNode(Protocol):
     """The part of a node that the admin routes read and change."""
 
     drain: Drain
+
+    def restart(self) -> None:
+        """End the node in order, to be started again."""
+        ...
 
     @property
     def leases(self) -> list[Identity]:
@@ -73,12 +80,13 @@ def _is_loopback(host: str) -> bool:
 
 
 class NodeAdmin:
-    """The routes of one node: `GET /status`, `POST /drain`, `POST /undrain`."""
+    """The routes of one node: `GET /status`, `POST /drain`, `POST /undrain`, `POST /restart`."""
 
     def __init__(self, node: AdministeredNode, record: NodeRecord, describe: Describe) -> None:
         self._node = node
         self._record = record
         self._describe = describe
+        self._restarting: asyncio.Task[None] | None = None
 
     def routes(self) -> list[AdminRoute]:
         """The routes, for the admin port."""
@@ -86,6 +94,7 @@ class NodeAdmin:
             AdminRoute("GET", "/status", self._status),
             AdminRoute("POST", "/drain", self._drain),
             AdminRoute("POST", "/undrain", self._undrain),
+            AdminRoute("POST", "/restart", self._restart),
         ]
 
     async def _drain(self, call: Call) -> dict[str, Any]:
@@ -96,10 +105,27 @@ class NodeAdmin:
         self._node.drain.end()
         return await self._status(call)
 
+    async def _restart(self, call: Call) -> dict[str, Any]:
+        """Drain, then end the process; after `timeout_s` also with attempts, which the router continues elsewhere."""
+        timeout_s = seconds(call, "timeout_s", DRAIN_S)
+        self._node.drain.begin()
+        if self._restarting is None or self._restarting.done():
+            self._restarting = asyncio.create_task(self._restart_when_idle(monotonic() + timeout_s))
+        return await self._status(call)
+
+    async def _restart_when_idle(self, until_s: float) -> None:
+        while self._node.drain.active:
+            if monotonic() > until_s or self._is_idle(await self._attempts()):
+                self._node.restart()
+                return
+            await asyncio.sleep(_IDLE_POLL_S)
+
+    def _is_idle(self, attempts: list[dict[str, Any]] | None) -> bool:
+        return self._node.drain.active and attempts == [] and self._node.drain.untold(self._node.leases) == 0
+
     async def _status(self, call: Call) -> dict[str, Any]:
         node, record = self._node, self._record
         attempts = await self._attempts()
-        untold = node.drain.untold(node.leases)
         return {
             "node_id": record.peer.node_id,
             "incarnation": record.peer.incarnation,
@@ -118,8 +144,9 @@ class NodeAdmin:
                 "block_size": record.layout.spec.block_size,
             },
             "draining": node.drain.active,
-            "idle": node.drain.active and attempts == [] and untold == 0,
-            "leases_untold": untold,
+            "restarting": self._restarting is not None and not self._restarting.done(),
+            "idle": self._is_idle(attempts),
+            "leases_untold": node.drain.untold(node.leases),
             "redis": "ok" if node.registered else "unreachable: the node keeps serving and retrying",
             "engine": "ok" if attempts is not None else "no answer: in a long step, or stuck",
             "load": dataclasses.asdict(node.load),

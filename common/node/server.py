@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from common.base.clock import monotonic
-from common.base.errors import EngineError, RankLost, Unavailable
+from common.base.errors import EngineError, RankLost, RestartRequested, Unavailable
 from common.cluster.address import advertised
 from common.cluster.kv_event_publisher import KvEventPublisher
 from common.cluster.membership import Registrar
@@ -68,6 +68,7 @@ class NodeServer:
         self._registrar: Registrar | None = None
         self._crashed = asyncio.Event()
         self._crash: BaseException | None = None
+        self._restart = asyncio.Event()
 
     async def bind(self) -> None:
         """Bind the control port and check that Redis answers, before the long part of start-up.
@@ -141,7 +142,8 @@ class NodeServer:
         """Serve until cancelled, then shut down in order. `journal` belongs to the core's block pool; `describe` adds to the
         status at the admin port, `lora` the routes of adapters.
 
-        Raises: EngineError if the engine loop crashed, ConfigError if another node took our id.
+        Raises: EngineError if the engine loop crashed, ConfigError if another node took our id, RestartRequested after
+        `restart`.
         """
         self._core = core
         self._engine = EngineLoop(core, self.send_buffer.flush, self.on_crash)
@@ -160,6 +162,7 @@ class NodeServer:
             asyncio.create_task(publisher.run()),
             asyncio.create_task(self._housekeeping()),
             asyncio.create_task(self._crashed.wait()),
+            asyncio.create_task(self._restart.wait()),
         ]
         try:
             if lora is not None:
@@ -183,6 +186,8 @@ class NodeServer:
         if self._crash is not None:
             what = "a rank was lost" if isinstance(self._crash, RankLost) else "the engine loop crashed"
             raise EngineError(f"{what}: {self._crash}") from self._crash
+        if self._restart.is_set():
+            raise RestartRequested("an operator asked for a restart")
 
     # ------------------------------------------------------------ in
 
@@ -224,6 +229,10 @@ class NodeServer:
             log.error("the node ends: %s", error)
             self._crash = error
         self._loop.call_soon_threadsafe(self._crashed.set)
+
+    def restart(self) -> None:
+        """End the node in order: `run` raises RestartRequested."""
+        self._restart.set()
 
     # ------------------------------------------------------------ out
 

@@ -65,6 +65,8 @@ def _add_state_routes(app: FastAPI, services: Services) -> None:
     nodes = services.dispatcher.nodes
 
     def is_ready() -> bool:
+        if services.dispatcher.draining:
+            return False
         return any(_is_served(nodes, model) for model in services.catalog.models)
 
     @app.get("/health", openapi_extra=described(Health, also=(503,)))

@@ -58,6 +58,7 @@ class NodeTable:
         open_link: OpenLink = Link,
     ) -> None:
         self.tick_s = lease_s / PINGS_PER_LEASE
+        self.router_id = router_id
         self._ping = Ping(router_id, lease_s)
         self._lease_s = lease_s
         self._stuck_s = max(_STUCK_S, 10 * lease_s)

@@ -90,7 +90,9 @@ class Dispatcher:
         self._fresh: list[RunningRequest] = []
         """Submitted but not started."""
         self._stopping: Unavailable | None = None
-        """Set by `fail_all`: the error of every later request."""
+        """The error of every later request."""
+        self.draining = False
+        """An operator asked for a restart: health checks fail, so that load balancers send requests elsewhere."""
         self.breakers = Breakers(clock=clock)
         self.stories = Stories()
         self.nodes = NodeTable(
@@ -293,9 +295,13 @@ class Dispatcher:
         for state in self._states.values():
             state.placer.keep(known)
 
+    def refuse_new(self, error: Unavailable) -> None:
+        """End every later generation with this error; those that have begun go on."""
+        self._stopping = error
+
     def fail_all(self, error: Unavailable) -> None:
         """End every generation, and every later one, with this error."""
-        self._stopping = error
+        self.refuse_new(error)
         for generation in list(self._requests.values()):
             generation.feed(f.GiveUp(error))
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 import common.node.admin
+from common.base.errors import RestartRequested
 from common.cluster.membership import Directory
 from common.cluster.redis_server import RedisServer
 from common.config.service_configs import DecodeConfig
@@ -52,8 +53,17 @@ class Core:
 class Bench:
     """A node, its admin port, and a link of a router to it."""
 
-    def __init__(self, core: Core, admin: httpx.AsyncClient, link: Link, pongs: asyncio.Queue[Pong], url: str):
+    def __init__(
+        self,
+        core: Core,
+        admin: httpx.AsyncClient,
+        link: Link,
+        pongs: asyncio.Queue[Pong],
+        url: str,
+        node: asyncio.Task[None],
+    ) -> None:
         self.core, self.admin, self.url, self._link, self._pongs = core, admin, url, link, pongs
+        self.node = node
 
     async def ping(self) -> NodeLoad:
         """Renew the lease. Returns the load in the pong."""
@@ -94,13 +104,13 @@ def play(redis_server: RedisServer, cluster: str, scene: Callable[[Bench], Await
             headers = {"authorization": "Bearer t"}
             url = listed.admin_address
             async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as admin:
-                await scene(Bench(core, admin, link, pongs, url))
+                await scene(Bench(core, admin, link, pongs, url, node))
         finally:
             core.turning.set()
             link.close()
             for task in (node, directory):
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
+                with contextlib.suppress(asyncio.CancelledError, RestartRequested):
                     await task
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -136,6 +146,30 @@ def test_drain_is_idle_once_nothing_runs_and_every_router_knows(redis_server: Re
         status = (await bench.admin.post("/undrain")).json()
         assert (status["draining"], status["idle"]) == (False, False)
         assert not (await bench.ping()).draining
+
+    play(redis_server, cluster, scene)
+
+
+def test_a_node_that_shall_restart_ends_when_it_is_idle_unless_it_is_undrained(
+    redis_server: RedisServer, cluster: str
+) -> None:
+    async def scene(bench: Bench) -> None:
+        bench.core.attempts = [{"attempt": "a#1", "state": "running", "age_s": 1.0}]
+        assert (await bench.admin.post("/restart", json={"timeout_s": -1})).status_code == 400
+        status = (await bench.admin.post("/restart", json={})).json()
+        assert (status["draining"], status["restarting"], status["idle"]) == (True, True, False)
+        await bench.admin.post("/undrain")
+        async with asyncio.timeout(10):
+            while (await bench.admin.get("/status")).json()["restarting"]:
+                pass
+        await bench.admin.post("/restart", json={})
+        for _ in range(2):
+            assert (await bench.ping()).draining
+        assert not bench.node.done()
+        bench.core.attempts = []
+        async with asyncio.timeout(10):
+            await asyncio.wait([bench.node])
+        assert isinstance(bench.node.exception(), RestartRequested)
 
     play(redis_server, cluster, scene)
 

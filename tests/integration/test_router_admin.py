@@ -10,10 +10,12 @@ import httpx
 import pytest
 from support.stub_node import MAX_LEN, Stack, StubNode, make_model_folder, running_stack
 
+from common.base.errors import Unavailable
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
 from router.admin import RouterAdmin
 from router.requests.placement import HashChain
+from router.restart import Restart
 
 PROMPT = list(range(100, 200))
 
@@ -43,7 +45,7 @@ def play(folder: Path, scene: Callable[[Bench], Awaitable[None]], policy: str = 
         config = RouterConfig(lease_s=0.6, policy=policy, admin_token="t", local_prefill_tokens=0)
         async with running_stack(config, *nodes.values()) as stack:
             server = AdminServer("127.0.0.1", 0, "t")
-            server.start(RouterAdmin(stack.router, config, None).routes())
+            server.start(RouterAdmin(stack.router, config, None, Restart(stack.router.dispatcher, lambda: 0)).routes())
             try:
                 async with (
                     httpx.AsyncClient(base_url=stack.url, trust_env=False) as api,
@@ -188,5 +190,19 @@ def test_silent_node_is_told_from_a_usable_one(model_folder: Path) -> None:
         assert nodes["p1"]["routing"] is None
         assert nodes["p0"]["routing"]["slowness"] == 1.0
         assert nodes["p0"]["breaker"]["state"] == "closed"
+
+    play(model_folder, scene)
+
+
+def test_a_router_that_shall_restart_fails_its_health_checks_and_serves_until_it_refuses(model_folder: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        assert (await bench.api.get("/ready")).status_code == 200
+        status = (await bench.admin.post("/restart", json={"grace_s": 60})).json()
+        assert status["restarting"]
+        assert [(await bench.api.get(path)).status_code for path in ("/health", "/ready", "/ping")] == [503, 503, 200]
+        assert (await bench.complete()).status_code == 200
+        bench.stack.router.dispatcher.refuse_new(Unavailable("about to restart"))
+        refused = await bench.complete()
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "about to restart")
 
     play(model_folder, scene)

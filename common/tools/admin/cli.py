@@ -12,6 +12,7 @@ from common.tools.admin import control
 from common.tools.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
 from common.tools.admin.lora import lora
 from common.tools.admin.options import Json, NodeName, Url, show_answer
+from common.tools.admin.roll import roll
 
 _HELP = """Inspect a running cluster (nodes, requests, routing decisions) and drain nodes.
 
@@ -134,4 +135,5 @@ def route(
 
 app.command("drain")(control.drain)
 app.command("undrain")(control.undrain)
+app.command("roll", help=flowing(roll.__doc__ or ""))(roll)
 app.add_typer(lora)

@@ -181,8 +181,24 @@ def pick_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
     """A client for the cluster named by the command line, the environment, or a `kvrelay up` of this user, in this order.
 
+    Of a cluster of several routers it asks the first that answers.
+
     Raises: AdminUsage, AdminUnreachable.
     """
+    admin_urls, token = _named(url, environ)
+    return AdminClient(_first_that_answers(admin_urls, token), token)
+
+
+def router_urls(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]:
+    """The admin URLs of all routers of that cluster, as far as this machine knows, and the token. Raises: as `connect`."""
+    given, token = _named(url, environ)
+    for cluster in running_clusters(runtime_folder(environ)):
+        if set(given) & set(cluster.routers.values()):
+            return list(cluster.routers.values()), token
+    return given, token
+
+
+def _named(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]:
     url = url or environ.get(ADMIN_URL_VARIABLE) or None
     token = environ.get(TOKEN_VARIABLE) or None
     if token is not None:
@@ -193,9 +209,10 @@ def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
     if url is not None and not _is_url(url):
         raise AdminUsage(f"{url!r} is not a URL such as http://10.0.0.5:8001")
     if url is not None and token is not None:
-        return AdminClient(url, token)
-    admin_url, own_token = _pick_router(running_clusters(runtime_folder(environ)), url)
-    return AdminClient(admin_url, token or own_token)
+        return [url.rstrip("/")], token
+    admin_urls, own_token = _find_routers(running_clusters(runtime_folder(environ)), url)
+    token = token or own_token
+    return admin_urls, token
 
 
 def _is_url(url: str) -> bool:
@@ -205,13 +222,13 @@ def _is_url(url: str) -> bool:
         return False
 
 
-def _pick_router(clusters: list[RunningCluster], url: str | None) -> tuple[str, str]:
-    """Admin URL and token of the router at `url`; without `url`, of the first router that listens, else the first."""
+def _find_routers(clusters: list[RunningCluster], url: str | None) -> tuple[list[str], str]:
+    """Admin URLs and token: of the router at `url`, without `url` of all routers of the only cluster."""
     if url is not None:
         wanted = url.rstrip("/")
         for cluster in clusters:
             if wanted in (*cluster.routers, *cluster.routers.values()):
-                return cluster.routers.get(wanted, wanted), cluster.token
+                return [cluster.routers.get(wanted, wanted)], cluster.token
         raise AdminUsage(f"no `kvrelay up` of this user is at {url}: set {TOKEN_VARIABLE} to the cluster's admin token")
     if not clusters:
         raise AdminUnreachable(
@@ -223,8 +240,7 @@ def _pick_router(clusters: list[RunningCluster], url: str | None) -> tuple[str, 
             f"{len(clusters)} clusters of this user run here: choose one, as in `kvrelay admin nodes --url "
             f"{clusters[0].url}`; they are {', '.join(f'{each.url} (pid {each.pid})' for each in clusters)}"
         )
-    cluster = clusters[0]
-    return _first_that_answers(list(cluster.routers.values()), cluster.token), cluster.token
+    return list(clusters[0].routers.values()), clusters[0].token
 
 
 def _first_that_answers(admin_urls: list[str], token: str) -> str:

@@ -1,0 +1,51 @@
+"""A restart of the router that an operator asked for: it ends without failing a request. Router process, event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from common.base.clock import monotonic
+from common.base.errors import RestartRequested, Unavailable
+from router.requests.dispatch import Dispatcher
+
+_POLL_S = 0.1
+
+
+class Restart:
+    """First `/health` and `/ready` fail, then new requests are refused with 503, then, when the last one has ended, the
+    process ends."""
+
+    def __init__(self, dispatcher: Dispatcher, busy: Callable[[], int]) -> None:
+        """`busy`: number of HTTP requests whose answers are not complete."""
+        self._dispatcher = dispatcher
+        self._busy = busy
+        self._asked = asyncio.Event()
+        self._grace_s = self._timeout_s = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether the router is about to end."""
+        return self._asked.is_set()
+
+    def begin(self, grace_s: float, timeout_s: float) -> None:
+        """Fail health checks now and refuse requests after `grace_s`; end `timeout_s` later even if some still run."""
+        if not self.active:
+            self._grace_s, self._timeout_s = grace_s, timeout_s
+            self._dispatcher.draining = True
+            self._asked.set()
+
+    async def run(self) -> None:
+        """Wait for `begin`, then for the last request.
+
+        Raises: RestartRequested.
+        """
+        await self._asked.wait()
+        await asyncio.sleep(self._grace_s)
+        self._dispatcher.refuse_new(
+            Unavailable("this router is about to restart; try again, at another router at once")
+        )
+        until_s = monotonic() + self._timeout_s
+        while (self._dispatcher.running or self._busy()) and monotonic() < until_s:
+            await asyncio.sleep(_POLL_S)
+        raise RestartRequested("an operator asked for a restart")
