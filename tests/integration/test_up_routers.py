@@ -17,7 +17,7 @@ from support.system import System, running_system, wait_until
 
 PROMPT = list(range(300, 400))
 """More tokens than a decode node prefills itself."""
-LONG = 150
+LONG = 500
 """Tokens of an answer that is still streaming when a router is killed."""
 
 
