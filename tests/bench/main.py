@@ -29,6 +29,8 @@ BENCHES = {
     "prefill": "bench.prefill:run",
     "attention": "bench.attention:run",
     "engine_overhead": "bench.overhead:run",
+    "sampling": "bench.sampling:run",
+    "schemas": "bench.schemas:run",
     "interference": "bench.interference:run",
     "relay": "bench.relay:run",
     "router": "bench.router_cost:run",

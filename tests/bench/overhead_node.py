@@ -9,22 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from common.base.clock import monotonic
 from common.control.codec import encode
-from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, ModelInfo, PeerRef, SamplingParams
+from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, Grammar, PeerRef, SamplingParams
 from common.engine.executor import LocalExecutor, Runner
-from common.engine.grammar.compiler import GrammarCompiler
 from common.engine.kv_transfer import IncomingTransfer
 from common.engine.scheduler import Scheduler
 from common.engine.step import SampledToken, StepInput, StepOutput
-from common.kv.rank_layout import KVLayout
 from common.node.core import CoreParts
 from common.node.events import FromClient, OutgoingMessage, SendBuffer
+from common.node.plan import NodePlan, make_grammars
 from decode_node.node import DecodeNode
 
+GREEDY = SamplingParams(seed=1, max_tokens=1 << 30, temperature=0.0)
 _WARM_UP_ROUNDS = 5
 
 
@@ -62,17 +61,18 @@ class NoReceiver:
 class OverheadNode:
     """One measurement; the scheduler's pool is whole again when `measure` returns."""
 
-    def __init__(self, layout: KVLayout, model: ModelInfo, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, plan: NodePlan, scheduler: Scheduler, runner: Runner) -> None:
+        self._grammars = make_grammars(plan, post=lambda _: None)
         self._executor = LocalExecutor(runner)
         self._send_buffer = SendBuffer(self._deliver)
         self._sent_bytes = 0
         parts = CoreParts(
             me=PeerRef("bench", "0" * 16, "none", ["none"]),
-            layout=layout,
-            vocab_size=model.vocab_size,
+            layout=plan.layout,
+            vocab_size=plan.model.vocab_size,
             scheduler=scheduler,
             executor=self._executor,
-            grammars=GrammarCompiler(Path(), model.vocab_size, [], post=lambda _: None),
+            grammars=self._grammars,
             send_buffer=self._send_buffer,
             clock=monotonic,
             max_accepted=1024,
@@ -80,10 +80,11 @@ class OverheadNode:
         )
         self._node = DecodeNode(parts, NoReceiver(), early_s=3.0)  # type: ignore[arg-type]
 
-    def measure(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+    def measure(self, prompts: list[list[int]], steps: int, sampling: SamplingParams = GREEDY) -> dict[str, Any]:
         """Run all prompts until each has generated, then time `steps` rounds in which all of them decode."""
         # Long enough that none of them ends before all are running and all steps are timed.
-        sampling = SamplingParams(seed=1, max_tokens=steps + 2048, temperature=0.0)
+        sampling = sampling._replace(max_tokens=steps + 2048)
+        self._compile(sampling.grammar)
         keys = [AttemptKey(f"bench-{i}", 1) for i in range(len(prompts))]
         for key, prompt in zip(keys, prompts, strict=True):
             request = DecodeRequest(key, EngineRequest(prompt, sampling), [], prefill=None, timeout_s=3600.0)
@@ -106,6 +107,14 @@ class OverheadNode:
         scheduler.pool.check_integrity()
         assert scheduler.pool.num_used == 0
         return {"wall_s": wall_s, "forward_s": forward_s, "steps": steps, "sent_bytes": self._sent_bytes}
+
+    def _compile(self, grammar: Grammar | None) -> None:
+        """Requests find their grammar compiled."""
+        if grammar is not None:
+            self._grammars.compile(AttemptKey("bench", 1), grammar.source)
+            while self._grammars.cached(grammar.source) is None:
+                time.sleep(0.01)
+        self._grammars.close()
 
     def _round(self) -> None:
         """As one round of `EngineLoop`."""

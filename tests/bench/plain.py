@@ -13,20 +13,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from bench.overhead_node import OverheadNode, StubRunner
+from bench.overhead_node import GREEDY, OverheadNode, StubRunner
 from support.lora_files import write_adapter
 
 from common.base.hashing import BLOCK_SIZE
 from common.base.torch_setup import configure_torch
 from common.config.service_configs import DecodeConfig
-from common.control.messages import SamplingParams
+from common.control.messages import Grammar
 from common.engine.step import SampleSpec, StepInput
 from common.model.lora.checkpoint import open_adapter
 from common.node.plan import make_scheduler, plan_node
 from common.node.worker import load_worker
 from common.parallel.mesh import SOLO
-
-_GREEDY = SamplingParams(seed=0, max_tokens=1 << 30, temperature=0.0)
 
 
 class Plain:
@@ -80,8 +78,17 @@ class Plain:
     def overhead(self, batch: int, prompt: int, steps: int, stub: bool) -> dict[str, Any]:
         """Wall and forward time of a decode node's rounds with `batch` running sequences."""
         runner = StubRunner() if stub else self._runner
-        node = OverheadNode(self._plan.layout, self._plan.model, self._scheduler, runner)
+        node = OverheadNode(self._plan, self._scheduler, runner)
         return node.measure([self._random_tokens(prompt) for _ in range(batch)], steps)
+
+    def sampled(self, batch: int, prompt: int, steps: int, grammar: str, sampling: dict[str, Any]) -> float:
+        """Seconds of a decode node's round with `batch` sequences of these sampling parameters. The prompts are always the
+        same, so that all calls but the first find their KV cached."""
+        self._rng.seed(1)
+        params = GREEDY._replace(**sampling, grammar=Grammar(grammar) if grammar else None)
+        node = OverheadNode(self._plan, self._scheduler, self._runner)
+        measured = node.measure([self._random_tokens(prompt) for _ in range(batch)], steps, params)
+        return measured["wall_s"] / steps
 
     def _random_tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(self._plan.model.vocab_size) for _ in range(count)]
@@ -113,9 +120,7 @@ class Plain:
             context_lens=context_lens,
             block_tables=[tables],
             num_decodes=len(query_lens) if max(query_lens) == 1 else 0,
-            samples=[
-                SampleSpec(i, end - 1, _GREEDY, context_lens[i], 0) for i, end in enumerate(accumulate(query_lens))
-            ]
+            samples=[SampleSpec(i, end - 1, GREEDY, context_lens[i], 0) for i, end in enumerate(accumulate(query_lens))]
             if sample
             else [],
             adapters=adapters,
