@@ -75,3 +75,6 @@ class AttentionShape:
     wholly before the windows of all rows of an entry are not read, so its table may have any block in their place."""
     soft_cap: float | None = None
     """c in c * tanh(score / c), of scores after the scale; None means no cap."""
+    sinks: tuple[Tensor, ...] = ()
+    """For each layer, [num_q_heads] float32: a score that joins the softmax of each row of a head, without a value. Empty
+    means none."""

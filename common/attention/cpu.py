@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.attention.base import AttentionMetadata, AttentionShape
 from common.attention.block_lists import blocks_in_window
-from common.attention.scaled_attention import scaled_attention
+from common.attention.scaled_attention import scaled_attention, softmax
 from common.kernels.float8 import narrow, widen, words_of
 from common.kv.storage import GroupStorage
 
@@ -64,6 +64,7 @@ class CpuAttention:
         self._kv_scales = kv.scales
         self._shape = shape
         self._scale = 1.0 / math.sqrt(shape.head_dim) if shape.scale is None else shape.scale
+        self._sinks = [sinks.view(shape.num_kv_heads, -1) for sinks in shape.sinks]
         self._heads = torch.arange(shape.num_kv_heads)
         planes = torch.arange(2)[:, None, None, None] * kv.num_blocks * shape.num_kv_heads
         self._first_rows = planes + self._heads[:, None]
@@ -125,21 +126,22 @@ class CpuAttention:
         slots[0].index_copy_(0, self._slots, words_of(narrow(k.flatten(0, 1), cache.dtype, k_scale)))
         slots[1].index_copy_(0, self._slots, words_of(narrow(v.flatten(0, 1), cache.dtype, v_scale)))
         if k_scale == v_scale == 1.0:
-            return self._attend(cache, q)
+            return self._attend(layer, cache, q)
         # Scores are linear in K and results in V: scaling queries and results avoids scaling every number read.
-        return self._attend(cache, q.float() * k_scale).mul_(v_scale).to(q.dtype)
+        return self._attend(layer, cache, q.float() * k_scale).mul_(v_scale).to(q.dtype)
 
-    def _attend(self, cache: Tensor, q: Tensor) -> Tensor:
-        """Attend to the contents of the cache, without its scales. q and result: as in `forward`."""
+    def _attend(self, layer: int, cache: Tensor, q: Tensor) -> Tensor:
+        """Attend to `cache`, the contents of the layer, without its scales. q and result: as in `forward`."""
+        sinks = self._sinks[layer] if self._sinks else None
         if not self._prefills and len(self._groups) == 1 and self._groups[0].rows is None:
-            return self._decode(self._groups[0], cache, q).to(q.dtype)
+            return self._decode(self._groups[0], cache, q, sinks).to(q.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
             rows = group.rows if group.rows is not None else slice(None)
-            out[rows] = self._decode(group, cache, q[rows]).to(q.dtype)
+            out[rows] = self._decode(group, cache, q[rows], sinks).to(q.dtype)
         for prefill in self._prefills:
             rows = slice(prefill.row_lo, prefill.row_hi)
-            self._prefill(prefill, cache, q[rows], out[rows])
+            self._prefill(prefill, cache, q[rows], out[rows], sinks)
         return out
 
     def _gather(self, cache: Tensor, blocks: Tensor, batch: int) -> Tensor:
@@ -147,20 +149,20 @@ class CpuAttention:
         gathered = widen(cache.flatten(0, 2).index_select(0, blocks))
         return gathered.view(2, batch, self._shape.num_kv_heads, -1, self._shape.head_dim)
 
-    def _decode(self, group: _DecodeGroup, cache: Tensor, q: Tensor) -> Tensor:
-        """q: [B, q_heads, head_dim]. Returns the same shape, float32."""
+    def _decode(self, group: _DecodeGroup, cache: Tensor, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """q: [B, q_heads, head_dim]; sinks: [kv_heads, group]. Returns the shape of q, float32."""
         keys, values = self._gather(cache, group.blocks, q.size(0))
         rows = q.float().view(q.size(0), self._shape.num_kv_heads, -1, self._shape.head_dim)
-        out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap)
+        out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap, sinks)
         if not out.sum().isfinite():
             # A reused block may hold anything past the end, a freed one before the window, and NaN or infinity times zero is NaN. Clearing it every
             # time would cost as much as attention itself where lengths differ.
             hidden = group.bias.isneginf().transpose(2, 3)
             keys, values = keys.masked_fill_(hidden, 0.0), values.masked_fill_(hidden, 0.0)
-            out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap)
+            out = scaled_attention(rows, keys, values, group.bias, self._scale, self._shape.soft_cap, sinks)
         return out.reshape(q.shape)
 
-    def _prefill(self, seq: _Prefill, cache: Tensor, q: Tensor, out: Tensor) -> None:
+    def _prefill(self, seq: _Prefill, cache: Tensor, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """q, out: [C, q_heads, head_dim], the last C positions of the context.
 
         Query blocks are small enough that their scores stay in the CPU cache; none reads keys past its last row, or before
@@ -190,7 +192,8 @@ class CpuAttention:
             behind = 0 if window is None else seen - begin - window
             if behind > 0:  # keys that the last row does not see; each row before it does not see one fewer
                 by_row[..., n - behind :, :behind].add_(future.t()[1 : behind + 1, :behind])
-            attended = torch.bmm(scores.softmax(-1), values[:, begin:seen])
+            of_rows = None if sinks is None else sinks.repeat_interleave(n, 1)
+            attended = torch.bmm(softmax(scores, of_rows), values[:, begin:seen])
             out[lo : lo + n].view(n, heads, group, dim).copy_(attended.view(heads, group, n, dim).permute(2, 0, 1, 3))
 
 

@@ -42,6 +42,8 @@ def unsupported_reason(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
         return f"flashinfer has kernels for heads of {HEAD_DIMS}, the model's have {shape.head_dim}"
     if cache_dtype not in (shape.dtype, E4M3):
         return f"flashinfer reads no {cache_dtype} cache for {shape.dtype} queries"
+    if shape.sinks:
+        return "the model has attention sinks, which flashinfer's usual kernels lack"
     return ""
 
 

@@ -53,14 +53,21 @@ def attention_of_groups(
 ) -> AttentionBackend:
     """A backend of `make` for each layer group that has layers on this rank; a model's only group needs no other.
 
-    `shape`: as all groups have it; each group adds its own sliding window.
+    `shape`: as all groups have it, with the sinks of all layers; each group adds its own sliding window.
     """
     members = storage.layout.group_layers(storage.shard)
     groups = zip(storage.layout.spec.groups, storage.groups, members, strict=True)
     present = [
-        (make(kv, replace(shape, window=group.window)), layers, group.table) for group, kv, layers in groups if layers
+        (make(kv, _shape_of(shape, group.window, layers)), layers, group.table)
+        for group, kv, layers in groups
+        if layers
     ]
     backends, layers, tables = zip(*present, strict=True)
     if len(backends) == 1 and storage.layout.spec.num_tables == 1:
         return backends[0]
     return GroupedAttention(backends, layers, tables)
+
+
+def _shape_of(shape: AttentionShape, window: int | None, layers: Sequence[int]) -> AttentionShape:
+    """`shape` for the layers of one group."""
+    return replace(shape, window=window, sinks=tuple(shape.sinks[layer] for layer in layers) if shape.sinks else ())

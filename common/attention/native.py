@@ -29,6 +29,7 @@ class NativeAttention:
         self._native = native
         self._scale = 1.0 / math.sqrt(shape.head_dim) if shape.scale is None else shape.scale
         data = kv.stacked
+        self._sinks = shape.sinks
         self._caches = [
             CacheStruct(
                 data[layer, 0].data_ptr(),
@@ -40,6 +41,7 @@ class NativeAttention:
                 *kv.scales[layer],
                 shape.window or 0,
                 shape.soft_cap or 0.0,
+                shape.sinks[layer].data_ptr() if shape.sinks else None,
             )
             for layer in range(data.size(0))
         ]

@@ -55,6 +55,10 @@ class _Cache:
         self.scales = kv.scales
         self.block_size = kv.block_size
 
+    def sinks(self, layer: int) -> Tensor | None:
+        """[kv_heads, q_heads / kv_heads]"""
+        return self.shape.sinks[layer].view(self.shape.num_kv_heads, -1) if self.shape.sinks else None
+
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """k, v: [T, kv_heads, head_dim]; slots: [T] int64."""
         where = (slots // self.block_size, slots % self.block_size)
@@ -88,7 +92,8 @@ class _Cache:
         k_scale, v_scale = self.scales[layer]
         rows = (q * k_scale).unflatten(1, (keys.size(1), -1))
         seen = ~decodes.hidden[:, None, None]
-        out = scaled_attention(rows, keys, values, seen, self.shape.scale, self.shape.soft_cap)
+        sinks = self.sinks(layer)
+        out = scaled_attention(rows, keys, values, seen, self.shape.scale, self.shape.soft_cap, sinks)
         return out.mul_(v_scale).reshape(q.shape)
 
 
@@ -138,6 +143,7 @@ class SdpaAttention:
         keys, values = self._cache.gather(layer, seq.blocks[None], q.dtype)[:, 0, :, : seq.context_len]
         k_scale, v_scale = self._cache.scales[layer]
         group = shape.num_q_heads // shape.num_kv_heads
+        sinks = self._cache.sinks(layer)
         block = max(16, _MAX_SCORES // (shape.num_q_heads * seq.context_len))
         parts: list[Tensor] = []
         for lo in range(0, num_rows, block):
@@ -150,7 +156,13 @@ class SdpaAttention:
             # The query heads that share a KV head are rows of one product.
             rows = (q[lo : lo + n] * k_scale).view(n, shape.num_kv_heads, group, -1).permute(1, 2, 0, 3).flatten(1, 2)
             out = scaled_attention(
-                rows, keys[:, begin:seen], values[:, begin:seen], mask.repeat(group, 1), shape.scale, shape.soft_cap
+                rows,
+                keys[:, begin:seen],
+                values[:, begin:seen],
+                mask.repeat(group, 1),
+                shape.scale,
+                shape.soft_cap,
+                None if sinks is None else sinks.repeat_interleave(n, 1),
             )
             parts.append(out.unflatten(1, (group, n)).permute(2, 0, 1, 3).flatten(1, 2))
         return torch.cat(parts).mul_(v_scale)

@@ -39,6 +39,8 @@ THOROUGH = [
     Case("olmo2", decode="tensor_parallel_size = 2"),
     Case("mixtral", prefill="tensor_parallel_size = 2"),
     Case("seed_oss", decode="pipeline_parallel_size = 2"),
+    Case("gpt_oss", decode="pipeline_parallel_size = 2"),
+    Case("granite_swa", decode="tensor_parallel_size = 2"),
     *map(Case, ("arcee", "cohere", "ernie4_5", "exaone4", "glm", "granitemoe", "helium", "nemotron")),
     *map(Case, ("olmo3", "olmoe", "phimoe", "qwen2_moe")),
 ]

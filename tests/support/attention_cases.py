@@ -41,6 +41,7 @@ def reference(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One sequence, row by row, head by head: row r attends to the first `first + r + 1` keys, of which it sees the last
     `window`. All float64."""
@@ -55,7 +56,9 @@ def reference(
             k, v = (side[seen, head // group] for side in (keys, values))
             scores = k @ q[row, head] * scale
             capped = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
-            out[row, head] = capped.softmax(0) @ v
+            if sinks is not None:
+                capped = torch.cat([capped, sinks[head : head + 1].double()])
+            out[row, head] = capped.softmax(0)[: len(v)] @ v
     return out
 
 
@@ -155,5 +158,7 @@ class Case:
         return self.split(self.backend.forward(layer, *self.rows()))
 
     def expected(self, i: int) -> Tensor:
+        """Of the last layer."""
         n, context = self.lens[i]
-        return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n, **self.scores)
+        scores = {**self.scores, "sinks": self.scores["sinks"][-1] if "sinks" in self.scores else None}
+        return reference(self.q[i], self.kv[i][0], self.kv[i][1], context - n, **scores)

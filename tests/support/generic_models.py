@@ -77,7 +77,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "dots1": {**_ROUTED, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16},
     "minicpm3": {**_MLA, "num_key_value_heads": 4},
     "nanochat": {},
-    "afmoe": {**_EXPERTS, "num_dense_layers": 1, "num_shared_experts": 1, "head_dim": 16, "sliding_window": 24},
+    "gpt_oss": {**_LOCAL, "head_dim": 16, "sliding_window": 24, "rope_parameters": None},
+    "granite_swa": {"sliding_window": 24},
+    "granitemoe_swa": {**_LOCAL, "sliding_window": 24},
+    "flint": {**_EXPERTS, "head_dim": 16, "sliding_window": 24},
 }
 
 

@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -48,6 +48,7 @@ class CacheStruct(Structure):
         *((name, c_float) for name in ("k_scale", "v_scale")),
         ("window", c_int32),
         ("soft_cap", c_float),
+        ("sinks", c_void_p),
     ]
 
 

@@ -21,6 +21,8 @@ class GenericConfig(ModelConfig):
     """Width of the values that layers produce; in the cache they are padded to the width of keys."""
     attention_modules: tuple[str, ...]
     """Name of the module that attends, for each layer."""
+    sinks: tuple[str | None, ...]
+    """For each layer, the parameter of that module which holds a sink for each head; None: the layer has none."""
     tp_plan: tuple[tuple[str, str], ...]
     """(pattern of module or parameter names, style) of tensor parallelism; empty: the class has no plan."""
     has_stages: bool

@@ -59,6 +59,7 @@ def describe(path: Path) -> GenericConfig:
         config_digest=hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:32],
         v_head_dim=calls[0].v_dim,
         attention_modules=tuple(call.module for call in calls),
+        sinks=tuple(call.sinks for call in calls),
         tp_plan=_tp_plan(model),
         has_stages=bool(model._pp_plan),
         context=longest,
@@ -119,8 +120,6 @@ def _layers(name: str, config: Any, model: Any, calls: list[AttentionCall]) -> t
             "layer attends once work"
         )
     for call in calls:
-        if call.has_sinks:
-            raise ConfigError(f"{name} has attention sinks, which no attention backend implements")
         if call.soft_cap != calls[0].soft_cap:
             raise ConfigError(
                 f"the layers of {name} differ in their soft cap of attention scores, which is not supported"
@@ -154,6 +153,7 @@ def _layer(call: AttentionCall, model: Any) -> LayerDescription:
         scale=call.scale,
         window=call.window,
         soft_cap=call.soft_cap,
+        has_sinks=call.sinks is not None,
     )
     layer = model.get_submodule(call.module.rpartition(".")[0])
     weights = sum(parameter.numel() for parameter in layer.parameters())

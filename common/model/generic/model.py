@@ -7,7 +7,9 @@ sequence. Runs on a rank's engine thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from common.model.generic.stage import FirstLayer, LastLayer, SkippedLayer, Stag
 from common.model.generic.styles import SPLIT, Plan
 from common.model.lora.adapters import Adapters
 from common.model.rank_model import OnProgress, attention_shape
+from common.model.sharding import HeadRange
 
 
 class GenericModel:
@@ -51,6 +54,7 @@ class GenericModel:
         freeze_rotary(causal, config.context, build.device)
         self._attach(build, names)
         _load(build, causal, names, on_progress)
+        self._sinks = _sinks(build, causal, self._heads)
         self._first = _cut_stage(causal, names, build)
         self._trunk: Any = causal.get_submodule(names.trunk)
         self._final = _FinalHidden()
@@ -77,7 +81,8 @@ class GenericModel:
 
     def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:
         """As `RankModel.attention_shape`."""
-        return attention_shape(self.config.attention, self._heads, self.precision.wide, block_size, max_context)
+        shape = attention_shape(self.config.attention, self._heads, self.precision.wide, block_size, max_context)
+        return replace(shape, sinks=self._sinks)
 
     @torch.inference_mode()
     def forward(
@@ -182,6 +187,21 @@ def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) 
         assert rows is not None
         loader.embedding(names.embedding, embedding, rows)
     on_progress(parts, parts)
+
+
+def _sinks(build: Build, causal: nn.Module, heads: HeadRange) -> tuple[Tensor, ...]:
+    """As `AttentionShape.sinks`. A layer without sinks beside others that have them gets sinks of no weight."""
+    config = build.config
+    assert isinstance(config, GenericConfig)
+    found: list[Tensor] = []
+    for number in build.layer_numbers:
+        name = config.sinks[number]
+        if name is None:
+            found.append(torch.full((heads.num_q,), -math.inf, device=build.device))
+            continue
+        given = getattr(causal.get_submodule(config.attention_modules[number]), name).detach().float()
+        found.append((given if len(given) == heads.num_q else given[heads.q_lo : heads.q_hi]).contiguous())
+    return tuple(found) if any(config.sinks) else ()
 
 
 def _cut_stage(causal: nn.Module, names: PartNames, build: Build) -> FirstLayer | None:

@@ -53,7 +53,8 @@ class AttentionCall:
     window: int | None
     """Tokens that a row sees, from the mask; None: all before it."""
     soft_cap: float | None
-    has_sinks: bool
+    sinks: str | None
+    """The module's own parameter whose numbers join the softmax, one for each head; None: there is none."""
 
 
 class _Rule:
@@ -138,10 +139,21 @@ class _Calls:
                 query.size(3) ** -0.5 if scale is None else float(scale),
                 rule.window,
                 options.get("softcap"),
-                options.get("s_aux") is not None,
+                _sinks(module, options.get("s_aux")),
             )
         )
         return query.new_empty(1, query.size(2), query.size(1), value.size(3)), None
+
+
+def _sinks(module: nn.Module, given: Tensor | None) -> str | None:
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter is given:
+            return name
+    if given is not None:
+        raise ConfigError(
+            f"the attention sinks of {type(module).__name__} are no parameter of it, which is not implemented"
+        )
+    return None
 
 
 def _mask(mask_function: Callable[..., Any], local_size: int | None = None, **options: Any) -> Tensor:

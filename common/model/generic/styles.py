@@ -13,8 +13,8 @@ SPLIT = frozenset({"rowwise_split_input", "rowwise_rep"})
 """Every rank has the input features of all, and uses its own."""
 EXPERTS = "moe_tp_experts"
 """The outputs of a module whose parameters are cut are summed over the ranks."""
-WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj"})
-"""Styles that concern training alone."""
+WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params"})
+"""Styles that concern training alone, or parameters that have styles of their own."""
 VOCABULARY = frozenset({"embedding_rowwise"})
 STYLES = COLUMNS | ROWS | WHOLE | VOCABULARY | {EXPERTS}
 

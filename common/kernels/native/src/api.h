@@ -32,6 +32,7 @@ struct kv_cache {
     float k_scale, v_scale;  // a stored number times its scale is the value; 1 unless dtype is KV_FP8
     int32_t window;   // a row at position p attends to positions (p - window, p]; 0: all up to p
     float soft_cap;   // c in c * tanh(score / c); 0: none
+    const float* sinks;  // [q_heads]: a score that joins the softmax of each row of a head, without a value; null: none
 };
 
 // The sequences of one step. Entry i has rows [first_rows[i], first_rows[i + 1]), the last positions of a context of

@@ -2,6 +2,8 @@
 // each, and their results are merged in the order of positions. So a row's result is a function of its query and its
 // context: the batch, the cut of a prompt into chunks and the number of threads do not change it.
 #pragma once
+#include <cmath>
+
 #include "attention_plan.h"
 
 namespace KV_VARIANT {
@@ -174,7 +176,10 @@ class Attention {
     }
 
     void finish(const Item& item, int row, Partial from) {
-        const Lanes factor = splat(cache_.v_scale / from.total[row]);
+        float total = from.total[row];
+        if (cache_.sinks)
+            total += std::exp2(cache_.sinks[item.head * plan_.group + row % plan_.group] * 1.44269504f - from.top[row]);
+        const Lanes factor = splat(cache_.v_scale / total);
         const float* x = from.results + int64_t(row) * sizes_.width;
         Act* to = out_ + (item.first_row + row / plan_.group) * out_stride_ + column(item, row);
         for (int d = 0; d < cache_.head_dim; d += LANES)

@@ -83,6 +83,25 @@ def test_scores_are_capped(backend: str, soft_cap: float, window: int | None) ->
         torch.testing.assert_close(out.double(), case.expected(i), atol=5e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "flashinfer"])
+@pytest.mark.parametrize("more", [{}, {"window": 20}, {"soft_cap": 3.0}], ids=str)
+def test_sinks_join_the_softmax_of_their_heads(backend: str, more: dict[str, Any]) -> None:
+    heads, kv_heads, dim = SHAPES["7:1"]
+    sinks = tuple(torch.linspace(-3.0, 8.0, heads) + layer for layer in range(2))
+    lens = LENS["decode and chunks interleaved"]
+    case = make_case(backend, (heads, kv_heads, dim), lens, "float32", sinks=sinks, **more)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "flashinfer"])
+@pytest.mark.parametrize("sink", [-1e4, 1e4, -math.inf])
+def test_sinks_far_from_the_scores_leave_finite_results(backend: str, sink: float) -> None:
+    case = make_case(backend, (4, 2, 32), LENS["whole prompts"], "float32", sinks=(torch.full((4,), sink),) * 2)
+    for i, out in enumerate(case.run(layer=1)):
+        torch.testing.assert_close(out.double(), case.expected(i), atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_windows_and_caps_over_an_fp8_cache(backend: str) -> None:
     scales = ((1.0, 1.0), (8.0, 64.0))

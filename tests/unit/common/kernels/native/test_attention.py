@@ -36,6 +36,7 @@ class Shape:
     scales: tuple[float, float] = (1.0, 1.0)
     window: int = 0
     soft_cap: float = 0.0
+    sinks: bool = False
 
 
 @dataclass
@@ -102,6 +103,7 @@ class Step:
             *(plane.data_ptr() for plane in self.data),
             DTYPES[shape.cache],
             *(shape.kv_heads, shape.dim, shape.block_size, *shape.scales, shape.window, shape.soft_cap),
+            self.sinks.data_ptr() if shape.sinks else None,
         )
         out = torch.empty_like(q)
         pointers = [number for x in (q, k, v) for number in (x.data_ptr(), x.stride(0))]
