@@ -43,13 +43,12 @@ from common.engine.priority import insert_by_priority
 from common.kv.rank_layout import check_compatible
 from common.node.core import Attempt, CoreParts, NodeCore, token_chunk
 from common.node.events import ClientLost, FromClient
+from decode_node.early import EarlyMessages, Messages
+from decode_node.pacing import rest_s
 from kvtransfer.node_transfers import NodeReceiver
 from kvtransfer.traffic import count_bytes
 
 log = logging.getLogger(__name__)
-
-_MAX_EARLY = 4096
-"""Maximum number of attempts whose prefill messages are kept until the router's message arrives."""
 
 
 class Phase(Enum):
@@ -82,27 +81,18 @@ class _Attempt(Attempt):
     """Deadline for its prefill node's reason for withdrawing the blocks."""
 
 
-@dataclass(eq=False)
-class _Early:
-    """Messages of a prefill node that arrived before the router's `DecodeRequest`."""
-
-    expires_s: float
-    messages: list[tuple[Identity, Offer | PrefillDone]] = field(
-        default_factory=list[tuple[Identity, Offer | PrefillDone]]
-    )
-
-
 class DecodeNode(NodeCore[_Attempt]):
     """All attempts of one decode node. Invariant: when `attempts` is empty, no block is used."""
 
-    def __init__(self, parts: CoreParts, receiver: NodeReceiver, *, early_s: float) -> None:
+    def __init__(self, parts: CoreParts, receiver: NodeReceiver, *, early_s: float, shared_cores: bool = False) -> None:
         """`early_s`: seconds that a prefill node's message waits for the router's request, or a withdrawal of its
-        blocks for the reason."""
+        blocks for the reason. `shared_cores`: prefill nodes compute on the same cores, so that steps are paced.
+        """
         super().__init__(parts)
         self.receiver = receiver
-        self.early_s = early_s
         self.deferred: deque[_Attempt] = deque()
-        self.early: dict[AttemptKey, _Early] = {}
+        self.early = EarlyMessages(early_s)
+        self._shared_cores = shared_cores
         self._generated_tokens = 0
         self._local_prefills = 0
 
@@ -148,8 +138,7 @@ class DecodeNode(NodeCore[_Attempt]):
         return "running" if attempt.seq.key in self.scheduler.running else "waiting"
 
     def on_time(self, now_s: float) -> None:
-        for key in [key for key, early in self.early.items() if now_s > early.expires_s]:
-            self._refuse_early(key)
+        self._refuse_early(self.early.expired(now_s))
         for attempt in [a for a in self.attempts.values() if now_s > a.why_due_s]:
             self._transfers_failed += 1
             self._fail(attempt, TransferAborted("the prefill node withdrew its blocks without a reason"))
@@ -162,7 +151,14 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def step(self) -> bool:
         self._grant_deferred()
-        return super().step()
+        scheduler = self.scheduler
+        if self.clock() < self.rests_until_s and not scheduler.waiting:
+            return False
+        has_worked = super().step()
+        coming = len(self.attempts) - len(scheduler.running) - len(scheduler.waiting)
+        if self._shared_cores and scheduler.running and coming > 0:
+            self.rests_until_s = self.clock() + rest_s(self._timer.step_s, len(scheduler.running), coming)
+        return has_worked
 
     # ------------------------------------------------------------ admission
 
@@ -176,31 +172,23 @@ class DecodeNode(NodeCore[_Attempt]):
             self._local_prefills += 1
             attempt.phase = Phase.ACTIVE
         self._begin(attempt)
-        early = self.early.pop(request.key, None)
-        for prefill_identity, message in early.messages if early else ():
+        for prefill_identity, message in self.early.take(request.key):
             self._from_prefill(prefill_identity, message)
 
     def _from_prefill(self, identity: Identity, message: Offer | PrefillDone) -> None:
         attempt = self.attempts.get(message.key)
         if attempt is None:
-            self._keep_early(identity, message)
+            self._refuse_early(self.early.keep(identity, message, self.clock()))
         elif isinstance(message, Offer):
             self._offered(attempt, identity, message)
         else:
             self._prefill_done(attempt, message)
 
-    def _keep_early(self, identity: Identity, message: Offer | PrefillDone) -> None:
-        if message.key not in self.early:
-            if len(self.early) >= _MAX_EARLY:
-                self._refuse_early(next(iter(self.early)))
-            self.early[message.key] = _Early(self.clock() + self.early_s)
-        self.early[message.key].messages.append((identity, message))
-
-    def _refuse_early(self, key: AttemptKey) -> None:
+    def _refuse_early(self, messages: Messages) -> None:
         error = TransferAborted("the decode node has no request for this attempt, or has ended it")
-        for identity, message in self.early.pop(key).messages:
+        for identity, message in messages:
             if isinstance(message, Offer):
-                self.send_buffer.reply(identity, TransferAbort(key, error.code, error.message))
+                self.send_buffer.reply(identity, TransferAbort(message.key, error.code, error.message))
 
     def _offered(self, attempt: _Attempt, identity: Identity, offer: Offer) -> None:
         if attempt.phase is not Phase.WAITING:
@@ -289,7 +277,7 @@ class DecodeNode(NodeCore[_Attempt]):
         if isinstance(error, TransferAborted) and attempt.phase is Phase.RECEIVING:
             # The prefill node's attempt is over, perhaps with the whole answer, which comes over the slower control link.
             attempt.phase = Phase.WITHDRAWN
-            attempt.why_due_s = self.clock() + self.early_s
+            attempt.why_due_s = self.clock() + self.early.keep_s
             self.receiver.abort(attempt.seq.key)
             return
         self._transfers_failed += 1
@@ -354,7 +342,7 @@ class DecodeNode(NodeCore[_Attempt]):
 
     def _prefill_gave_up(self, key: AttemptKey, code: str, message: str) -> None:
         """The prefill node tells the router; an attempt that has all its KV continues."""
-        self.early.pop(key, None)
+        self.early.take(key)
         attempt = self.attempts.get(key)
         if attempt is not None and attempt.phase is not Phase.ACTIVE:
             log.warning("%s: aborted by the prefill node: %s: %s", key, code, message)

@@ -47,7 +47,7 @@ class DecodeRole(NodeRole[DecodeConfig, NodeReceiver]):
         return NodeReceiver(worker.plan.world_size, broadcast, post, make_local)
 
     def core(self, config: DecodeConfig, parts: CoreParts, transfers: NodeReceiver) -> DecodeNode:
-        return DecodeNode(parts, transfers, early_s=config.lease_s)
+        return DecodeNode(parts, transfers, early_s=config.lease_s, shared_cores=config.shared_cores)
 
 
 def _make_local(

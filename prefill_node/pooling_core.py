@@ -70,6 +70,8 @@ class PoolingNode:
         """Inputs that are not computed, in the order in which they came; those of ended attempts are skipped."""
         self._timer = StepTimer()
         self._steps = self._computed_tokens = 0
+        self.rests_until_s = 0.0
+        """As `EngineCore.rests_until_s`: never."""
 
     def handle(self, event: Any) -> None:
         match event:

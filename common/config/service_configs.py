@@ -166,6 +166,17 @@ class DecodeConfig(PipelineOptions, NodeConfig):
     local_prefill_chunk: int = option(
         64, "Maximum number of prompt tokens that one step prefills beside running streams.", "Capacity", low=1
     )
+    shared_cores: bool = option(
+        False,
+        "Prefill nodes compute on this node's processor cores: while most of its streams are still in prefill, it rests "
+        "between steps, at most 0.1 s, which gives the cores to the prompts.",
+        "Capacity",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shared_cores and self.num_ranks > self.tensor_parallel_size:
+            raise ConfigError("--shared-cores does not work with pipeline stages")
 
     @property
     def num_ranks(self) -> int:

@@ -42,6 +42,11 @@ class EngineCore(Protocol):
         """Whether `on_time` may have something to do before the next event."""
         ...
 
+    @property
+    def rests_until_s(self) -> float:
+        """`step` may have work again then, without an event; a time in the past means nothing."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Question:
@@ -126,4 +131,7 @@ class EngineLoop:
             return
 
     def _wait_s(self) -> float:
+        rest_s = self._core.rests_until_s - self._clock()
+        if rest_s > 0:
+            return rest_s
         return _DEADLINE_WAIT_S if self._core.has_deadlines else _IDLE_WAIT_S

@@ -126,6 +126,8 @@ class NodeCore(ABC, Generic[AttemptT]):
         """Attempts that wait for their grammar, some of them ended meanwhile, and when they give up."""
         self._without_adapter: set[AttemptKey] = set()
         """Attempts that wait for their adapter, some of them ended meanwhile."""
+        self.rests_until_s = 0.0
+        """As `EngineCore.rests_until_s`."""
         self._plans: dict[int, Plan] = {}
         """Plans of the steps in flight, by step id."""
         self._timer = StepTimer(depth=parts.scheduler.config.depth)

@@ -48,6 +48,7 @@ class Core:
         pass
 
     has_deadlines = False
+    rests_until_s = 0.0
 
 
 class Bench:

@@ -65,7 +65,15 @@ def core_parts(
 class Pair:
     """Both nodes; the test delivers messages by calling methods."""
 
-    def __init__(self, *, p_blocks: int = 32, d_blocks: int = 32, d_layout: KVLayout = LAYOUT, chunk: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        p_blocks: int = 32,
+        d_blocks: int = 32,
+        d_layout: KVLayout = LAYOUT,
+        chunk: int = 16,
+        shared_cores: bool = False,
+    ) -> None:
         self.clock = MockClock()
         self.p_grammars, self.d_grammars = FakeGrammars(), FakeGrammars()
         self.p_out: list[OutgoingMessage] = []
@@ -97,6 +105,7 @@ class Pair:
             ),
             self.wire.receiver,
             early_s=3.0,
+            shared_cores=shared_cores,
         )
         self.d_grammars.post = self.d.handle
         self.wire.on_sender_event = self.p.handle

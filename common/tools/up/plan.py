@@ -56,8 +56,8 @@ def plan_children(
 ) -> list[ChildSpec]:
     """The children in start order.
 
-    Each of `models` gets nodes of its own. `own_redis` is the command of the Redis server to run, None if an existing one is used. `gpus` are the CUDA GPUs to
-    distribute over the nodes. All services get `admin_token`.
+    Each of `models` gets nodes of its own. `own_redis` is the command of the Redis server to run, None if an existing
+    one is used. `gpus` are the CUDA GPUs to distribute over the nodes. All services get `admin_token`.
 
     An option of `config` that a service has too is passed on only if it was set by a flag, the environment or the [up]
     table: a value from elsewhere in a file reaches the service through the file itself.
@@ -89,6 +89,8 @@ def plan_children(
                     own |= _role_options(cls.section, config, share)
                 if yielding_role(config.favor) == cls.section:
                     own["nice"] = str(_YIELDING_NICE)
+                if cls is DecodeConfig and share is None and _shares_cores(config):
+                    own["shared_cores"] = "true"
                 if config.start_timeout_s > cls.start_timeout_s:  # a node must not give up before the supervisor does
                     own["start_timeout_s"] = str(config.start_timeout_s)
                 given = sources if model.generates else _of_pooling(sources, is_alone=not generating)
@@ -123,6 +125,13 @@ def _role_options(role: str, config: UpConfig, share: NodeGpus | None) -> dict[s
         if info.sets is not None and info.sets[0] == role and value is not None:
             options[info.sets[1]] = str(value)
     return options
+
+
+def _shares_cores(config: UpConfig) -> bool:
+    """Whether decode nodes on the CPU should leave more of it to the prefill nodes while most streams are still in
+    prefill."""
+    has_stages = config.decode_pp > 1 or config.decode_pp_layers
+    return config.prefill > 0 and config.favor != "itl" and not has_stages
 
 
 def yielding_role(favor: str) -> str | None:

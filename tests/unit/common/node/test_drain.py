@@ -76,6 +76,7 @@ def test_one_whose_lease_ended_may_come_back_for_one_more_lease() -> None:
 
 class _Logic:
     has_deadlines = False
+    rests_until_s = 0.0
 
     def handle(self, event: object) -> None:
         raise AssertionError(event)

@@ -170,6 +170,19 @@ def test_favor_gives_the_other_role_a_higher_niceness() -> None:
     assert niceness("ttft") == [0, 10]
 
 
+def test_decode_nodes_on_the_cpu_know_that_prefill_nodes_share_it() -> None:
+    def knows(gpus: tuple[str, ...] = (), **flags: str) -> bool:
+        [spec] = [spec for spec in plan(resolved(**flags), gpus=gpus) if spec.role == "decode"]
+        return as_the_child_sees_it(spec).shared_cores
+
+    assert knows()
+    assert knows(favor="ttft")
+    assert not knows(favor="itl")
+    assert not knows(prefill="0")
+    assert not knows(decode_pp="2")
+    assert not knows(("0",))
+
+
 def test_two_nodes_on_one_gpu_share_it_evenly_unless_fractions_are_stated() -> None:
     assert on_gpus(("0",)) == {"prefill-0": ("0", 0.45), "decode-0": ("0", 0.45)}
     stated = {"prefill_gpu_memory_utilization": "0.3", "decode_gpu_memory_utilization": "0.6"}

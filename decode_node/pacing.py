@@ -1,0 +1,19 @@
+"""When a decode node rests between steps because prefill nodes compute on the same processor cores. Pure.
+
+A step takes almost as long for one stream as for eight. Without rests, the first streams of a burst take half of the cores
+from the prompts of the others, and the same steps are computed again for each stream that joins later.
+"""
+
+from __future__ import annotations
+
+_LONGEST_S = 0.1
+_WEIGHT = 4
+"""How much more a stream in prefill counts than a running one. Throughput grows with it (docs/benchmarks.md), and so does
+the time between tokens while prompts are computed."""
+
+
+def rest_s(step_s: float, running: int, coming: int) -> float:
+    """Seconds to rest after a step of `step_s` seconds with `running` streams, at least one, while the prompts of `coming`
+    streams are computed elsewhere.
+    """
+    return min(_LONGEST_S, step_s * _WEIGHT * coming / running)

@@ -1,0 +1,67 @@
+"""Rests between a decode node's steps while prefill nodes compute on the same cores."""
+
+from __future__ import annotations
+
+import pytest
+from support.fake_engine import generate
+from support.node_pair import KEY, P_REF, PROMPT, ROUTER, Pair
+
+from common.control.messages import Abort, AttemptKey, DecodeRequest, EngineRequest, SamplingParams
+from common.engine.step import StepInput, StepOutput
+from common.node.events import FromClient
+from decode_node.node import Phase
+from decode_node.pacing import rest_s
+
+STEP_S = 0.01
+LATER = AttemptKey("later", 1)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """One stream runs, with steps of `STEP_S`; the prompt of `LATER` is computed elsewhere."""
+    pair = Pair(shared_cores=True)
+    execute = pair.d_runner.execute
+
+    def slow(step: StepInput, on_layer: None = None) -> StepOutput:
+        pair.clock.advance(STEP_S)
+        return execute(step, on_layer)
+
+    monkeypatch.setattr(pair.d_runner, "execute", slow)
+    pair.request(max_tokens=20)
+    while pair.d.attempts[KEY].phase is not Phase.ACTIVE:
+        pair.run(1)
+    request = EngineRequest(PROMPT, SamplingParams(seed=0, max_tokens=5, temperature=0.0))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(LATER, request, [], P_REF, 600.0)))
+    pair.step_decode()
+    return pair
+
+
+def test_a_step_waits_for_the_end_of_the_rest(pair: Pair) -> None:
+    assert pair.d.rests_until_s > pair.clock()
+    steps = pair.d_runner.steps
+    assert not pair.d.step()
+    pair.clock.now_s = pair.d.rests_until_s
+    assert pair.d.step()
+    assert pair.d_runner.steps == steps + 1
+
+
+def test_a_prompt_of_its_own_ends_the_rest(pair: Pair) -> None:
+    assert pair.d.rests_until_s > pair.clock()
+    request = EngineRequest(PROMPT, SamplingParams(seed=0, max_tokens=5, temperature=0.0))
+    pair.d.handle(FromClient(ROUTER, DecodeRequest(AttemptKey("own", 1), request, [], None, 600.0)))
+    assert pair.d.step()
+
+
+def test_nothing_rests_once_nobody_is_to_come(pair: Pair) -> None:
+    pair.d.handle(FromClient(ROUTER, Abort(LATER)))
+    pair.clock.now_s = pair.d.rests_until_s
+    pair.run()
+    assert pair.tokens() == generate(PROMPT, 20)
+    assert pair.d.rests_until_s < pair.clock()
+
+
+@pytest.mark.parametrize(
+    ("running", "coming", "low", "high"), [(8, 1, 0.0, 0.01), (8, 8, 0.01, 0.1), (1, 15, 0.1, 0.1)]
+)
+def test_the_fewer_run_the_longer_they_rest(running: int, coming: int, low: float, high: float) -> None:
+    assert low <= rest_s(0.02, running, coming) <= high
