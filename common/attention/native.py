@@ -104,8 +104,7 @@ class NativeAttention:
         """
         out = torch.empty(q.shape, dtype=q.dtype)
         native = self._native
-        q, k, v = (_with_whole_rows(x) for x in (q, k, v))
-        pointers = (number for x in (q, k, v) for number in (x.data_ptr(), x.stride(0)))
+        q, k, v = _with_whole_rows(q), _with_whole_rows(k), _with_whole_rows(v)
         native.attention_forward(
             native.team,
             self._addresses[layer],
@@ -113,7 +112,12 @@ class NativeAttention:
             q.size(1),
             self._scale,
             DTYPES[q.dtype],
-            *pointers,
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
             out.data_ptr(),
         )
         return out

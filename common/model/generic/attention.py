@@ -63,7 +63,7 @@ class LayerAttention:
         if width < self._head_dim:
             value = F.pad(value, (0, self._head_dim - width))
         step = self._step
-        rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # faster than an index
         out = step.backend.forward(self._index, *rows)
         if step.on_layer is not None:
             step.on_layer(self._index)
@@ -73,7 +73,7 @@ class LayerAttention:
             placed = out.new_zeros(out.size(0), num_given, width)
             placed[:, heads.q_lo : heads.q_hi] = out
             out = placed if self._join is None else self._join.all_reduce(placed)
-        return out[None]
+        return out.unsqueeze(0)
 
 
 def register() -> None:

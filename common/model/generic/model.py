@@ -179,8 +179,8 @@ def _load(build: Build, causal: Any, names: PartNames, on_progress: OnProgress) 
     on_progress(1, parts)
     for done, number in enumerate(build.layer_numbers):
         loader.fill(names.layers[number])
-        replace_norms(causal.get_submodule(names.layers[number]), build.kernels, build.precision.wide)
         on_progress(done + 2, parts)
+    replace_norms(causal.get_submodule(names.trunk), build.kernels, build.precision.wide)
     if place.is_last_stage:
         loader.lm_head(names.lm_head, lm_head, rows if tied else None)
     if place.is_first_stage:

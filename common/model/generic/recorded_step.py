@@ -27,6 +27,8 @@ _READS = frozenset(
     }
 )
 """Functions whose results, or the shapes of these, depend on values."""
+_VIEWS = frozenset({"view", "transpose", "narrow", "unsqueeze", "squeeze"})
+"""Functions that give the same memory for the same arguments, so that one call serves for all."""
 _TENSOR = re.compile(r"\bt\d+\b")
 
 Call = Callable[..., Tensor]
@@ -98,6 +100,8 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._names = {id(each): f"i{number}" for number, each in enumerate(inputs)}
         self._lines: list[str] = []
+        self._views: dict[str, str] = {}
+        """Names of views by the calls that made them."""
         self._kept: dict[str, Any] = {}
         """Functions, weights and other arguments by their names in the lines."""
         self._alive: list[Any] = list(inputs)
@@ -117,8 +121,15 @@ class _Recorder(TorchFunctionMode):
         if is_change or _has_tensors(result):
             words = [self._word(each) for each in args]
             words += [f"{key}={self._word(value)}" for key, value in kwargs.items()]
-            self._lines.append(f"{self._keep(func)}({', '.join(words)})")
-            self._lines[-1] = f"{self._targets(result)} = {self._lines[-1]}"
+            line = f"{self._keep(func)}({', '.join(words)})"
+            if name in _VIEWS and line in self._views:
+                self._names[id(result)] = self._views[line]
+                self._alive.append(result)
+            elif is_change or not args or result is not args[0]:
+                target = self._targets(result)
+                self._lines.append(f"{target} = {line}")
+                if name in _VIEWS:
+                    self._views[line] = target
         return result
 
     def _targets(self, result: Any) -> str:

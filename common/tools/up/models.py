@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from common.base.errors import ConfigError
@@ -35,7 +36,8 @@ def find_models(config: UpConfig, sources: Mapping[str, Source]) -> list[UpModel
 
     Raises: ConfigError for a model that is not there, two of one name, or an option that fits none or several of them.
     """
-    named = listed("model", config.model)
+    is_one = Path(config.model).expanduser().is_dir()  # even if its name has a comma
+    named = [config.model] if is_one else listed("model", config.model)
     if not named:
         raise ConfigError("--model names no model")
     folders = {model: resolve_model(model, config_only=True) for model in named}

@@ -56,6 +56,20 @@ def test_a_recording_computes_the_same_from_other_inputs_without_the_call() -> N
 
 
 @torch.inference_mode()
+def test_a_view_that_is_made_again_shows_what_was_written_meanwhile() -> None:
+    def call(x: Tensor) -> Tensor:
+        y = x * 2
+        before = y.unsqueeze(0)
+        kept = before.clone()
+        y.contiguous().add_(1)
+        return kept - 3 * y.unsqueeze(0)
+
+    _, replay = record(call, inputs(3, 1)[:1])
+    (x,) = inputs(3, 2)[:1]
+    assert torch.equal(replay(x), call(x))
+
+
+@torch.inference_mode()
 def test_each_number_of_rows_is_recorded_and_compared_before_it_is_used() -> None:
     call = Small()
     steps = RecordedSteps(call)

@@ -53,6 +53,15 @@ def test_what_fits_no_model_or_several_is_refused(tmp_path: Path, models: str, f
         find(model=",".join(str(tmp_path / name) for name in models.split(",")), **flags)
 
 
+def test_a_folder_whose_name_has_a_comma_is_one_model(tmp_path: Path) -> None:
+    folder = tmp_path / "a,b"
+    folder.mkdir()
+    at = folders(folder)
+    assert find(model=at["gen"]) == [(at["gen"], "generate")]
+    both = json.dumps([at["gen"], at["bert"]])
+    assert find(model=both) == [(at["gen"], "generate"), (at["bert"], "embed")]
+
+
 def test_two_folders_of_one_name_are_refused(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         (tmp_path / parent).mkdir()
