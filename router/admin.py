@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, NotFound
+from common.base.hashing import BLOCK_SIZE
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, Call, seconds
@@ -48,6 +49,7 @@ class RouterAdmin:
             AdminRoute("GET", "/requests", self._requests),
             AdminRoute("GET", "/requests/{request_id:path}", self._request),
             AdminRoute("POST", "/route", self.explain_route),
+            AdminRoute("POST", "/blocks", self.find_blocks),
             AdminRoute("POST", "/restart", self._begin_restart),
         ]
 
@@ -167,6 +169,16 @@ class RouterAdmin:
         state = dispatcher.state(model.base)
         return state.placer.explain(wanted, objectives, len(state.admission_queue))
 
+    async def find_blocks(self, call: Call) -> Mapping[str, Any]:
+        """How many leading blocks of a prompt each node holds, as the prefix index knows. Body: as `explain_route`."""
+        explained = await self.explain_route(call)
+        nodes = [
+            {"node": row["node"], "role": role, "blocks": row["hit_tokens"] // BLOCK_SIZE}
+            for role in ("prefill", "decode")
+            for row in explained[role]
+        ]
+        return {**{name: explained[name] for name in ("prompt_tokens", "prompt_blocks")}, "nodes": nodes}
+
 
 def _encode(model: ServedModel, text: str, *, chat: bool) -> list[int]:
     """Token ids of `text`. Raises: BadRequest if the text is too long."""
@@ -231,6 +243,9 @@ def describe_node(node: Node, now_s: float) -> dict[str, Any]:
         "draining": node.load.draining,
         "model": record.model.name,
         "adapters": [adapter.name for adapter in record.adapters],
+        "fingerprint": record.layout.fingerprint,
+        "kv": f"{record.layout.spec.dtype}, {record.layout.spec.bytes_per_block} bytes per block",
+        "tokenizer": record.model.tokenizer,
         "layout": {
             "tensor_parallel": record.layout.tp_size,
             "pipeline_parallel": record.layout.pp_size,

@@ -13,6 +13,7 @@ from common.base.errors import Unavailable
 from common.cluster.membership import LEASE_IN_REDIS, Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
+from common.control.self_report import SelfReport
 from common.tools.admin.running_clusters import runtime_folder
 from router.admin import RouterAdmin
 from router.fast import gc_policy
@@ -62,7 +63,7 @@ async def serve(config: RouterConfig) -> None:
     log.info("listening on %s://%s:%d", "https" if config.ssl_certfile else "http", host, port)
     if admin is not None:
         admin.start(
-            RouterAdmin(router, config, directory, restart).routes(),
+            RouterAdmin(router, config, directory, restart).routes() + SelfReport(config).routes(),
             {PATH: pages.application(Access(config.admin_token, open=False))},
         )
         log.info("admin at %s", admin.url)

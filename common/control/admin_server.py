@@ -64,7 +64,7 @@ class Call:
 
 
 Handler = Callable[[Call], "Any | Awaitable[Any]"]
-"""Returns the value to send as JSON. Raises: KvRelayError, sent with its HTTP status."""
+"""Returns the value to send as JSON, or bytes. Raises: KvRelayError, sent with its HTTP status."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         body = {} if request.method == "GET" else await read_object(request)
         answer = handler(Call(request.path_params, dict(request.query_params), body))
-        return _json(await answer if inspect.isawaitable(answer) else answer)
+        value = await answer if inspect.isawaitable(answer) else answer
+        return Response(value, media_type="application/octet-stream") if isinstance(value, bytes) else _json(value)
 
     return endpoint
 

@@ -26,12 +26,14 @@ from common.control.admin_server import AdminServer
 from common.control.frames import SILENCE_S
 from common.control.links import Identity, Link, Server
 from common.control.messages import Adapter, Message, NodeLoad, NodeRecord, PeerRef, Ping, Pong, TransferAbort
+from common.control.self_report import SelfReport
 from common.engine.loop import EngineCore, EngineLoop
 from common.kv.journal import BlockJournal
 from common.node.adapter_admin import AdapterAdmin
 from common.node.admin import Describe, NodeAdmin, open_admin
 from common.node.drain import Drain
 from common.node.events import ClientLost, FromClient, FromPeer, OutgoingMessage, PeerGone, SendBuffer, ToClient
+from common.node.profile import device_facts, node_profile
 from common.security.tls import open_credentials
 
 log = logging.getLogger(__name__)
@@ -155,8 +157,7 @@ class NodeServer:
         )
         publisher = KvEventPublisher(redis_url, cluster, record.peer, journal, lease_s=lease_s)
         self._registrar = registrar
-        if self._admin is not None:
-            self._admin.start(NodeAdmin(self, record, describe).routes() + (lora.routes() if lora else []))
+        self._start_admin(record, describe, lora)
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(registrar.run()),
             asyncio.create_task(publisher.run()),
@@ -188,6 +189,11 @@ class NodeServer:
             raise EngineError(f"{what}: {self._crash}") from self._crash
         if self._restart.is_set():
             raise RestartRequested("an operator asked for a restart")
+
+    def _start_admin(self, record: NodeRecord, describe: Describe, lora: AdapterAdmin | None) -> None:
+        if self._admin is not None:
+            parts = [NodeAdmin(self, record, describe), SelfReport(self.config, node_profile, device_facts)]
+            self._admin.start([route for part in [*parts, *([lora] if lora else [])] for route in part.routes()])
 
     # ------------------------------------------------------------ in
 

@@ -12,7 +12,6 @@ from starlette.routing import BaseRoute, Route
 
 from common.base.clock import monotonic
 from common.base.errors import BadRequest, NotFound, Unavailable
-from common.base.hashing import BLOCK_SIZE
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import Call, read_object
@@ -99,16 +98,7 @@ class DashboardRoutes:
         return json_response({"blocks": len(index), "nodes": shown, "groups": groups})
 
     async def _find_prefix(self, request: Request) -> Response:
-        """Where the leading blocks of a prompt lie, as `RouterAdmin.explain_route` finds them."""
-        body = await read_object(request)
-        explained = await self._admin.explain_route(Call({}, {}, body))
-        nodes = [
-            {"node": row["node"], "role": role, "blocks": row["hit_tokens"] // BLOCK_SIZE}
-            for role in ("prefill", "decode")
-            for row in explained[role]
-        ]
-        counts = {name: explained[name] for name in ("prompt_tokens", "prompt_blocks")}
-        return json_response({**counts, "nodes": nodes})
+        return json_response(await self._admin.find_blocks(Call({}, {}, await read_object(request))))
 
     async def _act(self, request: Request) -> Response:
         action = request.path_params["action"]

@@ -8,11 +8,15 @@ from urllib.parse import quote
 import typer
 
 from common.cli import flowing
-from common.tools.admin import control
+from common.tools.admin import control, prompts
+from common.tools.admin.bundle import support_bundle
+from common.tools.admin.check import check
 from common.tools.admin.client import AdminClient, AdminIncomplete, AdminRefused, AdminUnreachable
 from common.tools.admin.lora import lora
 from common.tools.admin.options import Json, NodeName, Url, show_answer
+from common.tools.admin.profile import profile
 from common.tools.admin.roll import roll
+from common.tools.admin.watch import watch
 
 _HELP = """Inspect a running cluster (nodes, requests, routing decisions) and drain nodes.
 
@@ -108,31 +112,12 @@ def request(
     )
 
 
-@app.command("route")
-def route(
-    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Prompt text.")] = None,
-    tokens: Annotated[str | None, typer.Option("--tokens", metavar="ID,ID,...", help="Prompt as token ids.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user message in a chat.")] = False,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=0, help="Maximum length of the answer in tokens.")
-    ] = 16,
-    cache_salt: Annotated[str, typer.Option("--cache-salt", help="cache_salt of the request.")] = "",
-    session: Annotated[str, typer.Option("--session", help="Session key, for the policy `session`.")] = "",
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Show where a request would go now, with the score of every candidate; nothing is sent to any node."""
-    if (prompt is None) == (tokens is None):
-        raise typer.BadParameter("give either --prompt or --tokens")
-    try:
-        ids = [int(token) for token in (tokens or "").split(",") if token.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"--tokens {tokens!r} is not a list of numbers such as 5,17,3") from None
-    body = {"prompt": prompt or ids, "chat": chat, "max_tokens": max_tokens, "cache_salt": cache_salt}
-    body["session"] = session
-    show_answer(url, as_json, lambda client: client.post("/route", body), lambda show, answer: show.route(answer))
-
-
+app.command("route")(prompts.route)
+app.command("blocks")(prompts.blocks)
+app.command("watch")(watch)
+app.command("check", help=flowing(check.__doc__ or ""))(check)
+app.command("profile", help=flowing(profile.__doc__ or ""))(profile)
+app.command("support-bundle", help=flowing(support_bundle.__doc__ or ""))(support_bundle)
 app.command("drain")(control.drain)
 app.command("undrain")(control.undrain)
 app.command("roll", help=flowing(roll.__doc__ or ""))(roll)

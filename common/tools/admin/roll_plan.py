@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,15 +62,14 @@ def gaps(services: Sequence[Service], nodes: Sequence[Mapping[str, Any]], num_ro
 
     A model's only prefill node is none if the model has decode nodes: they compute prompts meanwhile.
     """
-    usable = Counter((node["role"], node["model"]) for node in nodes if node["usable"])
     found: list[str] = []
     for service in services:
+        others = [node for node in nodes if node["usable"] and node["incarnation"] != service.incarnation]
+        roles = {node["role"] for node in others if node["model"] == service.model}
         if service.role == "router":
             if num_routers == 1:
                 found.append(f"{service.name} is the only router")
-        elif usable[service.role, service.model] == 1 and (
-            service.role == "decode" or not usable["decode", service.model]
-        ):
+        elif service.role not in roles and "decode" not in roles:
             found.append(f"{service.name} is the only {service.role} node of {service.model}")
     return found
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -188,6 +189,45 @@ def route(answer: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+_BAR = 24
+
+
+def blocks(answer: Mapping[str, Any]) -> RenderableType:
+    """`kvrelay admin blocks`: nodes with the most leading blocks first."""
+    whole = answer["prompt_blocks"]
+    nodes = sorted(answer["nodes"], key=lambda node: (-node["blocks"], node["node"]))
+    rows = [[node["node"], node["role"], f"{node['blocks']} of {whole}", _bar(node["blocks"], whole)] for node in nodes]
+    title = f"{answer['prompt_tokens']} tokens, {whole} blocks, of which a node holds the first"
+    return table(title, ("node", "role", "blocks", ""), rows) if rows else cell("no node is usable")
+
+
+def _bar(part: int, whole: int) -> Text:
+    filled = -(-_BAR * part // whole) if whole else 0
+    return Text("#" * filled + "." * (_BAR - filled))
+
+
+def overview(
+    router: Mapping[str, Any], known: Mapping[str, Any], running: Sequence[Mapping[str, Any]]
+) -> RenderableType:
+    """`kvrelay admin watch`: the router in one line, its nodes, its running requests."""
+    counts = ", ".join(
+        f"{router[f'requests_{name}']} {name.replace('_', ' ')}" for name in ("running", "waiting", "held_back")
+    )
+    line = f"{time.strftime('%H:%M:%S')}  requests: {counts}; Redis: {router['redis']}"
+    return Group(cell(line), nodes(known), requests(running) if running else cell("no request runs"))
+
+
+def findings(answer: Mapping[str, Any]) -> RenderableType:
+    """`kvrelay admin check`: each finding and, below it, its remedy."""
+    checked = f"{answer['routers']} routers and {answer['nodes']} nodes were asked"
+    if not answer["findings"]:
+        return cell(f"nothing found: {checked}")
+    lines: list[RenderableType] = []
+    for finding in answer["findings"]:
+        lines += [cell(f"{finding['where']}: {finding['what']}"), Padding(cell(finding["remedy"]), (0, 0, 0, 4))]
+    return Group(*lines, cell(f"{len(answer['findings'])} findings; {checked}"))
+
+
 def group(*parts: RenderableType) -> RenderableType:
     """The parts, stacked."""
     return Group(*parts)
@@ -203,22 +243,39 @@ def properties(title: str, about: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+_FIRST_COLUMNS = 3
+"""Columns of records that are shown at any width."""
+
+
 def records(title: str, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """A list of dictionaries as a table whose columns are their keys."""
+    """A list of dictionaries as a table whose columns are their keys, as many as fit."""
     if not rows:
         return Text(f"{title}: none", "dim")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     names = [column.replace("_", " ") for column in columns]
-    return table(title, names, [[_one_line(row.get(column)) for column in columns] for row in rows])
+    data = [[_one_line(row.get(column)) for column in columns] for row in rows]
+    return Fitted(names, data, names[_FIRST_COLUMNS:], title)
 
 
 def _flat(about: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in about.items():
-        name = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, Mapping):
-            yield from _flat(value, name + ": ")
+            yield from _flat(value, f"{prefix}{key.replace('_', ' ')}: ")
         else:
-            yield name, value
+            name, shown = _with_unit(key, value)
+            yield prefix + name.replace("_", " "), shown
+
+
+def _with_unit(key: str, value: Any) -> tuple[str, Any]:
+    """A value with the unit that its name has, and the name without it; a time as how long ago it was."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return key, value
+    for ending, unit in (("_s_ago", "s ago"), ("_s", "s")):
+        if key.endswith(ending):
+            return key.removesuffix(ending), f"{cell(value)} {unit}"
+    if key.endswith("_bytes"):
+        return key.removesuffix("_bytes"), size(int(value))
+    return (key.removesuffix("_at"), ago(time.time() - value)) if key.endswith("_at") else (key, value)
 
 
 def _is_rows(value: Any) -> bool:

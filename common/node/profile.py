@@ -1,0 +1,63 @@
+"""What an operator asks of a node's process through its admin port: a profile, and facts about its GPUs."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
+from torch.profiler import ProfilerActivity, profile
+
+from common.base import stack_sampler
+
+_HEAD_BYTES = 65_536
+_EVENTS = b'"traceEvents": ['
+
+
+def node_profile(duration_s: float) -> bytes:
+    """A Chrome trace of the next `duration_s` seconds. Blocks; steps go on, a little slower.
+
+    The trace is not parsed: that would stop the engine's thread for seconds.
+    """
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    recorder = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+    with ThreadPoolExecutor(1, thread_name_prefix="profile") as thread, tempfile.TemporaryDirectory() as folder:
+        recorder.start()
+        stacks = thread.submit(stack_sampler.record, duration_s).result()
+        recorder.stop()
+        path = Path(folder) / "trace.json"
+        recorder.export_chrome_trace(str(path))
+        return with_events(path.read_bytes(), stacks)
+
+
+def with_events(trace: bytes, events: list[dict[str, Any]]) -> bytes:
+    """A trace of PyTorch with further events, whose times are in microseconds since the epoch."""
+    base = re.search(rb'"baseTimeNanoseconds":\s*(\d+)', trace[:_HEAD_BYTES] + trace[-_HEAD_BYTES:])
+    base_us = int(base[1]) / 1e3 if base else 0.0
+    moved = [{**event, "ts": event["ts"] - base_us} if "ts" in event else event for event in events]
+    added = json.dumps(moved)[1:-1].encode()
+    return trace.replace(_EVENTS, _EVENTS + added + (b"," if added else b""), 1)
+
+
+def device_facts() -> dict[str, Any]:
+    """The GPUs that this process sees: their memory, and which pairs cannot read each other's."""
+    if not torch.cuda.is_initialized():
+        return {"gpus": [], "gpus_apart": []}
+    numbers = range(torch.cuda.device_count())
+    free = [torch.cuda.mem_get_info(number) for number in numbers]
+    names = [torch.cuda.get_device_name(number) for number in numbers]
+    apart = [(a, b) for a in numbers for b in numbers if a < b and not torch.cuda.can_device_access_peer(a, b)]
+    return {
+        "gpus": [
+            {"number": number, "name": names[number], "free_bytes": free[number][0], "total_bytes": free[number][1]}
+            for number in numbers
+        ],
+        "gpus_apart": apart,
+    }

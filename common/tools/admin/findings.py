@@ -1,0 +1,239 @@
+"""What is wrong with a cluster, and what helps: from what its services say to a list of findings. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Plain = Mapping[str, Any]
+
+_SKEW_S = 1.0
+_FILES_USED = 0.8
+_MIN_FILES = 1024
+_MIN_SHM_BYTES, _MIN_FREE_SHM_BYTES = 128 * 2**20, 32 * 2**20
+_MIN_FREE_BYTES = 512e6
+_CAPACITY_RATIO, _RANK_RATIO, _RANK_BYTES = 1.1, 1.3, 200e6
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong or suspicious."""
+
+    where: str
+    what: str
+    remedy: str
+
+
+@dataclass
+class Service:
+    """What one router or node says of itself; what it did not answer is empty, with the reason in `silent`."""
+
+    name: str
+    role: str
+    facts: Plain = field(default_factory=dict[str, Any])
+    status: Plain = field(default_factory=dict[str, Any])
+    known: Plain = field(default_factory=dict[str, Any])
+    """What a router knows of it; nodes only."""
+    skew_s: float = 0.0
+    """Its clock less this machine's, as far as it is more than the answer's way explains."""
+    silent: str = ""
+
+
+def find(routers: Sequence[Service], nodes: Sequence[Service], own_version: str) -> list[Finding]:
+    """All findings, grouped by kind."""
+    services = [*routers, *nodes]
+    answering = [service for service in services if not service.silent]
+    found = [
+        Finding(each.name, f"does not answer: {each.silent}", "see its log; restart it if it hangs")
+        for each in services
+        if each.silent
+    ]
+    found += _unreachable(answering, nodes)
+    found += _states(nodes)
+    found += _strangers(routers, nodes)
+    found += _versions(answering, own_version)
+    found += _fingerprints(nodes)
+    for service in answering:
+        found += _clock(service)
+        found += _redis(service)
+        found += _process(service)
+        found += _shared_memory(service)
+        found += _gpus(service)
+    found += _imbalance(nodes)
+    return [*found, *(finding for router in routers for finding in _index(router))]
+
+
+def _unreachable(services: Iterable[Service], nodes: Sequence[Service]) -> Iterator[Finding]:
+    names = {str(node.known.get("control_address")): node.name for node in nodes}
+    for service in services:
+        for address, why in service.facts.get("unreachable", {}).items():
+            yield Finding(
+                service.name,
+                f"cannot connect to {names.get(address, 'a node')} at {address}: {why}",
+                "allow the connection in the firewall; if the address is wrong, set --advertise-host of that node",
+            )
+
+
+def _states(nodes: Iterable[Service]) -> Iterator[Finding]:
+    for node in nodes:
+        state, breaker = node.known.get("state", "usable"), node.known.get("breaker", {}).get("state", "closed")
+        if state == "draining":
+            yield Finding(node.name, "drains: it gets no new requests", f"kvrelay admin undrain {node.name}")
+        elif state != "usable" and not node.silent:
+            yield Finding(node.name, f"the router does not use it: {state}", "see its log, and the router's")
+        if breaker != "closed":
+            yield Finding(
+                node.name, f"its circuit breaker is {breaker}: requests failed there", "see its log for the reason"
+            )
+        if node.status.get("engine", "ok") != "ok":
+            yield Finding(node.name, f"engine: {node.status['engine']}", f"kvrelay admin profile {node.name}")
+
+
+def _strangers(routers: Sequence[Service], nodes: Iterable[Service]) -> Iterator[Finding]:
+    for node in nodes:
+        leases = node.status.get("leases")
+        holders = {lease["holder"] for lease in leases or ()}
+        for router in routers:
+            if leases is not None and not router.silent and router.status.get("router_id") not in holders:
+                yield Finding(
+                    node.name,
+                    f"{router.name} holds no lease there: it sends nothing to it",
+                    "check that the router reaches the node's control address, and that both use the same Redis and --cluster",
+                )
+
+
+def _versions(services: Iterable[Service], own: str) -> Iterator[Finding]:
+    found: dict[str, dict[str, list[str]]] = {"kvrelay": {own: ["this command"]}, "torch": {}}
+    for service in services:
+        for package, versions in found.items():
+            version = service.facts.get("versions", {}).get(package)
+            if version:
+                versions.setdefault(version, []).append(service.name)
+    for package, versions in found.items():
+        if len(versions) > 1:
+            what = "; ".join(f"{version}: {', '.join(names)}" for version, names in sorted(versions.items()))
+            yield Finding(
+                "cluster", f"versions of {package} differ: {what}", "install the same one, then kvrelay admin roll"
+            )
+
+
+def _fingerprints(nodes: Sequence[Service]) -> Iterator[Finding]:
+    first: dict[str, Service] = {}
+    for node in nodes:
+        model = str(node.known.get("model"))
+        other = first.setdefault(model, node)
+        for name, what in (("fingerprint", "weights"), ("kv", "layouts of KV"), ("tokenizer", "tokenizers")):
+            if node.known.get(name) != other.known.get(name):
+                yield Finding(
+                    node.name,
+                    f"{what} of {model} differ from those of {other.name}: {node.known.get(name)} and {other.known.get(name)}",
+                    "give both the same model files, --dtype, --kv-cache-dtype and --quantization",
+                )
+
+
+def _clock(service: Service) -> Iterator[Finding]:
+    if abs(service.skew_s) > _SKEW_S:
+        yield Finding(
+            service.name,
+            f"its clock is {abs(service.skew_s):.1f} s {'ahead of' if service.skew_s > 0 else 'behind'} this machine's",
+            "synchronize the clocks (chrony, systemd-timesyncd); times in stories and traces are wrong until then",
+        )
+
+
+def _redis(service: Service) -> Iterator[Finding]:
+    state = service.status.get("redis", "ok")
+    if state != "ok":
+        yield Finding(
+            service.name, f"Redis: {state}", "check Redis, --redis-url and the network; requests go on meanwhile"
+        )
+
+
+def _process(service: Service) -> Iterator[Finding]:
+    facts = service.facts
+    used, most = facts.get("open_files", 0), facts.get("max_files", 0)
+    if most > 0 and (used > _FILES_USED * most or most < _MIN_FILES):
+        yield Finding(
+            service.name,
+            f"{used} of {most} file descriptors are used",
+            "raise the limit: ulimit -n 65536, LimitNOFILE= of systemd",
+        )
+    free = facts.get("free_memory_bytes")
+    if free is not None and free < _MIN_FREE_BYTES:
+        yield Finding(
+            service.name,
+            f"only {free / 1e6:.0f} MB of memory are free on {facts.get('host')}",
+            "lower --kv-memory-gb, or add memory",
+        )
+
+
+def _shared_memory(service: Service) -> Iterator[Finding]:
+    facts = service.facts
+    total, free = facts.get("shm_total_bytes", 0), facts.get("shm_free_bytes", 0)
+    if service.role != "router" and facts and (total < _MIN_SHM_BYTES or free < _MIN_FREE_SHM_BYTES):
+        yield Finding(
+            service.name,
+            f"shared memory: {free / 1e6:.0f} of {total / 1e6:.0f} MB are free in /dev/shm",
+            "give the container more (shm_size, --shm-size) or remount /dev/shm with size=; ranks and relays fall back to TCP",
+        )
+
+
+def _gpus(service: Service) -> Iterator[Finding]:
+    facts = service.facts
+    if not facts.get("gpus"):
+        return
+    networks, chosen = facts.get("networks", []), facts.get("nccl_socket_ifname")
+    if len(networks) > 1 and not chosen:
+        yield Finding(
+            service.name,
+            f"NCCL may take any of {', '.join(networks)}",
+            "set NCCL_SOCKET_IFNAME to the interface of the cluster's network",
+        )
+    elif chosen and not any(name.startswith(chosen.lstrip("=")) for name in networks):
+        yield Finding(
+            service.name, f"NCCL_SOCKET_IFNAME={chosen}, but the interfaces are {', '.join(networks)}", "correct it"
+        )
+    if facts.get("gpus_apart"):
+        pairs = ", ".join(f"{a} and {b}" for a, b in facts["gpus_apart"])
+        yield Finding(
+            service.name,
+            f"GPUs {pairs} cannot read each other's memory: data between them goes through the host",
+            "choose GPUs of one NVLink or PCIe switch with CUDA_VISIBLE_DEVICES (nvidia-smi topo -m shows them)",
+        )
+
+
+def _imbalance(nodes: Sequence[Service]) -> Iterator[Finding]:
+    fleets: dict[tuple[str, str], dict[str, int]] = {}
+    for node in nodes:
+        blocks = int(node.known.get("load", {}).get("kv_blocks_total", 0))
+        if blocks:
+            fleets.setdefault((node.role, str(node.known.get("model"))), {})[node.name] = blocks
+        yield from _uneven_ranks(node)
+    for (role, model), blocks in fleets.items():
+        low, high = min(blocks, key=blocks.__getitem__), max(blocks, key=blocks.__getitem__)
+        if blocks[high] > _CAPACITY_RATIO * blocks[low]:
+            yield Finding(
+                low,
+                f"KV blocks of {role} nodes of {model} differ: {blocks[low]} here, {blocks[high]} at {high}",
+                "free memory on its host, or give all nodes the same --kv-blocks",
+            )
+
+
+def _uneven_ranks(node: Service) -> Iterator[Finding]:
+    sizes = {rank["rank"]: rank["memory_bytes"] for rank in node.status.get("ranks", []) if rank.get("memory_bytes")}
+    if not sizes:
+        return
+    low, high = min(sizes.values()), max(sizes.values())
+    if high > _RANK_RATIO * low and high - low > _RANK_BYTES:
+        yield Finding(
+            node.name,
+            "memory of its ranks differs: "
+            + ", ".join(f"rank {rank} {size / 1e9:.2f} GB" for rank, size in sizes.items()),
+            "split the layers more evenly with --pp-layers",
+        )
+
+
+def _index(router: Service) -> Iterator[Finding]:
+    for name in router.status.get("index", {}).get("silent", []):
+        yield Finding(
+            router.name, f"blocks of {name} never reached its prefix index", "check that the node can write to Redis"
+        )
