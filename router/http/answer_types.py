@@ -70,6 +70,7 @@ class ChatChoice(TypedDict):
     logprobs: dict[str, Any] | None
     finish_reason: str
     stop_reason: str | int | None
+    token_ids: list[int] | None
 
 
 class ChatCompletion(TypedDict):
@@ -81,6 +82,8 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
 
 
 class TextChoice(TypedDict):
@@ -91,6 +94,9 @@ class TextChoice(TypedDict):
     logprobs: dict[str, Any] | None
     finish_reason: str
     stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
 
 
 class Completion(TypedDict):

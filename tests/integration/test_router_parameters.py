@@ -147,6 +147,8 @@ def test_the_end_of_a_long_prompt_is_kept(model_folder: Path) -> None:
         last = await post(bench, prompt=ids, truncate_prompt_tokens=10, echo=True, return_token_ids=True)
         assert last["choices"][0]["prompt_token_ids"] == ids[-10:]
         assert last["usage"]["prompt_tokens"] == 10
+        first = await post(bench, prompt=ids, truncate_prompt_tokens=10, truncation_side="right", return_token_ids=True)
+        assert first["choices"][0]["prompt_token_ids"] == ids[:10]
         limit = await post(bench, prompt=ids, truncate_prompt_tokens=-1, max_tokens=12)
         assert limit["usage"]["prompt_tokens"] == 500
         assert limit["usage"]["completion_tokens"] == 12

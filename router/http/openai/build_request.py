@@ -171,7 +171,7 @@ def _generation_request(
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
         raise BadRequest(f"token ids must be at least 0 and below {model.vocab_size}", param=param)
     wanted = body.token_limit
-    prompt_ids = _truncated(prompt_ids, body.truncate_prompt_tokens, model.max_model_len - max(1, wanted or 0))
+    prompt_ids = _truncated(prompt_ids, body, model.max_model_len - max(1, wanted or 0))
     room = model.max_model_len - len(prompt_ids)
     explicit = body.model_fields_set & {"max_tokens", "max_completion_tokens"}
     if room < 1 or (wanted is not None and explicit and wanted > room):
@@ -207,11 +207,13 @@ def _generation_request(
     )
 
 
-def _truncated(prompt_ids: list[int], limit: int | None, longest: int) -> list[int]:
-    """The last `limit` tokens; -1: the last `longest`, which leave room for the answer."""
+def _truncated(prompt_ids: list[int], body: CompletionRequestBase, longest: int) -> list[int]:
+    """The part of the prompt that the body asks to keep. `longest`: how many tokens leave room for the answer."""
+    limit = body.truncate_prompt_tokens
     if limit is None:
         return prompt_ids
-    return prompt_ids[-(max(1, longest) if limit == -1 else limit) :]
+    count = max(1, longest) if limit == -1 else limit
+    return prompt_ids[:count] if body.truncation_side == "right" else prompt_ids[-count:]
 
 
 def _bad_words(body: CompletionRequestBase, model: ServedModel) -> list[list[int]]:

@@ -66,19 +66,16 @@ class ChatFormat(BaseFormat):
                 **reasons(generation.outcome),
             }
             self._name_calls(choice, called=bool(message.tool_calls))
-            if self.options.with_token_ids:
-                choice["token_ids"] = all_ids(parts)
+            choice["token_ids"] = all_ids(parts) if self.options.with_token_ids else None
             choices.append(choice)
         body: Json = {
             **self._head,
             "object": "chat.completion",
             "choices": choices,
             "usage": usage(generations, self.options.samples),
+            "prompt_logprobs": None,
+            "prompt_token_ids": generations[0].request.engine.prompt_ids if self.options.with_token_ids else None,
         }
-        if self.options.with_token_ids:
-            body["prompt_token_ids"] = generations[0].request.engine.prompt_ids
-        if self.options.with_prompt_logprobs:
-            body["prompt_logprobs"] = None
         return body
 
     def _parsed(self, text: str, index: int) -> ParsedDelta:

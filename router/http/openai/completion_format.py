@@ -79,9 +79,10 @@ class CompletionFormat(BaseFormat):
                 "text": generation.request.echo + "".join(part.text for part in parts),
                 "logprobs": None,
                 **reasons(generation.outcome),
+                "prompt_logprobs": None,
+                "prompt_token_ids": None,
+                "token_ids": None,
             }
-            if self.options.with_prompt_logprobs:
-                choice["prompt_logprobs"] = None
             if self.options.with_token_ids:
                 choice |= {"prompt_token_ids": generation.request.engine.prompt_ids, "token_ids": all_ids(parts)}
             choices.append(choice)

@@ -5,7 +5,7 @@ Pure. Bodies are bounded and checked before any tokenization. Every field that r
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -66,6 +66,8 @@ class CompletionRequestBase(StructuredFields):
     """Log-probabilities of each prompt token after the first, and of that many most likely ones."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     """Keep only the last tokens of the prompt; -1: as many as leave room for the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """"right": keep the first tokens instead."""
     echo: bool | None = False
     """Begin the answer with the prompt's text (chat: with that of the last message, if the assistant's)."""
     detokenize: bool | None = True

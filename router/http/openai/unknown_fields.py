@@ -23,11 +23,16 @@ WITHOUT_EFFECT = frozenset(
     {
         "media_io_kwargs",
         "metadata",
+        "mm_payload",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "return_mm_kwargs",
         "safety_identifier",
         "service_tier",
+        "session_id",
+        "spaces_between_special_tokens",
         "store",
+        "stream_interval",
     }
 )
 """Fields of OpenAI or vLLM that have no effect on the answer: accepted."""
@@ -38,7 +43,8 @@ _MAX_NAMES, _MAX_NAME_CHARS = 16, 64
 def known_fields(kind: type[BaseModel]) -> frozenset[str]:
     """All names that a call knows, whether supported or not."""
     unsupported = UNSUPPORTED.keys() if issubclass(kind, CompletionRequestBase) else frozenset[str]()
-    return frozenset(kind.model_fields) | unsupported | WITHOUT_EFFECT
+    passed_on: frozenset[str] = getattr(kind, "PASSED_ON", frozenset())
+    return frozenset(kind.model_fields) | passed_on | unsupported | WITHOUT_EFFECT
 
 
 def unknown_fields(body: dict[str, Any], kind: type[BaseModel]) -> list[str]:

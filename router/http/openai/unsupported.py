@@ -18,6 +18,7 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "length_penalty": _only(1),
     "function_call": _only("none", "auto"),
     "include_reasoning": lambda value: value in (None, True),
+    "routed_experts_prompt_start": _only(0),
     "modalities": lambda value: value is None or value == ["text"],
     **dict.fromkeys(
         (
@@ -37,6 +38,12 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
             "kv_transfer_params",
             "thinking_token_budget",
             "vllm_xargs",
+            "logprob_token_ids",
+            "repetition_detection",
+            "return_prompt_text",
+            "return_token_offsets",
+            "ec_transfer_params",
+            "watermarking",
         ),
         _absent,
     ),

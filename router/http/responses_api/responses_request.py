@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, field_validator
 
 from router.http.json_body import Json
 from router.http.openai.chat_request import MAX_MESSAGES
 from router.http.openai.checks import MAX_INT
+from router.http.openai.unsupported import UNSUPPORTED
 from router.http.responses_api.input_items import InputItem, InputMessage, chat_messages
 
 _MAX_METADATA = 16
 _MAX_METADATA_CHARS = 512
-_SAMPLING = (
-    *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "bad_words"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids"),
-    *("priority", "cache_salt", "skip_special_tokens", "chat_template_kwargs", "truncate_prompt_tokens"),
+_OF_CHAT = frozenset(
+    {
+        *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "bad_words"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "structured_outputs"),
+        *("priority", "cache_salt", "skip_special_tokens", "chat_template_kwargs", "truncate_prompt_tokens"),
+        *("truncation_side", "include_stop_str_in_output"),
+    }
 )
 """Fields of the chat call that this one takes too, although OpenAI's does not."""
 
@@ -80,6 +84,9 @@ class ResponsesRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+    PASSED_ON: ClassVar[frozenset[str]] = _OF_CHAT | UNSUPPORTED.keys()
+    """Fields that the chat call takes or refuses."""
+
     model: Annotated[str, Field(max_length=1024)] | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
@@ -126,7 +133,7 @@ class ResponsesRequest(BaseModel):
         `earlier`: the messages of the turns before.
         """
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        body: Json = {name: value for name, value in (self.model_extra or {}).items() if name in _SAMPLING}
+        body: Json = {name: value for name, value in (self.model_extra or {}).items() if name in self.PASSED_ON}
         for name in ("model", "stream", "temperature", "top_p", "user"):
             body[name] = getattr(self, name)
         body["max_completion_tokens"] = self.max_output_tokens

@@ -9,6 +9,7 @@ import pytest
 from common.base.errors import BadRequest
 from router.http.openai.chat_request import ChatRequest
 from router.http.openai.parse_body import completion_request, validated
+from router.http.openai.unknown_fields import unknown_fields
 from router.http.responses_api.responses_request import ResponsesRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -62,6 +63,20 @@ def test_reasoning_text_and_calls_in_a_row_are_one_message() -> None:
 
 
 def test_a_field_that_would_change_the_answer_is_refused() -> None:
-    for fields in ({"reasoning": {"effort": "low"}}, {"background": True}, {"truncation": "auto"}):
+    for fields in (
+        {"reasoning": {"effort": "low"}},
+        {"background": True},
+        {"truncation": "auto"},
+        {"include_reasoning": False},
+        {"logprob_token_ids": [1]},
+    ):
         with pytest.raises(BadRequest):
             _chat(**fields)
+
+
+def test_fields_of_the_chat_call_count_and_are_not_reported_as_unknown() -> None:
+    fields = {"top_k": 3, "structured_outputs": {"choice": ["a"]}, "include_stop_str_in_output": True}
+    chat = _chat(**fields)
+    assert (chat.top_k, chat.include_stop_str_in_output) == (3, True)
+    assert chat.grammar_source is not None
+    assert unknown_fields({**fields, "input": "x", "top_kk": 1}, ResponsesRequest) == ["top_kk"]
