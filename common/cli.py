@@ -207,7 +207,7 @@ def _start(
     resolved = resolve(cls, flags=flags, environ=os.environ, file=file)
     if file is not None:
         os.environ[CONFIG_FILE_VARIABLE] = file  # the services that `kvrelay up` starts read it too
-    logs.configure(resolved.config.log_level)
+    logs.configure(resolved.config.log_level, resolved.config.log_format)
     run(resolved)
 
 

@@ -1,24 +1,36 @@
-"""Logging to standard error, configured once in the main thread before anything logs."""
+"""Logging to standard error, configured once in the main thread before anything logs. One line an event."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections import deque
+from datetime import UTC, datetime
+from typing import Any, Literal, cast
+
+LogFormat = Literal["text", "json"]
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
-_CHATTY = ("httpx", "httpcore", "urllib3", "huggingface_hub", "asyncio", "filelock")
-"""Libraries whose info messages do not help an operator."""
-
+_LIBRARIES = ("httpx", "httpcore", "urllib3", "huggingface_hub", "asyncio", "filelock", "uvicorn", "fsspec", "redis")
+"""Libraries whose messages below a warning do not help an operator. At debug some of them show headers, with their keys."""
 
 _recent: deque[str] = deque(maxlen=1000)
 """The latest log lines of this process, for operators; process-wide like logging itself."""
 
 
-class _Recent(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        _recent.append(self.format(record))
+def configure(level: str, form: LogFormat = "text") -> None:
+    """Log messages of at least `level` (debug, info, warning, error); replaces any earlier configuration."""
+    formatter = JsonFormatter() if form == "json" else TextFormatter(_FORMAT, datefmt="%H:%M:%S")
+    handlers = [logging.StreamHandler(sys.stderr), _Recent()]
+    for handler in handlers:
+        handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = handlers
+    root.setLevel(level.upper())
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def recent() -> list[str]:
@@ -26,14 +38,45 @@ def recent() -> list[str]:
     return list(_recent)
 
 
-def configure(level: str) -> None:
-    """Log messages of at least `level` (debug, info, warning, error); replaces any earlier configuration."""
-    handlers = [logging.StreamHandler(sys.stderr), _Recent()]
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers[:] = handlers
-    root.setLevel(level.upper())
-    if level != "debug":
-        for name in _CHATTY:
-            logging.getLogger(name).setLevel(logging.WARNING)
+class TextFormatter(logging.Formatter):
+    """One line a message, whatever it quotes; only the traceback of a bug takes lines of its own, below it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _one_line(record.message)
+        return super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message; `request_id` and `attempt` where the message names an attempt;
+    `error` with the traceback of a bug."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_attempt(record.args),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class _Recent(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _recent.append(self.format(record))
+
+
+def _attempt(args: Any) -> dict[str, Any]:
+    """The attempt (`common.control.identities.AttemptKey`) among a message's arguments."""
+    for arg in cast("tuple[Any, ...]", args) if isinstance(args, tuple) else ():
+        if hasattr(arg, "request_id") and hasattr(arg, "attempt"):
+            return {"request_id": arg.request_id, "attempt": arg.attempt}
+    return {}
+
+
+def _one_line(message: str) -> str:
+    if message.isprintable():
+        return message
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)

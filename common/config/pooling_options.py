@@ -12,7 +12,18 @@ log = logging.getLogger(__name__)
 
 OF_PROCESS = frozenset(
     {
-        *("cluster", "log_level", "host", "port", "node_id", "advertise_host", "redis_url", "lease_s", "tls_dir"),
+        *(
+            "cluster",
+            "log_level",
+            "log_format",
+            "host",
+            "port",
+            "node_id",
+            "advertise_host",
+            "redis_url",
+            "lease_s",
+            "tls_dir",
+        ),
         *("admin_host", "admin_port", "admin_token", "threads", "nice", "start_timeout_s"),
     }
 )

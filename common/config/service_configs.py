@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from common.base.errors import ConfigError
+from common.base.logs import LogFormat
 from common.config.cluster_options import ClusterOptions
 from common.config.fields import check_bounds, field_infos, listed, option, variant
 from common.config.option_groups import (
@@ -43,6 +44,7 @@ class ServiceConfig:
 
     cluster: str = option("default", "Cluster name: services see only others with the same name.", "Network")
     log_level: LogLevel = option("info", "Minimum severity of log messages.", "General", "--uvicorn-log-level")
+    log_format: LogFormat = option("text", "Form of log lines: text, or one JSON object each.", "General")
 
     def __post_init__(self) -> None:
         for name, info in field_infos(type(self)).items():

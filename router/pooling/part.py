@@ -112,7 +112,7 @@ class PoolPart:
             while self._events and self.outcome is None:
                 self._handle(self._events.popleft())
         except Exception:
-            log.exception("%s failed because of a bug", self.request_id)
+            log.exception("%s failed because of a bug", AttemptKey(self.request_id, self.attempt))
             self._end(PoolOutcome(error=KvRelayError("internal error in the router")))
         finally:
             self._events.clear()

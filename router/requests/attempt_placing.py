@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from common.base.errors import KvRelayError, Overloaded, Unavailable
+from common.control.identities import AttemptKey
 from common.control.messages import Abort, DecodeRequest, PrefillRequest
 from router.policy import Decision
 from router.requests import flow_events as f
@@ -146,7 +147,7 @@ class Attempts:
             self._kv_kind = decode.kv_kind
         router.metrics.attempt(decision.mode, wanted.attempt)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s#%d goes to %s", self.request_id, wanted.attempt, decision.explain())
+            log.debug("%s goes to %s", AttemptKey(self.request_id, wanted.attempt), decision.explain())
         timeout_s = max(0.001, self._deadline_s - router.clock())
         return f.Placed(None if prefill is None else prefill.record.peer, decode.record.peer, timeout_s)
 
@@ -217,7 +218,7 @@ class Attempts:
         try:
             self.place(wanted, answer)
         except Exception:
-            log.exception("%s could not be placed", self.request_id)
+            log.exception("%s could not be placed", AttemptKey(self.request_id, wanted.attempt))
             answer(f.GiveUp(KvRelayError("internal error in the router")))
 
     # -- the current attempt

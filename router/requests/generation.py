@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from common.base.errors import KvRelayError, Unavailable
+from common.control.identities import AttemptKey
 from common.control.messages import Abort, FinishReason, PromptLogprobs
 from router.metrics import Finished
 from router.policy import Decision
@@ -152,13 +153,18 @@ class Generation:
                         self._placed(event)
                     pending += self.flow.handle(event)
         except Exception:
-            log.exception("%s failed because of a bug", self.request_id)
+            log.exception("%s failed because of a bug", self._key)
             try:
                 self._break_off(pending)
             except Exception:
-                log.exception("%s could not be ended cleanly", self.request_id)
+                log.exception("%s could not be ended cleanly", self._key)
         finally:
             self._busy = False
+
+    @property
+    def _key(self) -> AttemptKey:
+        """The present attempt, for the log."""
+        return AttemptKey(self.request_id, self.flow.attempt)
 
     def _placed(self, event: f.Placed) -> None:
         served, decision = self.served, self.attempts.decision
@@ -178,7 +184,7 @@ class Generation:
                 try:
                     self._HOW[type(instruction)](self, instruction)
                 except Exception:
-                    log.exception("%s: closing a leg failed", self.request_id)
+                    log.exception("%s: closing a leg failed", self._key)
         self._events.clear()
         if self.outcome is None:
             self._end(Outcome(error=error))

@@ -23,13 +23,17 @@ Writing an event is one append; everything that costs more is done on reading. T
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from common.control.identities import AttemptKey
 from router.requests.request import TraceContext
+
+log = logging.getLogger(__name__)
 
 TERMINAL = frozenset({"finished", "failed", "cancelled"})
 _MAX_EVENTS = 200
@@ -56,7 +60,7 @@ class Story:
 
     __slots__ = (
         *("_clock", "_started_s", "arrived_at", "client_id", "events", "omitted", "request_id", "token_times"),
-        "trace",
+        *("logged", "trace"),
     )
 
     def __init__(self, request_id: str, client_id: str = "", *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -64,6 +68,8 @@ class Story:
         self.client_id = client_id
         """The client's own id of the request; not unique."""
         self.trace: TraceContext | None = None
+        self.logged = False
+        """Every event is logged, too."""
         self.arrived_at = time.time()
         self.events: list[tuple[float, str, str, Data]] = []
         """(seconds since arrival, event, reason, data)"""
@@ -78,9 +84,21 @@ class Story:
         if len(reason) > _MAX_REASON_CHARS:
             reason = reason[:_MAX_REASON_CHARS]
         self.events.append((self._clock() - self._started_s, event, reason, data))
+        if self.logged:
+            self._log(event, reason)
         if len(self.events) > _MAX_EVENTS:
             del self.events[_KEPT_HEAD]
             self.omitted += 1
+
+    def log_events(self) -> None:
+        """Log the events so far, and every later one."""
+        self.logged = True
+        for _, event, reason, _ in self.events:
+            self._log(event, reason)
+
+    def _log(self, event: str, reason: str) -> None:
+        attempt = sum(each[1] == "decision" for each in self.events)
+        log.debug("%s: %s%s", AttemptKey(self.request_id, attempt), event, f": {reason}" if reason else "")
 
     def tokens(self) -> None:
         """Tokens were sent to the client."""
@@ -145,6 +163,7 @@ class Stories:
         self._finished: OrderedDict[str, tuple[Story, int]] = OrderedDict()
         self._bytes = 0
         self._watched_until_s = 0.0
+        self._logged = log.isEnabledFor(logging.DEBUG)
         self.on_end: Callable[[Story], None] | None = None
         """Called with each finished story."""
 
@@ -166,6 +185,8 @@ class Stories:
     def enter(self, story: Story) -> None:
         """Keep this story of a running request, until `end`."""
         self._running[story.request_id] = story
+        if self._logged:
+            story.log_events()
 
     def end(self, story: Story) -> None:
         """The request is over; the oldest finished stories are dropped if there are too many."""

@@ -116,9 +116,14 @@ class System:
 
         Within this process, which saves half a second each; `test_admin.py` runs the command itself, too.
         """
-        result = CliRunner().invoke(admin, [*args, "--json"], env={"XDG_RUNTIME_DIR": str(self.pid_file.parent)})
+        said = self.admin_text(*args, "--json", code=code)
+        return json.loads(said) if code == 0 else said
+
+    def admin_text(self, *args: str, code: int = 0) -> str:
+        """What `kvrelay admin ARGS` prints; with another exit code what it wrote to standard error."""
+        result = CliRunner().invoke(admin, args, env={"XDG_RUNTIME_DIR": str(self.pid_file.parent)})
         assert result.exit_code == code, result.stdout + result.stderr
-        return json.loads(result.stdout) if code == 0 else result.stderr
+        return result.stdout if code == 0 else result.stderr
 
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])

@@ -23,7 +23,7 @@ def run_rank(load_role: Callable[[], NodeRole[Any, Any]], fields: dict[str, Any]
     """Run rank `rank` until the leader ends. `fields`: the node's configuration; `leader`: the address that takes the
     rank's reports. `load_role` may import torch."""
     name_process(f"kvrelay-rank-{rank}")
-    configure(fields["log_level"])
+    configure(fields["log_level"], fields["log_format"])
     prepare_compute(fields["threads"], nice=0)  # the leader's niceness is inherited
     with lasting_imports():
         from common.node.ranks.process import RankProcess

@@ -6,8 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from common.base.logs import LogFormat
 from common.control.messages import Task
 from common.tools.up.restarts import describe_exit
 
@@ -19,8 +21,10 @@ class Console:
     """Writes prefixed lines to `out`. When the reader of `out` is gone, it goes silent without an error; lines that cannot be
     written, as on a full disk, are lost, and counted once there is room again."""
 
-    def __init__(self, names: list[str], out: TextIO | None = None) -> None:
+    def __init__(self, names: list[str], out: TextIO | None = None, form: LogFormat = "text") -> None:
+        """form: `json` writes every line as a JSON object with the name as `service`."""
         self._out = out if out is not None else sys.stdout
+        self._as_json = form == "json"
         self._width = max(map(len, [_OWN_NAME, *names]))
         self._lost = 0
         coloured = self._out.isatty() and "NO_COLOR" not in os.environ
@@ -28,21 +32,42 @@ class Console:
 
     def child_line(self, name: str, line: str) -> None:
         """One line of a child's output."""
+        if self._as_json:
+            self._json(name, line)
+            return
         prefix = f"{name:<{self._width}} |"
         colour = self._colours.get(name)
         self.plain(f"\x1b[{colour}m{prefix}\x1b[0m {line}" if colour else f"{prefix} {line}")
 
     def say(self, line: str) -> None:
         """One line of the supervisor."""
+        if self._as_json:
+            self._json(_OWN_NAME, line)
+            return
         self.plain(f"{_OWN_NAME:<{self._width}} | {line}")
+
+    def _json(self, name: str, line: str) -> None:
+        service = json.dumps({"service": name})
+        if line.startswith('{"'):  # a log line of the service
+            self.plain(f"{service[:-1]}, {line[1:]}")
+        else:
+            time = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self.plain(json.dumps({"service": name, "time": time, "message": line}, ensure_ascii=False))
+
+    def announce(self, text: str, summary: str) -> None:
+        """A text of several lines; as JSON `summary` instead."""
+        if self._as_json:
+            self._json(_OWN_NAME, summary)
+        else:
+            self.plain(text)
 
     def plain(self, text: str) -> None:
         try:
             if self._lost:
-                print(
-                    f"{_OWN_NAME:<{self._width}} | {self._lost} lines could not be written", file=self._out, flush=True
-                )
-                self._lost = 0
+                lost, self._lost = self._lost, 0
+                self.say(f"{lost} lines could not be written")
+                if self._lost:
+                    self._lost = lost
             print(text, file=self._out, flush=True)
         except (BrokenPipeError, ValueError):
             self._out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the process)

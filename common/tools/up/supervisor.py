@@ -128,7 +128,7 @@ class Supervisor:
     ) -> None:
         self._config = config
         self._credentials = credentials
-        self._console = Console([spec.name for spec in specs])
+        self._console = Console([spec.name for spec in specs], form=config.log_format)
         self._children = [Child(spec, self._console) for spec in specs]
         self._redis_url = redis_url
         self._pid_file = pid_file
@@ -243,7 +243,8 @@ class Supervisor:
         models: dict[str, Task] = {record.model.name: record.model.task for record in self._records.values()}
         urls = [spec.url for spec in self._routers]
         kernels = sorted({record.kernels for record in self._records.values()})
-        self._console.plain(banner(urls, models, rows, kernels, self._config.api_key != "", took_s))
+        text = banner(urls, models, rows, kernels, self._config.api_key != "", took_s)
+        self._console.announce(text, f"ready at {', '.join(urls)} (after {took_s:.1f} s)")
 
     # ------------------------------------------------------------ watch
 

@@ -74,3 +74,19 @@ def test_a_console_whose_reader_is_gone_is_silent() -> None:
     out.close()
     console.say("nobody reads this")
     console.say("nor this")
+
+
+def test_as_json_every_line_is_an_object_that_names_its_service() -> None:
+    out = io.StringIO()
+    console = Console(["d0"], out, "json")
+    console.child_line("d0", '{"level": "info", "message": "ready"}')
+    console.child_line("d0", "not from the log")
+    console.say("stopping")
+    console.announce("several\nlines", "ready")
+    first, *others = map(json.loads, out.getvalue().splitlines())
+    assert first == {"service": "d0", "level": "info", "message": "ready"}
+    assert [(each["service"], each["message"]) for each in others] == [
+        ("d0", "not from the log"),
+        ("kvrelay", "stopping"),
+        ("kvrelay", "ready"),
+    ]
