@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from typing import cast
+
+from starlette.types import ASGIApp
 
 from common.base.errors import Unavailable
 from common.cluster.membership import LEASE_IN_REDIS, Directory
@@ -42,15 +45,7 @@ async def serve(config: RouterConfig) -> None:
         sock.close()
         raise
     admin = AdminServer(config.admin_host, config.admin_port, config.admin_token) if config.admin_token else None
-    directory = Directory(
-        config.redis_url,
-        config.cluster,
-        router.set_nodes,
-        poll_s=min(0.5, config.lease_s * (1 - LEASE_IN_REDIS)),
-        grace_s=config.lease_s,
-        answers=router.dispatcher.nodes.answers,
-        tls_dir=config.tls_dir,
-    )
+    directory = _directory(router, config)
     subscriber = router.subscribe(config.redis_url, config.cluster)
     most = config.max_stored_responses
     responses = ResponseStore(config.redis_url, config.cluster, most) if most else None
@@ -58,6 +53,7 @@ async def serve(config: RouterConfig) -> None:
     trusted = trusts_loopback(os.getppid(), runtime_folder(os.environ))
     ui = pages.application(Access(config.admin_token or "", trusted))
     server = http_server(router, config, directory, responses, ui)
+    pages.chat_endpoint = cast("ASGIApp", server.config.app)
     restart = Restart(router.dispatcher, lambda: server.busy)
     host, port = sock.getsockname()[:2]
     log.info("listening on %s://%s:%d", "https" if config.ssl_certfile else "http", host, port)
@@ -88,3 +84,15 @@ async def serve(config: RouterConfig) -> None:
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
+
+
+def _directory(router: Router, config: RouterConfig) -> Directory:
+    return Directory(
+        config.redis_url,
+        config.cluster,
+        router.set_nodes,
+        poll_s=min(0.5, config.lease_s * (1 - LEASE_IN_REDIS)),
+        grace_s=config.lease_s,
+        answers=router.dispatcher.nodes.answers,
+        tls_dir=config.tls_dir,
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.base.errors import KvRelayError, Unauthorized
-from router.http.client import Client, note_client, used_tokens
+from router.http.client import Client, has_client, note_client, used_tokens
 from router.http.key_limits import ApiKeys, KeyUse
 from router.http.request_headers import api_key
 from router.http.responses import error_response
@@ -18,8 +18,8 @@ _OPEN = frozenset(path.encode() for path in OPEN_PATHS)
 
 
 class KeyGuard:
-    """ASGI middleware: if there are keys, all paths need one except those of `OPEN_PATHS`, compared as they were sent.
-    `count` gets each refusal's status.
+    """ASGI middleware: if there are keys, all paths need one except those of `OPEN_PATHS`, compared as they were sent, and
+    requests whose client the dashboard has admitted. `count` gets each refusal's status.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, count: Callable[[int], None]) -> None:
@@ -28,7 +28,8 @@ class KeyGuard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or scope.get("raw_path") in _OPEN:
+        is_open = not self._keys or scope.get("raw_path") in _OPEN or has_client(scope)
+        if scope["type"] != "http" or is_open:
             await self._app(scope, receive, send)
             return
         use = self._keys.find(api_key(scope).encode("latin-1"))  # as received

@@ -45,6 +45,11 @@ def note_client(scope: Scope, client: Client) -> None:
     scope[_CLIENT] = client
 
 
+def has_client(scope: Scope) -> bool:
+    """Whether another part of the router has noted who sent a request."""
+    return _CLIENT in scope
+
+
 def count_tokens(scope: Scope, used: Callable[[], int]) -> None:
     """When the request is over, its key is charged with `used()` tokens."""
     scope[_USED_TOKENS] = used

@@ -1,7 +1,8 @@
 """Who may call the dashboard's JSON routes. Pure.
 
-Reading on the public port is as open as everything there. Anything that changes a node needs the admin token, or a caller on
-this host while `kvrelay up` runs the router; and it needs a header that pages of other sites cannot send.
+Reading on the public port is as open as everything there, and so are conversations. Anything that changes a node needs the
+admin token, or a caller on this host while `kvrelay up` runs the router; killing one needs the latter. Whatever is not
+reading needs a header that pages of other sites cannot send.
 """
 
 from __future__ import annotations
@@ -39,10 +40,22 @@ class Access:
             if not self.open and not self._has_token(headers):
                 raise Unauthorized("the admin token is missing or wrong")
             return
-        if not _same_site(headers):
-            raise Forbidden("only a page of this dashboard may do this")
+        _check_site(headers)
         if not self.may_operate(scope):
             raise Unauthorized("the admin token is missing or wrong")
+
+    def check_chat(self, scope: Scope) -> None:
+        """As `check`, for a conversation: anyone who reaches a public port without keys may have one.
+
+        Raises: Unauthorized, Forbidden.
+        """
+        _check_site(Headers(scope=scope))
+        if not self.open and not self.may_operate(scope):
+            raise Unauthorized("the admin token is missing or wrong")
+
+    def may_kill(self, scope: Scope) -> bool:
+        """Whether the caller may kill nodes: only the user of a `kvrelay up` on this host."""
+        return self.trusts_loopback and is_local(scope)
 
     def may_operate(self, scope: Scope) -> bool:
         """Whether the caller may see what nodes tell operators, and change them."""
@@ -72,10 +85,11 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _same_site(headers: Headers) -> bool:
+def _check_site(headers: Headers) -> None:
     origin = headers.get("origin")
-    return (
+    if not (
         headers.get(ACTION_HEADER) == "1"
         and headers.get("sec-fetch-site", "same-origin") == "same-origin"
         and (origin is None or urlsplit(origin).netloc == headers.get("host"))
-    )
+    ):
+        raise Forbidden("only a page of this dashboard may do this")

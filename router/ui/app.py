@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,10 +38,13 @@ _HEADERS = (
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def dashboard(access: Access, routes: Sequence[BaseRoute]) -> Starlette:
-    """The application. `routes` answer below `/ui/api`, to callers that `access` admits."""
+def dashboard(access: Access, routes: Sequence[BaseRoute], chat: ASGIApp) -> Starlette:
+    """The application. `routes` answer below `/ui/api`, to callers that `access` admits; `chat`, which checks its callers
+    itself, at `/ui/api/chat`.
+    """
     return Starlette(
         routes=[
+            Route("/api/chat", chat, methods=["POST"]),
             Mount("/api", routes=list(routes), middleware=[Middleware(_ApiGuard, access=access)]),
             Mount("/", StaticFiles(directory=_STATIC, html=True)),
         ],

@@ -9,9 +9,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.base.clock import monotonic
-from common.base.errors import BadRequest, NotFound, Unavailable
+from common.base.errors import BadRequest, Forbidden, NotFound, Unavailable
 from common.cluster.membership import Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import Call, read_object
@@ -20,6 +21,7 @@ from router.router import Router
 from router.ui.access import Access
 from router.ui.app import dashboard, json_response
 from router.ui.nodes import NodeControl
+from router.ui.playground import Chat, kill
 from router.ui.snapshot import Snapshots
 
 _MAX_LISTED = 200
@@ -34,15 +36,27 @@ class DashboardRoutes:
         self._snapshots = Snapshots(router, config, directory)
         self._admin = RouterAdmin(router, config, directory)
         self._nodes = NodeControl(router.dispatcher.nodes, config.admin_token or "")
+        self.chat_endpoint: ASGIApp = _no_chat
+        """The application that answers chat completions, set once it is there."""
 
     def application(self, access: Access) -> Starlette:
         """The dashboard for callers whom `access` admits."""
-        return dashboard(access, self._routes(access))
+        return dashboard(access, self._routes(access), Chat(access, lambda: self.chat_endpoint))
 
     def _routes(self, access: Access) -> Sequence[BaseRoute]:
 
         async def node(request: Request) -> Response:
             return await self._node(request, access)
+
+        async def playground(request: Request) -> Response:
+            models = [model.name for model in self._router.catalog.models if model.task == "generate"]
+            return json_response({"models": models, "may_kill": access.may_kill(request.scope)})
+
+        async def kill_node(request: Request) -> Response:
+            if not access.may_kill(request.scope):
+                raise Forbidden("a node can be killed only from the host where `kvrelay up` runs")
+            found = self._nodes.find(request.path_params["name"])
+            return json_response({"node_id": found.node_id, "pid": await kill(found, self._nodes)})
 
         return [
             Route("/snapshot", self._snapshot),
@@ -51,7 +65,9 @@ class DashboardRoutes:
             Route("/prefixes", self._prefixes),
             Route("/prefixes/find", self._find_prefix, methods=["POST"]),
             Route("/nodes/{name}", node),
+            Route("/nodes/{name}/kill", kill_node, methods=["POST"]),
             Route("/nodes/{name}/{action}", self._act, methods=["POST"]),
+            Route("/playground", playground),
         ]
 
     async def _snapshot(self, request: Request) -> Response:
@@ -107,3 +123,7 @@ class DashboardRoutes:
         node = self._nodes.find(request.path_params["name"])
         await self._nodes.ask(node, "POST", f"/{action}")
         return json_response({"node_id": node.node_id, "draining": action == "drain"})
+
+
+async def _no_chat(scope: Scope, receive: Receive, send: Send) -> None:
+    raise Unavailable("the router is starting")

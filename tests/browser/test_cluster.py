@@ -33,11 +33,11 @@ def test_topology_shows_two_nodes_of_each_role_and_a_relay(
     page.wait_for_selector("ul[aria-label='Decode nodes'] li:nth-child(2)")
     assert page.locator("ul[aria-label='Prefill nodes'] li").count() == 2
     page.wait_for_function(
-        "[...document.querySelectorAll('.node .state')].filter(e => e.textContent === 'usable').length === 4"
+        "() => [...document.querySelectorAll('.node .state')].filter(e => e.textContent === 'usable').length === 4"
     )
     _complete(system, 8)
     page.wait_for_selector("svg.arrows g path", state="attached")
-    page.wait_for_function("document.querySelector('.relays tbody').textContent.includes('prefill')")
+    page.wait_for_function("() => document.querySelector('.relays tbody').textContent.includes('prefill')")
     if screenshots is not None:
         page.screenshot(path=screenshots / "cluster.png", full_page=True)
         dark = open_page(f"{system.url}/ui/", NARROW, dark=True)
@@ -49,7 +49,7 @@ def test_waterfall_shows_the_fault_and_both_attempts_of_a_relayed_request_that_s
     system: System, open_page: OpenPage, screenshots: Path | None
 ) -> None:
     page = open_page(f"{system.url}/ui/requests.html")  # from now on, nodes report what they do
-    page.wait_for_function("document.querySelector('.status').textContent === 'live'")
+    page.wait_for_function("() => document.querySelector('.status').textContent === 'live'")
     httpx.get(f"{system.url}/ui/api/snapshot").raise_for_status()
     with httpx.stream("POST", f"{system.url}/v1/completions", json=_body(400, stream=True), timeout=120) as answer:
         lines = answer.iter_lines()

@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from typing import cast
+
+from starlette.types import ASGIApp
 
 from common.config.service_configs import RouterConfig
 from router.http.server import bind, http_server
@@ -32,8 +35,9 @@ def served_dashboard(
         try:
             if prepare is not None:
                 await prepare(router)
-            pages = DashboardRoutes(router, config, None).application(Access(config.admin_token))
-            server = http_server(router, config, None, dashboard=pages)
+            pages = DashboardRoutes(router, config, None)
+            server = http_server(router, config, None, dashboard=pages.application(Access(config.admin_token)))
+            pages.chat_endpoint = cast("ASGIApp", server.config.app)
             task = asyncio.create_task(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             started.set()

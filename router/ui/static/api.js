@@ -22,8 +22,9 @@ function headers(extra) {
 async function call(path, options) {
   let answer;
   try {
-    answer = await fetch(`api/${path}`, { ...options, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
-  } catch {
+    answer = await fetch(`api/${path}`, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS), ...options });
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
     throw new ApiError(0, "the router does not answer");
   }
   if (answer.ok || answer.status === 304) return answer;
@@ -44,17 +45,41 @@ export async function getChanged(path, etag) {
 }
 
 /** Post `body`; asks for the admin token if the router wants one. */
-export async function post(path, body = {}) {
+export const post = async (path, body = {}) => (await send(path, body)).json();
+
+/** Post `body` for a stream of events, until `signal`: `{id, events}`, the router's id of the request and an iterator. */
+export async function postStream(path, body, signal) {
+  const answer = await send(path, body, { signal });
+  return { id: answer.headers.get("x-kvrelay-request-id"), events: eventsOf(answer.body) };
+}
+
+async function send(path, body, more = {}) {
   const options = () => ({
     method: "POST",
     headers: headers({ "content-type": "application/json", "x-kvrelay-ui": "1" }),
     body: JSON.stringify(body),
+    ...more,
   });
   try {
-    return await (await call(path, options())).json();
+    return await call(path, options());
   } catch (error) {
     if (error.status !== 401 || !(await askForToken())) throw error;
-    return (await call(path, options())).json();
+    return call(path, options());
+  }
+}
+
+async function* eventsOf(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.replace(/^data: /, "");
+      if (data !== "[DONE]") yield JSON.parse(data);
+    }
   }
 }
 

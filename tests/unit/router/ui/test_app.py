@@ -10,11 +10,14 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 import router.ui.app as app_module
 from common.control.admin_server import build
+from router.http.client import client_of
 from router.ui.access import ACTION_HEADER, Access
 from router.ui.app import dashboard, json_response
+from router.ui.playground import Chat
 
 TOKEN = "secret-token"
 
@@ -23,9 +26,14 @@ async def _answer(request: Request) -> Response:
     return json_response({"path": request.url.path})
 
 
+async def _endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+    answer = json_response({"path": scope["path"], "client": client_of(scope).name, "body": (await receive())["body"]})
+    await answer(scope, receive, send)
+
+
 def _get(access: Access, path: str, method: str = "GET", headers: dict[str, str] | None = None) -> httpx.Response:
     routes = [Route("/thing", _answer), Route("/act", _answer, methods=["POST"])]
-    app = build([], TOKEN, {"/ui": dashboard(access, routes)})
+    app = build([], TOKEN, {"/ui": dashboard(access, routes, Chat(access, lambda: _endpoint))})
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
@@ -68,6 +76,19 @@ def test_actions_need_a_page_of_this_site_and_the_token_or_a_trusted_local_calle
     assert status(Access(""), page | {"authorization": "Bearer "}) == 401
     assert status(Access(TOKEN, trusts_loopback=True), page) == 200
     assert status(Access(TOKEN, trusts_loopback=True), page | {"host": "rebound.example"}) == 401
+
+
+def test_a_conversation_needs_a_page_of_this_site_and_on_the_admin_port_the_token() -> None:
+    page, token = {ACTION_HEADER: "1"}, {"authorization": f"Bearer {TOKEN}"}
+    status: Callable[..., int] = lambda access, headers: _get(access, "/ui/api/chat", "POST", headers).status_code  # noqa: E731
+    assert status(Access(TOKEN), page) == 200
+    assert status(Access(TOKEN), {}) == 403
+    assert status(Access(TOKEN), page | {"origin": "http://elsewhere.example"}) == 403
+    assert status(Access(TOKEN, open=False), page) == 401
+    assert status(Access(TOKEN, open=False), page | token) == 200
+    assert _get(Access(TOKEN), "/ui/api/chat", "GET", page).status_code == 404
+    answer = _get(Access(TOKEN), "/ui/api/chat?x=1", "POST", page).json()
+    assert (answer["path"], answer["client"]) == ("/v1/chat/completions", "playground")
 
 
 def test_unknown_paths_answer_in_json() -> None:
