@@ -80,6 +80,19 @@ class _ReasoningThenTools:
         return ParsedDelta(before.content + after.content, delta.reasoning, (*before.tool_calls, *after.tool_calls))
 
 
+class WithoutReasoning:
+    """Drops the reasoning."""
+
+    def __init__(self, inner: OutputParser) -> None:
+        self._inner = inner
+
+    def push(self, text: str) -> ParsedDelta:
+        return self._inner.push(text)._replace(reasoning="")
+
+    def finish(self) -> ParsedDelta:
+        return self._inner.finish()._replace(reasoning="")
+
+
 class OutputFormats(NamedTuple):
     """How a model's answers are parsed."""
 
@@ -106,12 +119,20 @@ class OutputFormats(NamedTuple):
         functions: Collection[str],
         *,
         single_call: bool = False,
+        with_reasoning: bool = True,
         make_id: Callable[[], str] | None = None,
     ) -> Callable[[], OutputParser] | None:
         """Makes the parser of one answer; None if all of its text is content.
 
         `prompt`: the rendered text. `functions`: those the model may call. `single_call`: further calls are dropped.
+        `with_reasoning`: false drops it.
         """
+        new_parser = self._parser(prompt, functions, single_call=single_call, make_id=make_id)
+        return new_parser if with_reasoning or new_parser is None else lambda: WithoutReasoning(new_parser())
+
+    def _parser(
+        self, prompt: str, functions: Collection[str], *, single_call: bool, make_id: Callable[[], str] | None
+    ) -> Callable[[], OutputParser] | None:
         if self.tools is None or not (functions or self.tools is _HARMONY):
             return None if self.reasoning is None else lambda: self._reasoning_parser(prompt)
         read, new_id = self.tools.read(frozenset(functions)), make_id or self.tools.make_id

@@ -82,9 +82,24 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
         self.source = source
-        self.uses_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
+        variables = jinja2.meta.find_undeclared_variables(parsed)
+        self.uses_tools = "tools" in variables
+        self._effort_variables = variables & {"reasoning_effort", "enable_thinking"}
         # Every rendering copies the globals; jinja2's `ChainMap` takes several Python calls for each name.
         self._template.globals = dict(self._template.globals)
+
+    def effort(self, effort: str) -> dict[str, Any]:
+        """The template's variables for this reasoning effort, of which `none` means no reasoning.
+
+        Raises: BadRequest when the template has none.
+        """
+        if not self._effort_variables and effort != "none":
+            raise BadRequest(
+                "reasoning_effort is not supported: this model's chat template has no such variable",
+                param="reasoning_effort",
+                code="unsupported_parameter",
+            )
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
     def render(
         self,

@@ -186,10 +186,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        effort: str | None = None,
     ) -> str:
         """The prompt text of a conversation, for `encode_chat`. Special tokens that the client typed have separators.
+        `effort`: of reasoning; `kwargs` go before what it sets.
 
-        Raises: BadRequest when there is no template, it rejects the messages, or does not know of tools.
+        Raises: BadRequest when there is no template, it rejects the messages, or does not know of tools or efforts.
         """
         template = self._tool_template if tools else self._template
         if template is None:
@@ -204,6 +206,8 @@ class Tokenizer:
                 param="tools",
             )
         separated = self._typed_tokens.separated
+        if effort is not None:
+            kwargs = {**template.effort(effort), **(kwargs or {})}
         return template.render(
             [separated(message) for message in messages],
             tools=[separated(tool) for tool in tools] if tools else None,

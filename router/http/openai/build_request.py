@@ -76,6 +76,7 @@ def chat_prompt(body: ChatRequest, model: ServedModel) -> str:
         tools=[tool.for_template() for tool in tools],
         add_generation_prompt=body.add_generation_prompt is not False,
         kwargs=body.chat_template_kwargs,
+        effort=body.reasoning_effort,
     )
     return before_mark(text) if body.continue_final_message else text
 
@@ -95,7 +96,12 @@ def chat_generation(body: ChatRequest, model: ServedModel, caller: Caller) -> Ch
     if body.echo and last.role == "assistant":
         request = request._replace(echo=last.content or "")
     functions = frozenset(tool.function.name for tool in body.offered_tools)
-    new_parser = model.output_formats.parser(text, functions, single_call=body.parallel_tool_calls is False)
+    new_parser = model.output_formats.parser(
+        text,
+        functions,
+        single_call=body.parallel_tool_calls is False,
+        with_reasoning=body.include_reasoning is not False,
+    )
     if new_parser is not None:
         request = request._replace(visible_tokens=model.marker_ids)
     return ChatGeneration(_with_grammar(request, chat_grammar(body, model, text)), new_parser)

@@ -27,6 +27,10 @@ class ChatRequest(CompletionRequestBase):
     continue_final_message: bool | None = False
     """The answer continues the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    """A variable of the template; "none": no reasoning."""
+    include_reasoning: bool | None = True
+    """False: the answer has no `reasoning_content`, although the model reasons."""
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True

@@ -17,7 +17,6 @@ def _only(*harmless: Any) -> Callable[[Any], bool]:
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "length_penalty": _only(1),
     "function_call": _only("none", "auto"),
-    "include_reasoning": lambda value: value in (None, True),
     "routed_experts_prompt_start": _only(0),
     "modalities": lambda value: value is None or value == ["text"],
     **dict.fromkeys(
@@ -26,7 +25,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
             "audio",
             "prediction",
             "web_search_options",
-            "reasoning_effort",
             "verbosity",
             "use_beam_search",
             "logits_processors",

@@ -170,10 +170,11 @@ def test_gpt_oss_reasons_on_the_analysis_channel_and_answers_on_the_final_one() 
         ("user: <think>\nassistant:", "yes", "", "yes"),
     ],
 )
-def test_reasoning_is_separated(prompt: str, text: str, reasoning: str, content: str) -> None:
-    new_parser = _formats(reasoning="qwen3").parser(prompt, ())
-    assert new_parser is not None
-    assert parse_whole(new_parser(), text) == ParsedMessage(content, reasoning)
+def test_reasoning_is_separated_or_dropped(prompt: str, text: str, reasoning: str, content: str) -> None:
+    for with_reasoning in (True, False):
+        new_parser = _formats(reasoning="qwen3").parser(prompt, (), with_reasoning=with_reasoning)
+        assert new_parser is not None
+        assert parse_whole(new_parser(), text) == ParsedMessage(content, reasoning if with_reasoning else "")
 
 
 def test_reasoning_of_r1_begins_without_a_tag() -> None:

@@ -305,3 +305,19 @@ def test_a_template_that_refuses_every_user_is_refused_at_the_start(folder: Path
         with pytest.raises(ConfigError, match="refuses a single message of a user"):
             Tokenizer(folder, chat_template=str(template)).check_template()
     Tokenizer(folder).check_template()
+
+
+def test_an_effort_of_reasoning_sets_the_templates_variables(folder: Path) -> None:
+    template = "{{ reasoning_effort }} {{ 'thinks' if enable_thinking else 'does not' }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.render_chat(CHAT, effort="low") == "low thinks"
+    assert tokenizer.render_chat(CHAT, effort="none") == "none does not"
+    assert tokenizer.render_chat(CHAT, effort="low", kwargs={"enable_thinking": False}) == "low does not"
+
+
+def test_a_template_without_reasoning_refuses_an_effort(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "plain"}))
+    assert Tokenizer(folder).render_chat(CHAT, effort="none") == "plain"
+    with pytest.raises(BadRequest, match="reasoning_effort is not supported"):
+        Tokenizer(folder).render_chat(CHAT, effort="low")

@@ -30,6 +30,10 @@ READ_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "argument
             {"role": "assistant", "content": "a", "reasoning_content": "r"},
             {"role": "assistant", "content": "a", "reasoning_content": "r"},
         ),
+        (
+            {"role": "assistant", "content": "a", "reasoning": "r"},
+            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        ),
     ],
 )  # fmt: skip
 def test_messages_keep_what_templates_need(sent: Any, seen: Any) -> None:
