@@ -17,6 +17,7 @@ import pytest
 from support.docker_engine import BASE_IMAGE, IMAGE, Project, build_image, project, run, why_not
 from support.oracle import first_difference, greedy, make_tiny
 from support.paths import ROOT
+from support.retrying_clients import CLIENTS, Clients, body, stream
 from support.system import wait_until
 from typer.testing import CliRunner
 
@@ -120,6 +121,41 @@ def test_three_prefill_nodes_chat_over_mutual_tls_and_options_reach_the_router(c
             run(*asked)
         seen = run("docker", "exec", running.container("router"), "sh", "-c", "ls /keys/*/*.pem")
         assert set(seen.split()) == {f"/keys/router/{name}.pem" for name in ("ca", "cert", "key", "crl")}
+
+
+@pytest.mark.thorough
+def test_a_rolling_restart_of_every_service_fails_no_request(compose_folder: Path) -> None:
+    port = free_port()
+    scaled = [word for role in ("prefill", "decode", "router") for word in ("--scale", f"{role}=2")]
+    settings = {**DEMO, "HTTP_PORT": f"{port}-{port + 1}", "KVRELAY_ADMIN_TOKEN": "hush"}
+    with project(f"kvtest{secrets.token_hex(3)}", (compose_folder / "compose.yaml",), settings, *scaled) as running:
+        running.wait_healthy("redis", "prefill", "decode", "router")
+        urls = [f"http://127.0.0.1:{port + number}" for number in range(2)]
+        for number in range(2):
+            wait_until(lambda number=number: health(port + number).get("decode") == 2, 30, "all are usable")
+        clients = Clients(urls, {index: stream(urls[0], body(index)) for index in range(CLIENTS)})
+        try:
+            command = (
+                "run",
+                "--rm",
+                "--no-deps",
+                "-T",
+                "router",
+                "admin",
+                "roll",
+                "--url",
+                "http://router:8001",
+                "--json",
+            )
+            rows = json.loads(running.compose(*command))
+        finally:
+            clients.stop()
+        assert clients.wrong == []
+        assert clients.answered > CLIENTS
+        assert [row["role"] for row in rows] == ["decode", "decode", "prefill", "prefill", "router", "router"]
+        for service in ("decode", "prefill", "router"):
+            for container in running.containers(service):
+                assert run("docker", "inspect", "-f", "{{.RestartCount}}", container).strip() == "1"
 
 
 @pytest.mark.thorough

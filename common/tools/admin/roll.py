@@ -64,7 +64,7 @@ def _addresses(url: str) -> list[str]:
 def roll(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ID", help="Only these nodes or routers; `router` means every router."),
+        typer.Argument(metavar="ID", help="Only these: ids, or decode, prefill, router for all of a role."),
     ] = None,
     timeout_s: Annotated[
         float,

@@ -8,6 +8,8 @@ from typing import Any
 
 from common.tools.admin.client import AdminRefused, pick_node
 
+_ORDER = {"decode": 0, "prefill": 1, "router": 2}
+
 
 @dataclass(frozen=True)
 class Service:
@@ -37,24 +39,29 @@ def node_service(known: Mapping[str, Any], address: str) -> Service:
 
 
 def chosen(names: Sequence[str], nodes: list[dict[str, Any]], routers: Sequence[Service]) -> list[Service]:
-    """The services that `names` name, all if there are none: decode nodes, then prefill nodes, then routers, which the
-    command itself asks. `router` names every router, else ids do. Nodes without address: `address` is theirs to fill.
+    """The services that `names` name, all if there are none, in the order of their restart: decode nodes, prefill nodes,
+    routers. A name is a role, which means all services of it, or the id of a service or the beginning of one.
+
+    Nodes come without an address.
 
     Raises: AdminRefused for a name that is unknown or ambiguous.
     """
-    known = [node_service(node, "") for node in nodes]
-    if names:
-        wanted = {pick_node(nodes, name)["incarnation"] for name in names if not name.startswith("router")}
-        picked = [service for service in known if service.incarnation in wanted]
-        for name in names:
-            found = [router for router in routers if name.startswith("router") and router.name.startswith(name)]
-            if name.startswith("router") and not found:
-                raise AdminRefused(f"no router is named {name!r}; known: {', '.join(each.name for each in routers)}")
-            picked += [router for router in found if router not in picked]
-    else:
-        picked = [*known, *routers]
-    order = {"decode": 0, "prefill": 1, "router": 2}
-    return sorted(picked, key=lambda service: (order[service.role], service.name))
+    known = [*(node_service(node, "") for node in nodes), *routers]
+    picked = set(known) if not names else {each for name in names for each in _named(name, known, nodes)}
+    return sorted(picked, key=lambda service: (_ORDER[service.role], service.name))
+
+
+def _named(name: str, known: Sequence[Service], nodes: list[dict[str, Any]]) -> list[Service]:
+    if name in _ORDER:
+        return [service for service in known if service.role == name]
+    if name.startswith("router"):
+        found = [service for service in known if service.role == "router" and service.name.startswith(name)]
+        if len(found) != 1:
+            routers = ", ".join(service.name for service in known if service.role == "router")
+            raise AdminRefused(f"{name!r} is not one of the routers {routers}")
+        return found
+    incarnation = pick_node(nodes, name)["incarnation"]
+    return [service for service in known if service.incarnation == incarnation]
 
 
 def gaps(services: Sequence[Service], nodes: Sequence[Mapping[str, Any]], num_routers: int) -> list[str]:

@@ -26,10 +26,11 @@ def test_decode_nodes_come_first_and_routers_last() -> None:
     assert names(chosen([], NODES, ROUTERS)) == ["d0", "d1", "p0", "router-a", "router-b"]
 
 
-def test_only_the_named_services_are_chosen_and_router_means_all_of_them() -> None:
+def test_only_the_named_services_are_chosen_and_a_role_means_all_of_it() -> None:
+    assert names(chosen(["decode"], NODES, ROUTERS)) == ["d0", "d1"]
     assert names(chosen(["router", "d1"], NODES, ROUTERS)) == ["d1", "router-a", "router-b"]
     assert names(chosen(["router-b", "p"], NODES, ROUTERS)) == ["p0", "router-b"]
-    with pytest.raises(AdminRefused, match="known: router-a, router-b"):
+    with pytest.raises(AdminRefused, match="one of the routers router-a, router-b"):
         chosen(["router-x"], NODES, ROUTERS)
     with pytest.raises(AdminRefused, match="known: p0"):
         chosen(["x"], NODES, ROUTERS)
