@@ -25,7 +25,7 @@ def advertised(endpoints: str, config: NodeConfig) -> str:
     """`endpoints` with the host by which others reach this node.
 
     `endpoints` is `tcp://HOST:PORT` as a socket reports it, or a space-separated list of data addresses such as
-    `zmq+tcp://HOST:PORT`; endpoints other than TCP are returned unchanged. The host becomes `config.advertise_host` if
+    `zmq+tcp://HOST:PORT`, or an admin port's `http://HOST:PORT`; endpoints other than TCP are returned unchanged. The host becomes `config.advertise_host` if
     that is set. Otherwise it stays, unless the socket listens on every interface: then it becomes the address of the
     interface that routes to Redis.
 
@@ -38,7 +38,7 @@ def advertised(endpoints: str, config: NodeConfig) -> str:
 
 def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
     scheme, _, place = endpoint.partition("://")
-    if not scheme.endswith("tcp"):
+    if scheme != "http" and not scheme.endswith("tcp"):
         return endpoint
     bound, _, port = place.rpartition(":")
     host = config.advertise_host

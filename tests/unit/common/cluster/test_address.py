@@ -35,6 +35,12 @@ def test_every_interface_becomes_the_one_that_routes_to_redis(bound: str, caplog
     assert "only this machine can reach" in caplog.text
 
 
+def test_an_admin_port_on_every_interface_is_registered_with_the_nodes_address() -> None:
+    url = "http://0.0.0.0:7005"
+    assert advertised(url, config(admin_host="0.0.0.0")) == "http://127.0.0.1:7005"
+    assert advertised(url, config(admin_host="0.0.0.0", advertise_host="192.0.2.9")) == "http://192.0.2.9:7005"
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
