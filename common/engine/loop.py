@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.base.clock import Clock, monotonic
+from common.base.errors import RankLost
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class _Question:
 class EngineLoop:
     """Runs `core` on a thread of its own until `stop`. `flush` is called after every round.
 
-    `on_crash(error)` is called once if the core raises: a bug, after which the process must end.
+    `on_crash(error)` is called once if the core raises, after which the process must end: RankLost, or a bug.
     """
 
     def __init__(
@@ -114,6 +115,8 @@ class EngineLoop:
                 self._core.on_time(now_s)
                 busy = self._core.step()
                 self._flush()
+        except RankLost as error:
+            self._on_crash(error)
         except BaseException as error:
             log.exception("the engine loop crashed")
             self._on_crash(error)
