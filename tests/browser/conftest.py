@@ -13,7 +13,8 @@ import pytest
 
 WIDE, NARROW = (1280, 800), (400, 800)
 OpenPage = Callable[..., Any]
-"""(url, size=WIDE, dark=False, expect="") -> a Playwright page that has loaded the URL. `expect`: text of errors that it may log."""
+"""(url, size=WIDE, dark=False, expect="", script="") -> a Playwright page that has loaded the URL. `expect`: text of errors that
+it may log; `script`: JavaScript that runs before the page's own."""
 
 
 @pytest.fixture
@@ -34,7 +35,13 @@ def open_page() -> Iterator[OpenPage]:
         )
 
         def open_at(
-            url: str, size: tuple[int, int] = WIDE, *, dark: bool = False, expect: str = "", **context: Any
+            url: str,
+            size: tuple[int, int] = WIDE,
+            *,
+            dark: bool = False,
+            expect: str = "",
+            script: str = "",
+            **context: Any,
         ) -> Any:
             viewport = {"width": size[0], "height": size[1]}
             page = browser.new_context(
@@ -45,6 +52,8 @@ def open_page() -> Iterator[OpenPage]:
             page.on("request", lambda asked: _check_host(asked.url, home, problems))
             page.on("console", lambda said: _check_console(said, expect, problems))
             page.on("pageerror", lambda error: problems.append(f"error in the page: {error}"))
+            if script:
+                page.add_init_script(script)
             page.goto(url)
             return page
 
