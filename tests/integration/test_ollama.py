@@ -83,3 +83,18 @@ def test_errors_have_ollamas_shape(folder: Path) -> None:
             assert said in refused.json()["error"]
 
     _play(folder, "sun", scene)
+
+
+def test_plain_curl_needs_no_content_type_but_a_script_of_another_site_does(folder: Path) -> None:
+    async def scene(bench: Bench, http: httpx.AsyncClient) -> None:
+        body = json.dumps({**ASKED, "stream": False})
+        form = {"content-type": "application/x-www-form-urlencoded"}
+        for path, headers, status in (
+            ("/api/chat", form, 200),
+            ("/api/chat", {**form, "origin": "http://elsewhere"}, 415),
+            ("/api/chat", {"content-type": "text/plain"}, 415),
+            ("/v1/chat/completions", form, 415),
+        ):
+            assert (await http.post(path, content=body, headers=headers)).status_code == status, (path, headers)
+
+    _play(folder, "yes", scene)
