@@ -252,6 +252,7 @@ def describe_node(node: Node, now_s: float) -> dict[str, Any]:
             "layers_per_stage": list(record.layout.pp_layers),
         },
         "control_address": record.peer.control_address,
+        "data_addresses": record.peer.data_addresses,
         "admin_address": record.admin_address,
         "started_at": record.started_at,
         "answered_s_ago": None if node.last_pong_s is None else round(now_s - node.last_pong_s, 3),

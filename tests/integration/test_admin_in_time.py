@@ -21,7 +21,14 @@ LIMIT_S = 2.0
 DONE, REFUSED, SILENT = 0, 1, 3
 LEASE = {"KVRELAY_LEASE_S": "15"}
 """A stopped node stays listed while all commands are tried."""
-GONE = {"router": [DONE], "check": [DONE], "node": [REFUSED], "all nodes": [DONE], "refusing nodes": [REFUSED]}
+GONE = {
+    "router": [DONE],
+    "unknown request": [REFUSED],
+    "check": [DONE],
+    "node": [REFUSED],
+    "all nodes": [DONE],
+    "refusing nodes": [REFUSED],
+}
 
 
 def commands(folder: Path, node: str) -> dict[tuple[str, ...], str]:
@@ -34,6 +41,7 @@ def commands(folder: Path, node: str) -> dict[tuple[str, ...], str]:
         ("blocks", "--prompt", "Hello"): "router",
         ("watch", "--count", "1"): "router",
         ("support-bundle", "-o", str(folder / "bundle.tar.gz")): "router",
+        ("request", "cmpl-unknown"): "unknown request",
         ("check",): "check",
         ("node", node): "node",
         ("profile", node, "--seconds", "0.1", "-o", str(folder / "profile.json.gz")): "node",
@@ -83,12 +91,26 @@ def state_of(system: System, node: str) -> str:
 
 
 def test_healthy_services_answer(system: System, tmp_path: Path) -> None:
-    codes = {"router": [DONE], "check": [DONE], "node": [DONE], "all nodes": [DONE], "refusing nodes": [REFUSED]}
+    codes = {
+        "router": [DONE],
+        "unknown request": [REFUSED],
+        "check": [DONE],
+        "node": [DONE],
+        "all nodes": [DONE],
+        "refusing nodes": [REFUSED],
+    }
     check_all(system, tmp_path, "decode-2", codes)
 
 
 def test_a_stopped_node_is_reported_by_the_commands_that_ask_it(system: System, tmp_path: Path) -> None:
-    silent = {"router": [DONE], "check": [REFUSED], "node": [SILENT], "all nodes": [SILENT], "refusing nodes": [SILENT]}
+    silent = {
+        "router": [DONE],
+        "unknown request": [REFUSED],
+        "check": [REFUSED],
+        "node": [SILENT],
+        "all nodes": [SILENT],
+        "refusing nodes": [SILENT],
+    }
     with unsupervised(system):
         pid = system.kill("decode", 0, signal.SIGSTOP)
         try:
@@ -110,7 +132,13 @@ def test_a_stopped_node_is_reported_by_the_commands_that_ask_it(system: System, 
 def test_a_dead_node_is_reported_and_later_unknown(system: System, tmp_path: Path) -> None:
     with unsupervised(system):
         system.kill("decode", 1)
-        listed = {"router": [DONE], "check": [DONE, REFUSED], "node": [SILENT, REFUSED], "all nodes": [SILENT, DONE]}
+        listed = {
+            "router": [DONE],
+            "unknown request": [REFUSED],
+            "check": [DONE, REFUSED],
+            "node": [SILENT, REFUSED],
+            "all nodes": [SILENT, DONE],
+        }
         check_all(system, tmp_path, "decode-1", {**listed, "refusing nodes": [SILENT, REFUSED]})
         wait_until(lambda: state_of(system, "decode-1") == "gone", 60, "the router forgets it")
         check_all(system, tmp_path, "decode-1", GONE)

@@ -50,7 +50,8 @@ def examine(url: str | None) -> tuple[list[Service], list[Service]]:
     client = connect(url, os.environ)
     listed = sorted(client.get("/nodes")["nodes"], key=lambda node: bool(node["usable"]))
     known = {str(node["node_id"]): node for node in listed}  # of a restarted node the incarnation that is usable
-    addresses = [node["control_address"] for node in known.values()]
+    places = {name: _tcp_addresses(node) for name, node in known.items()}
+    addresses = [address for each in places.values() for address in each]
     urls, _ = router_urls(url, os.environ)
 
     def ask_router(base: str) -> Service:
@@ -68,12 +69,18 @@ def examine(url: str | None) -> tuple[list[Service], list[Service]]:
         except (AdminUnreachable, AdminRefused) as error:
             service.silent = error.message
             return service
-        return _ask(client, base, service, [each for each in addresses if each != node["control_address"]])
+        return _ask(client, base, service, [each for each in addresses if each not in places[service.name]])
 
     with ThreadPoolExecutor(max(1, min(32, len(urls) + len(known)))) as threads:
         routers = threads.map(ask_router, urls)
         nodes = threads.map(ask_node, known.values())
         return list(routers), list(nodes)
+
+
+def _tcp_addresses(node: Mapping[str, Any]) -> list[str]:
+    """Where others connect to a node: its control address and the addresses that take KV over TCP."""
+    data = " ".join(node["data_addresses"]).split()
+    return [node["control_address"], *(address for address in data if "+tcp://" in address)]
 
 
 def _ask(client: AdminClient, base: str, service: Service, dial: list[str]) -> Service:

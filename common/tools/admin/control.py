@@ -9,9 +9,9 @@ import typer
 
 from common.base.errors import DeadlineExceeded
 from common.tools.admin.client import AdminClient, AdminRefused
-from common.tools.admin.options import Json, NodeName, Url, show_answer
+from common.tools.admin.options import Json, NodeName, Url, say, show_answer
 
-_POLL_S = 0.25
+_POLL_S, _SAY_S = 0.25, 5.0
 _PATIENCE_S = 10.0
 """While something is awaited, a service that answers nothing for this long is given up."""
 
@@ -28,10 +28,13 @@ def drain(
     def act(client: AdminClient) -> dict[str, Any]:
         base = client.address_of(client.node(name))
         status = client.post("/drain", {}, base=base)
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s, said_s = time.monotonic() + timeout_s, time.monotonic()
         while wait and not status["idle"]:
             if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(f"{status['node_id']} is not idle after {timeout_s:g} s; it keeps draining")
+            if time.monotonic() > said_s + _SAY_S:
+                said_s = time.monotonic()
+                say(_drained(status))
             time.sleep(_POLL_S)
             status = client.get("/status", base=base, timeout_s=_PATIENCE_S)
             if not status["draining"]:

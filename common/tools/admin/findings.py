@@ -64,7 +64,11 @@ def find(routers: Sequence[Service], nodes: Sequence[Service], own_version: str)
 
 
 def _unreachable(services: Iterable[Service], nodes: Sequence[Service]) -> Iterator[Finding]:
-    names = {str(node.known.get("control_address")): node.name for node in nodes}
+    names = {
+        address: node.name
+        for node in nodes
+        for address in [str(node.known.get("control_address")), *" ".join(node.known.get("data_addresses", [])).split()]
+    }
     for service in services:
         for address, why in service.facts.get("unreachable", {}).items():
             yield Finding(

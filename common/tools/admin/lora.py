@@ -9,7 +9,7 @@ import typer
 
 from common.base.errors import KvRelayError
 from common.tools.admin.client import AdminClient, AdminIncomplete
-from common.tools.admin.options import Json, Url, show_answer
+from common.tools.admin.options import Json, Url, said_if_slow, show_answer
 
 _LOAD_S = 90.0
 """A node that has no room for an adapter waits a minute for one to leave; then it says so itself."""
@@ -66,7 +66,8 @@ def _on_nodes(
 
     def fetch(client: AdminClient) -> dict[str, Any]:
         known = [client.node(name) for name in names] if names else client.get("/nodes")["nodes"]
-        answers, failed = client.of_each(known, lambda base: ask(client, base))
+        with said_if_slow("waiting: a node without room for an adapter waits up to a minute until one is not used"):
+            answers, failed = client.of_each(known, lambda base: ask(client, base))
         if failed:
             raise _incomplete(answers, failed)
         return answers

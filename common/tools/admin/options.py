@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Generator
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +15,8 @@ import typer
 from common.cli import run_checked
 from common.config.sources import ADMIN_URL_VARIABLE
 from common.tools.admin.client import AdminClient, AdminIncomplete, connect
+
+_SLOW_S = 2.0
 
 Url = Annotated[
     str | None,
@@ -39,6 +44,23 @@ def show_answer(
         print_answer(answer, as_json, render)
 
     run_checked(act)
+
+
+def say(line: str) -> None:
+    """One line about what the command does, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def said_if_slow(line: str) -> Generator[None]:
+    """Say `line` if the block takes more than `_SLOW_S`."""
+    timer = threading.Timer(_SLOW_S, say, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def print_answer(answer: Any, as_json: bool, render: Callable[[Any, Any], Any]) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from common.cli import check_writable
 from common.tools.admin.client import AdminClient
-from common.tools.admin.options import Json, Url, show_answer
+from common.tools.admin.options import Json, Url, said_if_slow, show_answer
 
 _EXTRA_S = 60.0
 """For the profiler's start and the trace's way: of a busy node some hundred megabytes before compression."""
@@ -37,7 +37,8 @@ def profile(
         stamp = time.strftime("%Y%m%d-%H%M%S")
         file = output or Path(f"profile-{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{stamp}.json.gz")
         check_writable(file)
-        file.write_bytes(client.post("/profile", {"seconds": seconds}, base=base, timeout_s=seconds + _EXTRA_S))
+        with said_if_slow(f"recording {name} for {seconds:g} s"):
+            file.write_bytes(client.post("/profile", {"seconds": seconds}, base=base, timeout_s=seconds + _EXTRA_S))
         return {"file": str(file)}
 
     show_answer(

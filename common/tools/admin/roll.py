@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
@@ -15,7 +14,7 @@ import typer
 from common.base.errors import DeadlineExceeded
 from common.cli import run_checked
 from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, router_urls
-from common.tools.admin.options import Json, Url, print_answer
+from common.tools.admin.options import Json, Url, print_answer, say
 from common.tools.admin.roll_plan import Service, chosen, gaps, router_service, successor
 
 _POLL_S = 0.25
@@ -141,10 +140,10 @@ class Roll:
         body = {"timeout_s": self._timeout_s, "grace_s": self._grace_s}
         self._cluster.client(address).post("/restart", body)
         limit_s = self._grace_s + self._timeout_s + self._start_timeout_s
-        _say(f"{service.name}: finishes its requests")
+        say(f"{service.name}: finishes its requests")
         new = _poll(find, limit_s, service.name)
         took_s = round(time.monotonic() - started_s, 1)
-        _say(f"{service.name}: restarted in {took_s:g} s")
+        say(f"{service.name}: restarted in {took_s:g} s")
         return {
             "service": service.name,
             "role": service.role,
@@ -203,9 +202,5 @@ def _poll(find: Callable[[], FoundT | None], limit_s: float, name: str) -> Found
             )
         if now_s - said_s > _SAY_S:
             said_s = now_s
-            _say(f"{name}: not back yet ({now_s - started_s:.0f} of {limit_s:.0f} s)")
+            say(f"{name}: not back yet ({now_s - started_s:.0f} of {limit_s:.0f} s)")
         time.sleep(_POLL_S)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
