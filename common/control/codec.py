@@ -21,7 +21,7 @@ from common.control.messages import DecodeRequest, Message, PrefillRequest
 
 PROTOCOL_VERSION = 10
 """Version of control messages, records and data headers; also raised when the byte order of payloads changes."""
-MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_MESSAGE_BYTES = 8 * 2**20
 """A larger control message closes its connection before it is read. A prompt of 1M tokens has 5 MB."""
 
 _MAX_ITEMS, _MAX_FIELDS = 2**21, 4096
