@@ -15,7 +15,8 @@ pytestmark = pytest.mark.thorough
 
 def test_every_service_restarts_under_load_and_no_request_fails_or_changes(tmp_path: Path) -> None:
     port = free_port()
-    options = ("--routers", "2", "--prefill", "2", "--decode", "2", "--kv-memory-gb", "0.05")
+    options = ("--routers", "2", "--prefill", "2", "--decode", "2", "--decode-tp", "2", "--tls", "true")
+    options += ("--kv-memory-gb", "0.05")
     with running_system(tmp_path, *options, port=port) as system:
         system.wait_usable(2, 2)
         urls = [f"http://127.0.0.1:{port + number}" for number in range(2)]
