@@ -12,6 +12,7 @@ from typing import cast
 
 from starlette.types import ASGIApp
 
+from common.base.endpoints import endpoint
 from common.base.errors import Unavailable
 from common.cluster.membership import LEASE_IN_REDIS, Directory
 from common.config.service_configs import RouterConfig
@@ -56,7 +57,7 @@ async def serve(config: RouterConfig) -> None:
     pages.chat_endpoint = cast("ASGIApp", server.config.app)
     restart = Restart(router.dispatcher, lambda: server.busy)
     host, port = sock.getsockname()[:2]
-    log.info("listening on %s://%s:%d", "https" if config.ssl_certfile else "http", host, port)
+    log.info("listening on %s", endpoint("https" if config.ssl_certfile else "http", host, port))
     if admin is not None:
         admin.start(
             RouterAdmin(router, config, directory, restart).routes() + SelfReport(config).routes(),

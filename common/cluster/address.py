@@ -10,6 +10,7 @@ import re
 import socket
 from urllib.parse import urlsplit
 
+from common.base.endpoints import endpoint as endpoint_of
 from common.base.errors import ConfigError
 from common.cluster.redis_client import without_password
 from common.config.service_configs import NodeConfig
@@ -25,9 +26,9 @@ def advertised(endpoints: str, config: NodeConfig) -> str:
     """`endpoints` with the host by which others reach this node.
 
     `endpoints` is `tcp://HOST:PORT` as a socket reports it, or a space-separated list of data addresses such as
-    `zmq+tcp://HOST:PORT`, or an admin port's `http://HOST:PORT`; endpoints other than TCP are returned unchanged. The host becomes `config.advertise_host` if
-    that is set. Otherwise it stays, unless the socket listens on every interface: then it becomes the address of the
-    interface that routes to Redis.
+    `zmq+tcp://HOST:PORT`, or an admin port's `http://HOST:PORT`; endpoints other than TCP are returned unchanged. The host
+    becomes `config.advertise_host` if that is set. Otherwise it stays, unless the socket listens on every interface: then
+    it becomes the address of the interface that routes to Redis.
 
     Raises: ConfigError if `advertise_host` is not a host, or if Redis' host cannot be resolved.
     """
@@ -48,7 +49,7 @@ def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
         host = source_address(config.redis_url)
         if host.startswith("127."):
             log.warning("advertising %s, which only this machine can reach; set --advertise-host to change it", host)
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return endpoint_of(scheme, host, port)
 
 
 def rank_host(config: NodeConfig) -> str:

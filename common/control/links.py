@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from common.base.endpoints import endpoint
 from common.base.errors import ConfigError, ProtocolError, Unavailable
 from common.control.codec import MAX_MESSAGES, check, decode, encode, join, split
 from common.control.connection_limits import ConnectionLimits
@@ -76,7 +77,7 @@ class Server:
         except (OSError, TypeError) as error:  # TypeError: not a valid host name
             raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
         address, port = listener.getsockname()[:2]
-        self.address: str = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        self.address: str = endpoint("tcp", address, port)
         loop = asyncio.get_running_loop()
         secured = None if credentials is None else credentials.for_server()
         handshake_s = None if secured is None else _GREETING_S

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from common.base.endpoints import bind, connect
 from common.base.errors import ConfigError, PeerLost
 from common.security.curve import CurveKeys, encrypt_client, encrypt_server, new_keys
 from kvtransfer import wire
@@ -57,7 +58,7 @@ class DealerLink:
         encrypt_client(self._socket, server_key)
         try:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._socket.connect(endpoint)
+            connect(self._socket, endpoint)
         except zmq.ZMQError as error:
             self._close_sockets()
             raise PeerLost(f"cannot connect to {endpoint!r}: {error}") from error
@@ -171,7 +172,7 @@ class RouterSocket:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * GONE_S))
         encrypt_server(self.socket, keys)
         try:
-            self.socket.bind(f"tcp://{host}:{port or '*'}")
+            bind(self.socket, host, port)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from support.system import System, running_system, wait_until
 
-_CLOCK = '''
+_CLOCK = """
 import datetime, os, time
 _real, _file = time.time, os.environ["TEST_CLOCK_FILE"]
 
@@ -31,7 +31,7 @@ class Datetime(_datetime):
         return _datetime.fromtimestamp(_now(), tz)
 
 datetime.datetime = Datetime
-'''
+"""
 HOUR, YEAR = 3600, 31_536_000
 
 

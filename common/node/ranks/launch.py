@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from common.base.endpoints import endpoint
 from common.base.errors import ConfigError, RankLost
 from common.cluster.address import mesh_interface
 from common.config.service_configs import NodeConfig
@@ -86,7 +87,7 @@ async def run_other_host(
     """
     ranks = ranks_of_host(config, plan.world_size)
     links = RankLinks(1, "127.0.0.1", 0)  # nobody reports here: the ranks talk to the leader
-    links.spawn(type(role).__module__, ranks, config, f"tcp://{config.master_addr}:{config.master_port}", forked)
+    links.spawn(type(role).__module__, ranks, config, endpoint("tcp", config.master_addr, config.master_port), forked)
     try:
         while True:
             links.check_children()

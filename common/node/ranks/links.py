@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import zmq
 
+from common.base.endpoints import bind, connect
 from common.base.errors import ConfigError, ProtocolError, RankLost, from_code
 from common.base.process import end_children, tied_command
 from common.config.service_configs import NodeConfig
@@ -71,7 +72,7 @@ class RankLinks:
         self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         encrypt_server(self._reports, keys)
         try:
-            self._reports.bind(f"tcp://{host}:{port or '*'}")
+            bind(self._reports, host, port)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen for ranks on {host}:{port}: {error}") from error
@@ -156,7 +157,7 @@ class RankLinks:
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.SNDHWM, 0)
             encrypt_client(socket, self._keys and self._keys.public)
-            socket.connect(hello.address)
+            connect(socket, hello.address)
             sockets[hello.rank] = socket
 
     def pids(self) -> dict[int, int]:

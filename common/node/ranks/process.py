@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import zmq
 
+from common.base.endpoints import bind, connect
 from common.base.errors import EngineError, KvRelayError, PeerLost
 from common.base.torch_setup import configure_torch
 from common.cluster.address import advertised, rank_host
@@ -73,7 +74,7 @@ class RankProcess:
         self._orders.setsockopt(zmq.MAXMSGSIZE, MAX_ORDER_BYTES)
         self._keys = rank_keys(config)
         encrypt_server(self._orders, self._keys)
-        self._orders.bind(f"tcp://{rank_host(config)}:*")
+        bind(self._orders, rank_host(config), 0)
         self._reports = self._connect()
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -84,7 +85,7 @@ class RankProcess:
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         encrypt_client(socket, self._keys and self._keys.public)
-        socket.connect(self._leader)
+        connect(socket, self._leader)
         return socket
 
     def report(self, message: RankReport) -> None:

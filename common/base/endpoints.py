@@ -1,0 +1,24 @@
+"""TCP endpoints: how they are written, and ZMQ sockets at them. IPv6 addresses are in brackets."""
+
+from __future__ import annotations
+
+import zmq
+
+
+def endpoint(scheme: str, host: str, port: int | str) -> str:
+    """`scheme://host:port`."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
+    """Bind a socket to TCP `host`:`port`; 0: any free port. Raises: zmq.ZMQError."""
+    if ":" in host:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.bind(endpoint("tcp", host, port or "*"))
+
+
+def connect(socket: zmq.Socket[bytes], address: str) -> None:
+    """Connect a socket to `tcp://host:port`. Raises: zmq.ZMQError."""
+    if "://[" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(address)
