@@ -155,6 +155,7 @@ def _hardware(text: str) -> Hardware:
 def _show(simulations: list[Simulation], goodput: float | None, json_file: Path | None, plot_file: Path | None) -> None:
     from rich.console import Console
 
+    from common.tools.progress import LiveProgress
     from router.simulator.run import highest_rate, simulate
     from router.simulator.table import table
 
@@ -164,10 +165,12 @@ def _show(simulations: list[Simulation], goodput: float | None, json_file: Path 
     for simulation in simulations:
         console.print(f"[dim]simulating {simulation.policy}[/dim]", highlight=False)
         if goodput is None:
-            outcomes.append(simulate(simulation))
+            with LiveProgress(simulation.policy, total=simulation.num_requests) as progress:
+                outcomes.append(simulate(simulation, progress.advance))
             figures.append(outcomes[-1].figures)
             continue
-        found = highest_rate(simulation, goodput)
+        with LiveProgress(f"{simulation.policy}, requests of all rates") as progress:
+            found = highest_rate(simulation, goodput, progress.advance)
         if found is None:
             raise ConfigError(f"{simulation.policy}: no rate keeps {goodput:.0%} of the requests inside the objectives")
         figures.append(found[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,11 @@ class Simulation:
     admission: Admission | None = None
     """None: every request goes to the nodes at once."""
 
+    @property
+    def num_requests(self) -> int:
+        """Number of requests, about."""
+        return self.requests or (Synthetic.requests if self.trace is None else len(self.trace))
+
     def workload(self) -> Iterator[SimRequest]:
         """The requests, by arrival."""
         if self.trace is not None:
@@ -56,8 +61,11 @@ class Outcome:
     ledger: Ledger
 
 
-def simulate(simulation: Simulation) -> Outcome:
-    """Run a simulation to its end; equal simulations have equal outcomes. Raises: ConfigError."""
+def simulate(simulation: Simulation, on_arrival: Callable[[], None] = lambda: None) -> Outcome:
+    """Run a simulation to its end; equal simulations have equal outcomes. Calls `on_arrival` for each request.
+
+    Raises: ConfigError.
+    """
     events = Events()
     shape = simulation.shape
     settings = RouterSettings(
@@ -71,7 +79,7 @@ def simulate(simulation: Simulation) -> Outcome:
     cluster = Cluster(shape, router, events)
     gc.freeze()  # the collector would scan millions of cached blocks repeatedly and find nothing
     try:
-        ledger = cluster.run(simulation.workload())
+        ledger = cluster.run(_reported(simulation.workload(), on_arrival))
     finally:
         gc.unfreeze()
     figures = summary(ledger, slo_ttft_s=simulation.slo_ttft_s, slo_tpot_s=simulation.slo_tpot_s)
@@ -79,8 +87,17 @@ def simulate(simulation: Simulation) -> Outcome:
     return Outcome(simulation, figures, ledger)
 
 
-def highest_rate(simulation: Simulation, share: float) -> tuple[float, dict[str, Any]] | None:
-    """The highest `rate_scale` at which at least `share` of the requests meet the objectives, to within 4 %.
+def _reported(requests: Iterator[SimRequest], on_arrival: Callable[[], None]) -> Iterator[SimRequest]:
+    for request in requests:
+        on_arrival()
+        yield request
+
+
+def highest_rate(
+    simulation: Simulation, share: float, on_arrival: Callable[[], None] = lambda: None
+) -> tuple[float, dict[str, Any]] | None:
+    """The highest `rate_scale` at which at least `share` of the requests meet the objectives, to within 4 %. Calls
+    `on_arrival` for each request of each trial.
 
     Returns it with the figures at that rate, or None if even about a hundredth of the given rate is too much.
     """
@@ -89,7 +106,7 @@ def highest_rate(simulation: Simulation, share: float) -> tuple[float, dict[str,
 
     def try_at(scale: float) -> bool:
         nonlocal best, low, high
-        figures = simulate(replace(simulation, rate_scale=scale)).figures
+        figures = simulate(replace(simulation, rate_scale=scale), on_arrival).figures
         if figures["goodput"] >= share:
             best, low = figures, scale
             return True

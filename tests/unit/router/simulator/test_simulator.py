@@ -247,7 +247,7 @@ def test_the_highest_rate_keeps_the_share_and_a_little_more_does_not() -> None:
 def test_the_highest_rate_is_found_as_exactly_far_from_the_given_one(
     monkeypatch: pytest.MonkeyPatch, limit: float
 ) -> None:
-    def up_to_the_limit(simulation: Simulation) -> Outcome:
+    def up_to_the_limit(simulation: Simulation, on_arrival: object) -> Outcome:
         return Outcome(simulation, {"goodput": float(simulation.rate_scale <= limit)}, Ledger())
 
     monkeypatch.setattr(run_module, "simulate", up_to_the_limit)
