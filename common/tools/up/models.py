@@ -32,7 +32,8 @@ class UpModel(NamedTuple):
 
 
 def find_models(config: UpConfig, sources: Mapping[str, Source]) -> list[UpModel]:
-    """The models of `--model`; of a hub model, its config is downloaded.
+    """The models of `--model`. What is on the hub is downloaded: first the configs, and once all options fit, the weights,
+    which the time limit of the start does not count.
 
     Raises: ConfigError for a model that is not there, two of one name, or an option that fits none or several of them.
     """
@@ -58,6 +59,8 @@ def find_models(config: UpConfig, sources: Mapping[str, Source]) -> list[UpModel
     if len(generating) < len(found) and not config.prefill:
         pooling = next(each.model for each in found if not each.generates)
         raise ConfigError(f"--prefill 0: {pooling} needs prefill nodes, since it does not generate")
+    for model in named:
+        resolve_model(model)
     return found
 
 

@@ -10,6 +10,7 @@ import pytest
 from common.base.errors import ConfigError
 from common.config.service_configs import UpConfig
 from common.config.sources import resolve
+from common.tools.up import models
 from common.tools.up.models import UpModel, find_models
 
 CLASSES = {"gen": "LlamaForCausalLM", "gen2": "Qwen3ForCausalLM", "bert": "BertModel"}
@@ -68,6 +69,25 @@ def test_two_folders_of_one_name_are_refused(tmp_path: Path) -> None:
         folders(tmp_path / parent)
     with pytest.raises(ConfigError, match="names two models 'gen'"):
         find(model=f"{tmp_path / 'a' / 'gen'},{tmp_path / 'b' / 'gen'}")
+
+
+def test_weights_are_downloaded_before_nodes_start_and_only_if_all_options_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = folders(tmp_path)
+    asked: list[str] = []
+
+    def resolve_model(name: str, *, config_only: bool = False) -> Path:
+        asked.append(f"{'config' if config_only else 'all'} of {name}")
+        return Path(at[name.rpartition("/")[2]])
+
+    monkeypatch.setattr(models, "resolve_model", resolve_model)
+    find(model="hub/gen,hub/bert")
+    assert asked == ["config of hub/gen", "config of hub/bert", "all of hub/gen", "all of hub/bert"]
+    asked.clear()
+    with pytest.raises(ConfigError):
+        find(model="hub/gen,hub/bert", prefill="0")
+    assert asked == ["config of hub/gen", "config of hub/bert"]
 
 
 def test_options_of_one_model_are_taken_beside_a_pooling_model(tmp_path: Path) -> None:
