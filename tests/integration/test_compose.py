@@ -26,6 +26,7 @@ from common.tools.keys.cli import app as keys_app
 
 REASON = why_not()
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(REASON is not None, reason=f"compose: {REASON}"),
     pytest.mark.timeout(1200),
 ]
@@ -107,7 +108,6 @@ def test_nodes_of_several_ranks_chat_and_stop_in_order(compose_folder: Path) -> 
         assert {name: code.strip() for name, code in codes.items()} == dict.fromkeys(containers, "0")
 
 
-@pytest.mark.thorough
 def test_three_prefill_nodes_chat_over_mutual_tls_and_options_reach_the_router(compose_folder: Path) -> None:
     scaled = ("--scale", "prefill=3")
     with one_host(compose_folder, "compose.tls.yaml", up=scaled, KVRELAY_POLICY="round_robin") as (running, port):
@@ -123,7 +123,6 @@ def test_three_prefill_nodes_chat_over_mutual_tls_and_options_reach_the_router(c
         assert set(seen.split()) == {f"/keys/router/{name}.pem" for name in ("ca", "cert", "key", "crl")}
 
 
-@pytest.mark.thorough
 def test_a_rolling_restart_of_every_service_fails_no_request(compose_folder: Path) -> None:
     port = free_port()
     scaled = [word for role in ("prefill", "decode", "router") for word in ("--scale", f"{role}=2")]
@@ -158,7 +157,6 @@ def test_a_rolling_restart_of_every_service_fails_no_request(compose_folder: Pat
                 assert run("docker", "inspect", "-f", "{{.RestartCount}}", container).strip() == "1"
 
 
-@pytest.mark.thorough
 def test_a_second_model_is_served_beside_the_first(compose_folder: Path, tmp_path: Path) -> None:
     make_tiny("qwen2", tmp_path / "models" / "qwen2")
     readable(tmp_path)
@@ -205,7 +203,7 @@ def address() -> Iterator[str]:
         run("docker", "network", "rm", name)
 
 
-@pytest.mark.parametrize("added", [(), pytest.param(("compose.multi-host.tls.yaml",), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("added", [(), ("compose.multi-host.tls.yaml",)])
 def test_every_role_on_a_host_of_its_own_with_exact_tokens(
     compose_folder: Path, tmp_path: Path, address: str, added: tuple[str, ...]
 ) -> None:
