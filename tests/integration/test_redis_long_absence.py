@@ -62,6 +62,6 @@ def test_ten_minutes_without_redis_change_nothing_and_everything_is_published_ag
                 assert len(router.directory.records) == 2
                 clock.advance(2 * LEASE_S)
                 await until(lambda: [record.peer.node_id for record in router.directory.records] == ["n0"])
-                assert router.index.incarnations == [node.incarnation]
+                await until(lambda: router.index.incarnations == [node.incarnation])
 
     asyncio.run(asyncio.wait_for(main(), 60))
