@@ -44,6 +44,17 @@ def offline(llm: LLM) -> list[tuple[str, list[int], str | None]]:
     return [(answer.text, answer.token_ids, answer.finish_reason) for answer in answers]
 
 
+def scored_tokens(llm: LLM) -> tuple[list[tuple[int, int | None]], list[float]]:
+    """(token, rank) of all answers and prompts, with their log-probabilities."""
+    outputs = llm.generate(
+        PROMPTS, SamplingParams(temperature=1, seed=2, max_tokens=8, n=2, logprobs=2, prompt_logprobs=2)
+    )
+    rows = [row for output in outputs for row in output.prompt_logprobs or () if row is not None]
+    rows += [row for output in outputs for answer in output.outputs for row in answer.logprobs or ()]
+    found = [(token, each.rank, each.logprob) for row in rows for token, each in row.items()]
+    return [(token, rank) for token, rank, _ in found], [logprob for *_, logprob in found]
+
+
 def test_one_process_returns_the_tokens_of_the_http_api(system: System) -> None:
     choices = [
         choice
@@ -115,15 +126,15 @@ def test_a_chat_from_a_pipe_is_answered(system: System) -> None:
 @pytest.mark.thorough
 def test_a_local_cluster_returns_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    scored = SamplingParams(temperature=1, seed=2, max_tokens=8, n=2, logprobs=2, prompt_logprobs=2)
     with LLM("demo", kv_memory_gb=0.1) as llm:
         expected = offline(llm)
-        logprobs = [(output.prompt_logprobs, output.outputs) for output in llm.generate(PROMPTS, scored)]
+        tokens, logprobs = scored_tokens(llm)
     with LLM("demo", prefill=1, decode=1, kv_memory_gb=0.1) as llm:
         supervisor: Any = llm._engine._cluster._process  # type: ignore[attr-defined]
         services = psutil.Process(supervisor.pid).children(recursive=True)
         assert offline(llm) == expected
-        assert [(output.prompt_logprobs, output.outputs) for output in llm.generate(PROMPTS, scored)] == logprobs
+        # PyTorch's sum over the vocabulary, used without native kernels, depends on the batch in the last bits.
+        assert scored_tokens(llm) == (tokens, pytest.approx(logprobs, abs=1e-5))
     assert len(services) >= 4
     assert not [service for service in services if service.is_running()]
 

@@ -8,22 +8,20 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from support.lora_files import load_adapters
+from support.recording import Recording
 
 from common.attention.cpu import CpuAttention
 from common.attention.grouped import attention_of_groups
 from common.base.errors import RankLost
 from common.config.option_groups import ModelImpl
 from common.engine.runner import ModelRunner
-from common.engine.step import StepInput, StepOutput
 from common.kv.rank_layout import KVLayout
-from common.kv.storage import KVStorage
 from common.model.choose import choose_model
 from common.model.config import load_model_config
 from common.model.kv_spec import kv_spec
@@ -184,15 +182,6 @@ def disagree(place: RankPlace, port: int, listener: socket.socket | None) -> Non
 # Models
 
 
-@dataclass(frozen=True)
-class Recording:
-    """Steps of an unsharded runner, the tokens that they drew, and the resulting KV."""
-
-    steps: list[StepInput]
-    outputs: list[StepOutput]
-    kv: torch.Tensor
-
-
 def replay(
     place: RankPlace,
     port: int,
@@ -216,9 +205,9 @@ def replay(
     config = choose_model(Path(model), model_impl)
     pp = tuple(pp_layers)
     layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size, pp_layers=pp)
-    shard = layout.shard(place.tp_rank, place.pp_rank)
-    storage = KVStorage(layout, shard, recorded.kv.size(2))
-    storage.groups[0].stacked.fill_(1e4)
+    storage = recorded.storage_for(layout, place.tp_rank, place.pp_rank)
+    for group in storage.groups:
+        group.stacked.fill_(1e4)
     share = load_model(
         Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh, pp_layers=pp
     )
@@ -226,16 +215,15 @@ def replay(
     runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shape(BLOCK), CpuAttention))
     announced: list[int] = []
     outputs = [runner.execute(step, announced.append) for step in recorded.steps]
-    assert announced == list(range(shard.layer_hi - shard.layer_lo)) * len(recorded.steps)
+    assert announced == list(range(storage.shard.layer_hi - storage.shard.layer_lo)) * len(recorded.steps)
     mesh.agree("replayed", "all")
     mesh.close()
-    expected = recorded.kv[shard.layer_lo : shard.layer_hi, :, :, shard.parts[0].head_lo : shard.parts[0].head_hi]
     drawn = [token for output in outputs for token in output.sampled]
     return {
         "tokens": [token.token_id for token in drawn],
         "logprobs": [token.logprobs.logprob for token in drawn if token.logprobs],
         "prompt_logprobs": [[tuple(each) for each in found] for output in outputs for found in output.prompt_logprobs],
-        "kv_error": (storage.groups[0].stacked - expected).abs().max().item(),
+        "kv_error": recorded.kv_error(storage),
     }
 
 
@@ -247,7 +235,7 @@ def lose_a_rank_in_a_step(
     config = load_model_config(Path(model))
     recorded: Recording = pickle.loads(Path(recording).read_bytes())
     layout = KVLayout("f", kv_spec(config, "float32"), tp_size=place.tp_size)
-    storage = KVStorage(layout, layout.shard(place.tp_rank, 0), recorded.kv.size(2))
+    storage = recorded.storage_for(layout, place.tp_rank, 0)
     share = load_model(Path(model), config, dtype="float32", load_format="auto", seed=0, small_batches=True, mesh=mesh)
     runner = ModelRunner(share, storage, attention_of_groups(storage, share.attention_shape(BLOCK), CpuAttention))
     try:

@@ -10,6 +10,7 @@ from typing import Protocol
 import pytest
 import torch
 from support.oracle import agreed, first_difference, greedy, prompt_logprobs
+from support.recording import Recorder
 from torch import Tensor
 
 from common.attention.choose import choose_attention
@@ -84,7 +85,8 @@ class Sequence:
 def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_TOKENS) -> list[Sequence]:
     """All prompts together, at most `chunk` prompt tokens of each per step, greedy, in scattered blocks; those behind a
     sliding window are taken away."""
-    windows = kv_spec(runner._model.config, "float32").windows if isinstance(runner, ModelRunner) else (None,)
+    computes = runner.runner if isinstance(runner, Recorder) else runner
+    windows = kv_spec(computes._model.config, "float32").windows if isinstance(computes, ModelRunner) else (None,)
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(len(prompts))).tolist()
     unused = free.pop()
     sequences = [
@@ -117,7 +119,7 @@ def drive(runner: Runner, prompts: list[list[int]], chunk: int, want: int = NUM_
                 ],
                 query_lens=lens,
                 context_lens=[s.computed + n for s, n in zip(running, lens, strict=True)],
-                block_tables=[[s.tables[t] for s in running] for t in range(len(windows))],
+                block_tables=[[list(s.tables[t]) for s in running] for t in range(len(windows))],
                 num_decodes=sum(len(s.tokens) - s.computed == 1 for s in running),
                 samples=samples,
                 scored=scored,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -17,15 +16,13 @@ from safetensors.torch import load_file
 from support import oracle
 from support.oracle import Tiny, make_tiny
 from support.paths import ROOT
-from support.rank_jobs import Recording
 from support.rank_processes import Case, Outcome, run_ranks
+from support.recording import Recorder, Recording
 from support.runner_cases import drive, make_runner, prompt
 from transformers import LlamaConfig
 
 from common.base.errors import ConfigError
 from common.control.messages import PromptLogprobs
-from common.engine.runner import ModelRunner
-from common.engine.step import StepInput, StepOutput
 from common.model.build import Build
 from common.model.config import load_model_config
 from common.model.decoder import DecoderModel
@@ -61,20 +58,6 @@ class Recorded:
     recording: Recording
 
 
-class _Recorder:
-    """A runner that remembers."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.steps: list[StepInput] = []
-        self.outputs: list[StepOutput] = []
-
-    def execute(self, step: StepInput) -> StepOutput:
-        self.steps.append(step)
-        self.outputs.append(self._runner.execute(step))
-        return self.outputs[-1]
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
     return _Recordings(tmp_path_factory.mktemp("shards"))
@@ -98,13 +81,10 @@ def _record(name: str, root: Path) -> Recorded:
     model = make_tiny(name, root / name)
     runner = make_runner(model)
     vocab = load_model_config(model).vocab_size
-    recorder = _Recorder(runner)
-    drive(recorder, [prompt(n, vocab) for n in (1, 33, 70)], 16, WANT)  # pyright: ignore[reportArgumentType]
-    kv = runner._attention._data  # pyright: ignore
-    recording = Recording(recorder.steps, recorder.outputs, kv)
+    recorder = Recorder(runner)
+    drive(recorder, [prompt(n, vocab) for n in (1, 33, 70)], 16, WANT)
     file = root / f"{name}.pickle"
-    file.write_bytes(pickle.dumps(recording))
-    return Recorded(model, file, recording)
+    return Recorded(model, file, recorder.write(file))
 
 
 LAYOUTS: dict[str, list[tuple[int, list[int]]]] = {

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
 from support.generic_models import config_of
 from support.oracle import write_model
-from support.rank_jobs import Recording
 from support.rank_processes import Case, run_ranks
+from support.recording import Recorder
 from support.runner_cases import drive, make_runner, prompt
 
 from common.base.errors import ConfigError
-from common.engine.step import StepInput, StepOutput
 from common.model.choose import choose_model
 from common.model.sharding import check_parallel
 
@@ -33,29 +31,14 @@ LAYOUTS: dict[str, list[tuple[int, list[int]]]] = {
 """Per kind, ranks of a stage and layers of each stage. KV heads: 2, of experts' models with latent attention 4."""
 
 
-class _Recorder:
-    """Keeps the steps that it passes on."""
-
-    def __init__(self, folder: Path) -> None:
-        self.runner = make_runner(folder, model_impl="transformers")
-        self.steps: list[StepInput] = []
-        self.outputs: list[StepOutput] = []
-
-    def execute(self, step: StepInput) -> StepOutput:
-        self.steps.append(step)
-        self.outputs.append(self.runner.execute(step))
-        return self.outputs[-1]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_every_layout_draws_what_one_rank_draws(kind: str, tmp_path: Path) -> None:
     folder = write_model(config_of(kind), tmp_path / kind)
-    recorder = _Recorder(folder)
+    recorder = Recorder(make_runner(folder, model_impl="transformers"))
     drive(recorder, [prompt(n, 250) for n in (1, 33)], 16, 8)
-    kv = recorder.runner._attention._data  # pyright: ignore
     recording = tmp_path / "recording"
-    recording.write_bytes(pickle.dumps(Recording(recorder.steps, recorder.outputs, kv)))
+    recorder.write(recording)
     arguments = {"model": str(folder), "recording": str(recording), "same_host": True, "model_impl": "transformers"}
     layouts = LAYOUTS[kind]
     cases = [Case(tp, len(pp), {**arguments, "pp_layers": pp}) for tp, pp in layouts]

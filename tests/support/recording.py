@@ -1,0 +1,83 @@
+"""Steps of a runner on one rank, kept to run them again on several."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from common.attention.base import AttentionBackend
+from common.attention.cpu import CpuAttention
+from common.attention.grouped import GroupedAttention
+from common.engine.runner import ModelRunner
+from common.engine.step import StepInput, StepOutput
+from common.kv.rank_layout import KVLayout
+from common.kv.storage import KVStorage
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Steps of an unsharded runner, the tokens that they drew, and the resulting KV."""
+
+    steps: list[StepInput]
+    outputs: list[StepOutput]
+    kv: list[Tensor]
+    """For each layer: [planes, num_blocks, heads, block_size, width]."""
+
+    def kv_error(self, storage: KVStorage) -> float:
+        """How far the KV of a rank is from its part of the recorded KV: the largest difference."""
+        shard = storage.shard
+        members = storage.layout.group_layers(shard)
+        worst = 0.0
+        for group, kv, part, layers in zip(
+            storage.layout.spec.groups, storage.groups, shard.parts, members, strict=True
+        ):
+            blocks = self._blocks_of(group.table, kv.block_size)
+            for ours, layer in zip(kv.stacked, layers, strict=True):
+                known = self.kv[shard.layer_lo + layer][:, blocks, part.head_lo : part.head_hi]
+                worst = max(worst, (ours[:, blocks] - known).abs().max().item())
+        return worst
+
+    def _blocks_of(self, table: int, block_size: int) -> list[int]:
+        """What was written through a block table: other blocks of its layers' memory belong to layers of other tables."""
+        return sorted({slot // block_size for step in self.steps for slot in step.slot_mapping[table]})
+
+    def storage_for(self, layout: KVLayout, tp_rank: int, pp_rank: int) -> KVStorage:
+        """As much KV memory for a rank as the recorded runner had."""
+        return KVStorage(layout, layout.shard(tp_rank, pp_rank), self.kv[0].size(1))
+
+
+class Recorder:
+    """A runner that remembers its steps."""
+
+    def __init__(self, runner: ModelRunner, adapters: Sequence[int] = ()) -> None:
+        """`adapters`: the sequences of each step use them by turns."""
+        self.runner = runner
+        self._adapters = adapters
+        self.steps: list[StepInput] = []
+        self.outputs: list[StepOutput] = []
+
+    def execute(self, step: StepInput) -> StepOutput:
+        if self._adapters:
+            names = [self._adapters[i % len(self._adapters)] for i in range(len(step.query_lens))]
+            step = replace(step, adapters=names)
+        self.steps.append(step)
+        self.outputs.append(self.runner.execute(step))
+        return self.outputs[-1]
+
+    def write(self, file: Path) -> Recording:
+        """Write what was recorded to `file`, and return it."""
+        layers = range(self.runner._model.config.num_layers)
+        recording = Recording(self.steps, self.outputs, [_kv_of(self.runner._attention, layer) for layer in layers])
+        file.write_bytes(pickle.dumps(recording))
+        return recording
+
+
+def _kv_of(attention: AttentionBackend, layer: int) -> Tensor:
+    if isinstance(attention, GroupedAttention):
+        attention, layer = attention.of_layer(layer)
+    assert isinstance(attention, CpuAttention)
+    return attention._data[layer]
