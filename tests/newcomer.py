@@ -1,4 +1,5 @@
-"""`scripts/check-newcomer`: the README's way from a clone to Ctrl-C, with its own lines, in a clean clone and environment.
+"""`scripts/check-newcomer`: the README's way from a clone to Ctrl-C, with its own lines, in a clean clone and environment;
+with `--container IMAGE` in a new container, which has nothing but Python, git and curl.
 
 Only the standard library: it runs before anything is installed. Prints how long each step took; the first step that does not
 do what the README says ends it with exit code 1.
@@ -6,6 +7,7 @@ do what the README says ends it with exit code 1.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -21,6 +23,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _URL = "http://127.0.0.1:8000"
+_PROGRAMS = ("git", "curl", "procps")
+"""What a slim image lacks of a newcomer's machine; no compiler."""
 _KEPT = ("PATH", "HOME", "PYENV_ROOT", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE", "SSL_CERT_FILE")
 """Variables that a newcomer's shell has, too."""
 _STORY = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -40,7 +44,39 @@ def step(what: str) -> Iterator[None]:
 
 
 def main() -> int:
-    """Follow the README."""
+    """Follow the README, here or in a container."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--container", metavar="IMAGE", help="in a new container of this image of Debian with Python")
+    image = parser.parse_args().container
+    return in_container(image) if image else follow()
+
+
+def in_container(image: str) -> int:
+    """Run this file in a container that has this repository and pip's settings, and is removed afterwards."""
+    settings = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
+    pairs = [line.split("=", 1) for line in settings.stdout.splitlines()]
+    values = {name.rsplit(".", 1)[-1]: value.strip("'\"") for name, value in pairs}
+    words = [word for value in values.values() for word in value.split()]
+    # The files of an index on this machine lie beside its pages.
+    folders = {str(Path(word[7:]).parent) if word.startswith("file://") else word for word in [*words, str(_ROOT)]}
+    mounts = [
+        f"--volume={folder}:{folder}:ro" for folder in folders if folder.startswith("/") and Path(folder).exists()
+    ]
+    with tempfile.NamedTemporaryFile("w", suffix=".conf") as config:
+        config.write("[global]\n" + "".join(f"{name} = {value}\n" for name, value in values.items()))
+        config.flush()
+        follow_it = f"git config --global --add safe.directory '*' && python3 {Path(__file__).resolve()}"
+        command = f"apt-get update -qq && apt-get install -y -qq {' '.join(_PROGRAMS)} >/dev/null 2>&1 && {follow_it}"
+        mounts.append(f"--volume={config.name}:/etc/pip.conf:ro")
+        options = ["--rm", "--init", "--network=host", "--shm-size=1g", *mounts]
+        docker = ["docker", "run", *options, image, "sh", "-c", command]
+        return subprocess.run(docker, check=False).returncode
+
+
+def follow() -> int:
+    """Follow the README. Raises: AssertionError."""
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
         environ = {name: os.environ[name] for name in _KEPT if name in os.environ} | {"XDG_RUNTIME_DIR": folder}
@@ -48,10 +84,11 @@ def main() -> int:
             subprocess.run(["git", "clone", "-q", str(_ROOT), str(clone)], check=True)
         blocks = _blocks((clone / "README.md").read_text(encoding="utf-8"))
         log = Path(folder) / "run.log"
-        with log.open("wb") as output, step("scripts/run, until it is ready"):
+        with log.open("wb") as output:
             up = subprocess.Popen(["scripts/run"], cwd=clone, env=environ, stdout=output, stderr=output)
-            _wait(lambda: "kvrelay is ready" in log.read_text(errors="replace"), up, 600)
         try:
+            with step("scripts/run, until it is ready"):
+                _wait(lambda: "kvrelay is ready" in log.read_text(errors="replace"), up, 600)
             _use(clone, environ, blocks)
         except BaseException:
             print(log.read_text(errors="replace")[-4000:])
@@ -97,6 +134,8 @@ def _use(clone: Path, environ: dict[str, str], blocks: list[str]) -> None:
         assert "decode-0" in run(kvrelay, "admin", "nodes")
         run(kvrelay, "admin", "watch", "--count", "2")
         run(kvrelay, "admin", "check")
+        kernels = json.loads(run(kvrelay, "admin", "node", "decode-0", "--json"))["node"]["kernels"]
+        assert kernels.startswith("native"), kernels
         [newest, *_] = json.loads(run(kvrelay, "admin", "requests", "--json"))["requests"]
         assert "decision" in run(kvrelay, "admin", "request", newest["request_id"])
     with step("a load test"):
