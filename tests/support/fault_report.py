@@ -1,20 +1,28 @@
-"""Turns the results of the fault matrix into docs/faults.md: `python tests/support/fault_report.py RESULTS.jsonl OUT.md`.
+"""Writes the results of the fault matrix into its part of docs/faults.md:
+`python tests/support/fault_report.py RESULTS.jsonl OUT.md`. With FAULT_TLS=1 that is the part about certificates.
 
 For a cell that ran more than once, the last result is shown.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from support.fault_cells import CUT_S, STOP_S, Fault, Moment, Target
 from support.fault_run import read_results
+from support.fault_services import TLS
 from support.fault_streams import STREAMS
 
-_HEAD = f"""# The fault matrix
-
+_TITLE, _TITLE_TLS = "# The fault matrix", "# The fault matrix with certificates"
+_HEAD_TLS = """
+Made by `scripts/test-faults --tls`: the same cells, with a certificate for each service (`--tls-dir`), so that control
+links use TLS, KV and rank links CURVE, and records in Redis are signed. Ranks of one node on two hosts add their parts up
+over gloo, which stays in clear (`--allow-plain-collectives`). Redis itself and the clients' connections are as above.
+"""
+_HEAD = f"""
 Made by `make test-faults`, on the machine that it ran on. {STREAMS} streams run at once through two routers, two prefill
 nodes (one of two ranks) and two decode nodes (one of two pipeline stages), every process on a host of its own (network
 namespaces), in float32. Half of the streams are greedy, half sampled with seeds; among them are log-probabilities,
@@ -41,9 +49,10 @@ because it was still queued).
 """
 
 
-def render(results: dict[tuple[str, str, str], dict[str, Any]]) -> str:
-    """The page."""
-    lines = [_HEAD, "| hurt | fault | " + " | ".join(Moment) + " |", "|---|---|" + "---|" * len(Moment)]
+def render(results: dict[tuple[str, str, str], dict[str, Any]], *, tls: bool) -> str:
+    """The part of the page."""
+    lines = [_TITLE_TLS + "\n" + _HEAD_TLS if tls else _TITLE + "\n" + _HEAD]
+    lines += ["| hurt | fault | " + " | ".join(Moment) + " |", "|---|---|" + "---|" * len(Moment)]
     for target in Target:
         for fault in Fault:
             cells = [_cell(results.get((target, fault, moment))) for moment in Moment]
@@ -74,5 +83,17 @@ def _first(problem: str) -> str:
     return problem.splitlines()[0][:300]
 
 
+def replaced(page: str, part: str) -> str:
+    """`page` with `part` in place of the part with the same title, or at its end."""
+    title = part.partition("\n")[0]
+    parts = re.split(r"^(?=# )", page, flags=re.MULTILINE)
+    at = next((n for n, each in enumerate(parts) if each.partition("\n")[0] == title), None)
+    if at is None:
+        return f"{page}\n{part}"
+    parts[at] = part if at == len(parts) - 1 else f"{part}\n"
+    return "".join(parts)
+
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(render(read_results(Path(sys.argv[1]))))
+    out = Path(sys.argv[2])
+    out.write_text(replaced(out.read_text(), render(read_results(Path(sys.argv[1])), tls=TLS)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from support.network_hosts import Host, Network
 
 from common.cluster.redis_server import find_redis_binary, free_port
+from common.security.certificates import Authority
 
 LEASE_S = 3.0
 CLUSTER = "faults"
@@ -19,6 +21,8 @@ HOSTS = ("redis", "router-0", "router-1", "prefill-0", "prefill-1", "pre-1b", "d
 RANK_HOSTS = {"prefill-1": "pre-1b", "decode-1": "dec-1b"}
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ROUTERS = ("router-0", "router-1")
+TLS = os.environ.get("FAULT_TLS") == "1"
+"""Whether the services know each other by certificates."""
 
 
 @dataclass
@@ -63,6 +67,8 @@ class Layout:
     urls: dict[str, str] = field(default_factory=dict)
     """Of each router."""
     redis_url: str = ""
+    tls_dir: Path | None = None
+    """Certificates with which the test itself asks nodes."""
 
 
 def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
@@ -103,4 +109,19 @@ def lay_out(folder: Path, model: Path, network: Network | None) -> Layout:
         commands[name] = [*kvrelay, "router", "--host", at(name), "--port", str(http), *everybody]
         # least_load, so that every node has streams to lose: kv_aware may find the node with two stages too slow to use.
         commands[name] += ["--local-prefill-tokens", "0", "--policy", "least_load"]
+    if TLS:
+        _add_certificates(made, folder / "keys")
     return made
+
+
+def _add_certificates(made: Layout, keys: Path) -> None:
+    """A certificate for each router and node; ranks on two hosts share theirs, and reduce over gloo, which stays in clear."""
+    authority = Authority.create(keys / "ca")
+    for name in (*NODES, *ROUTERS, "test"):
+        authority.issue(name, "node" if name in NODES else "router", keys / name, 1)
+    for name, command in made.commands.items():
+        if name != "redis":
+            owner = next((node for node, rank in RANK_HOSTS.items() if rank == name), name)
+            command += ["--tls-dir", str(keys / owner)]
+            command += ["--allow-plain-collectives"] if owner in RANK_HOSTS else []
+    made.tls_dir = keys / "test"

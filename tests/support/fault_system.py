@@ -23,14 +23,17 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import redis
-from support.fault_services import NODES, RANK_HOSTS, ROUTERS, Service, lay_out
+from support.fault_services import CLUSTER, NODES, RANK_HOSTS, ROUTERS, Service, lay_out
 from support.network_hosts import Host, Network
 from support.system import ranks_of, wait_until
 
 from common.base.errors import ProtocolError
-from common.control.codec import check, decode, encode, join, split
+from common.cluster.records import Records
+from common.control.codec import check, encode, join, split
 from common.control.frames import with_length
-from common.control.messages import NodeLoad, NodeRecord, Ping, Pong
+from common.control.messages import NodeLoad, Ping, Pong
+from common.security.names import host_of
+from common.security.tls import Credentials
 
 START_S = 90.0
 
@@ -46,6 +49,8 @@ class FaultSystem:
     """Port of each node's control socket; it stays the same over restarts, as in a container."""
     urls: dict[str, str] = field(default_factory=dict)
     redis_url: str = ""
+    credentials: Credentials | None = None
+    """With which nodes are asked."""
     _stopped: set[int] = field(default_factory=set)
     _cut: set[str] = field(default_factory=set)
     _slowed: set[str] = field(default_factory=set)
@@ -81,7 +86,7 @@ class FaultSystem:
         place = urlsplit(self.addresses[node])
         frame = join([encode(Ping("fault-test", lease_s=0.0))])
         try:
-            with socket.create_connection((place.hostname, place.port), timeout_s) as connection:
+            with self._connected(place.hostname or "", place.port or 0, timeout_s) as connection:
                 connection.sendall(with_length(frame))
                 stream = connection.makefile("rb")
                 while True:
@@ -91,18 +96,22 @@ class FaultSystem:
         except (OSError, ProtocolError):  # the latter at its end, too: nothing is no frame
             return None
 
+    def _connected(self, host: str, port: int, timeout_s: float) -> socket.socket:
+        connection = socket.create_connection((host, port), timeout_s)
+        if self.credentials is None:
+            return connection
+        return self.credentials.for_client().wrap_socket(connection, server_hostname=host_of("node"))
+
     def incarnations_in_redis(self) -> set[str]:
         """Every incarnation that Redis still knows: in a key's name or in a node's record."""
         found: set[str] = set()
+        records = Records(CLUSTER, None if self.credentials is None else self.credentials.folder)
         client: Any = redis.Redis.from_url(self.redis_url, socket_timeout=2, socket_connect_timeout=2)
         try:
             for key in client.scan_iter(count=1000):
                 found |= set(re.findall("[0-9a-f]{16}", key.decode()))
-                if client.type(key) == b"string":
-                    with contextlib.suppress(ProtocolError):  # not a node's record
-                        record = decode(client.get(key) or b"")
-                        if isinstance(record, NodeRecord):
-                            found.add(record.peer.incarnation)
+                if ":node:" in key.decode() and (record := records.decode(client.get(key))) is not None:
+                    found.add(record.peer.incarnation)
         finally:
             client.close()
         return found
@@ -290,6 +299,7 @@ def fault_system(folder: Path, model: Path, network: Network | None) -> Iterator
     system = FaultSystem(folder, network)
     layout = lay_out(folder, model, network)
     system.addresses, system.urls, system.redis_url = layout.addresses, layout.urls, layout.redis_url
+    system.credentials = None if layout.tls_dir is None else Credentials(str(layout.tls_dir))
     for name, command in layout.commands.items():
         host = None if network is None else network.hosts[name]
         system.services[name] = Service(name, command, host, folder / f"{name}.log")
