@@ -17,7 +17,8 @@ from common.model.build import Build
 from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
 from common.model.layers import Embedding, LearnedPositions, LMHead
 from common.model.lora.adapters import Adapters
-from common.model.native_layer import as_native
+from common.model.native_layer import NativeLayer, as_native
+from common.model.native_stack import as_stack
 from common.model.norms import Norm, make_norm
 from common.model.rank_model import OnProgress, attention_shape
 from common.model.rotary import Rotaries, make_rotary
@@ -49,10 +50,12 @@ class DecoderModel:
         self.adapters = Adapters(build)
         """LoRA adapters that steps can name."""
         layers: list[Layer] = []
+        wholes: list[DecoderLayer | NativeLayer] = []
         kv_scales: list[tuple[float, float]] = []
         for i, number in enumerate(build.layer_numbers):
             layer = DecoderLayer(build, number, i)
             whole = layer if native is None else as_native(layer, native, build.mesh, build.precision.wide)
+            wholes.append(whole)
             layers.append(self.adapters.attach(layer, whole, number))
             kv_scales.append(layer.kv_scales)
             on_progress(i + 2, parts)
@@ -65,7 +68,8 @@ class DecoderModel:
             if build.lm_head:
                 lm_head = names.embedding if tied else names.lm_head
                 self._lm_head = LMHead(build, f"{lm_head}.weight", vocabulary if tied else None)
-        self._rope, self._layers = _with_rotary(build, layers)
+        self._rope, layers = _with_rotary(build, layers)
+        self._layers = as_stack(layers, wholes, self.adapters, build.mesh)
         on_progress(parts, parts)
 
     def attention_shape(self, block_size: int, max_context: int = 0) -> AttentionShape:

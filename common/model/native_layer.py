@@ -32,7 +32,7 @@ class NativeLayer:
     def __init__(self, layer: DecoderLayer, native: NativeLibrary, mesh: Mesh, dtype: torch.dtype) -> None:
         """dtype: of hidden states."""
         self._layer = layer  # keeps the memory that `_struct` points to; runs over other attention backends
-        self._native = native
+        self.native = native
         self._mesh = mesh
         self._index = layer.index
         self.kv_scales = layer.kv_scales
@@ -55,7 +55,8 @@ class NativeLayer:
             *attention.heads,
             DTYPES[dtype],
         )
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
+        """Of the struct kv_layer."""
 
     def forward(
         self,
@@ -72,17 +73,15 @@ class NativeLayer:
             own, index = own.of_layer(index)
         if not isinstance(own, NativeAttention) or not isinstance(rope, NativeRotation):
             return self._layer.forward(x, delta, rope, backend, on_layer)
-        native, rows, residual = self._native, x.size(0), x.data_ptr()
+        native, rows, residual = self.native, x.size(0), x.data_ptr()
         given = None if delta is None else delta.data_ptr()
-        native.layer_attend(
-            native.team, self._address, own.cache(index), own.batch, rope.address, lora, residual, given
-        )
+        native.layer_attend(native.team, self.address, own.cache(index), own.batch, rope.address, lora, residual, given)
         if on_layer is not None:
             on_layer(self._index)
         delta = torch.empty_like(x) if delta is None else delta
-        native.layer_project(native.team, self._address, rows, lora, delta.data_ptr())
+        native.layer_project(native.team, self.address, rows, lora, delta.data_ptr())
         self._mesh.all_reduce(delta)
-        native.layer_mlp(native.team, self._address, rows, lora, residual, delta.data_ptr())
+        native.layer_mlp(native.team, self.address, rows, lora, residual, delta.data_ptr())
         return self._mesh.all_reduce(delta)
 
 

@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -108,6 +108,7 @@ _SIGNATURES = {
     "kv_layer_attend": [_P, _P, _P, _P, _P, _P, _P, _P],
     "kv_layer_project": [_P, _P, _I, _P, _P],
     "kv_layer_mlp": [_P, _P, _I, _P, _P, _P],
+    "kv_layers_forward": [_P, _I, _P, _P, _P, _P, _P, _P],
     "kv_lora_add": [_P, _P, _I, _P, _I, _P, _L, _P, _I, _L],
     "kv_silu_and_mul": [_P, _P, _I, _I, _I, _P],
     "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
@@ -146,6 +147,7 @@ class NativeLibrary:
         self.layer_attend = library.kv_layer_attend
         self.layer_project = library.kv_layer_project
         self.layer_mlp = library.kv_layer_mlp
+        self.layers_forward = library.kv_layers_forward
         self.lora_add = library.kv_lora_add
         self.silu_and_mul = library.kv_silu_and_mul
         self.norm = library.kv_norm

@@ -94,6 +94,11 @@ class Adapters:
         self._make_products = TorchProducts if native is None else lambda: NativeProducts(native)
         self._step = _CurrentStep()
 
+    @property
+    def are_in_step(self) -> bool:
+        """Whether the step that runs has rows with an adapter."""
+        return self._step.runs is not None
+
     def attach(self, layer: DecoderLayer, whole: DecoderLayer | NativeLayer, number: int) -> Layer:
         """Have `layer`, the model's layer `number`, apply adapters. Returns what does so in the place of `whole`, which is
         `layer` or computes the same."""

@@ -48,7 +48,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 5; }
+int32_t kv_abi_version(void) { return 6; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -113,6 +113,15 @@ void kv_layer_project(kv_team* team, const kv_layer* layer, int32_t rows, const 
 void kv_layer_mlp(kv_team* team, const kv_layer* layer, int32_t rows, const kv_lora* lora, void* residual,
                   void* delta) {
     chosen->layer_mlp(team, layer, rows, lora, residual, delta);
+}
+
+void kv_layers_forward(kv_team* team, int32_t count, const kv_layer* const* layers, const kv_cache* const* caches,
+                       const kv_batch* const* batches, const kv_rotation* rotation, void* residual, void* delta) {
+    for (int i = 0; i < count; ++i) {
+        kv_layer_attend(team, layers[i], caches[i], batches[i], rotation, nullptr, residual, i ? delta : nullptr);
+        kv_layer_project(team, layers[i], batches[i]->num_rows, nullptr, delta);
+        kv_layer_mlp(team, layers[i], batches[i]->num_rows, nullptr, residual, delta);
+    }
 }
 
 void kv_lora_add(kv_team* team, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,

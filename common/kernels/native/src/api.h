@@ -120,6 +120,10 @@ void kv_layer_project(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, v
 // residual += delta; delta = MLP(norm(residual)).
 void kv_layer_mlp(kv_team*, const kv_layer*, int32_t rows, const kv_lora*, void* residual, void* delta);
 
+// All three for each of `count` layers, without adapters. The first layer's delta is null, the last one's is left.
+void kv_layers_forward(kv_team*, int32_t count, const kv_layer* const* layers, const kv_cache* const* caches,
+                       const kv_batch* const* batches, const kv_rotation*, void* residual, void* delta);
+
 // y += terms. x: [rows][in] of `dtype`, the type of all a and b; y: [rows][outputs] of y_dtype. No two terms share an
 // output of a row.
 void kv_lora_add(kv_team*, const kv_lora_term* terms, int32_t count, const kv_lora_run* runs, int32_t dtype,

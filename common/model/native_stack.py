@@ -1,0 +1,96 @@
+"""A rank's layers as one call into the native kernels. Runs on a rank's engine thread, under inference mode."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from common.attention.base import AttentionBackend
+from common.attention.grouped import GroupedAttention
+from common.attention.native import NativeAttention
+from common.kernels.base import Rotation
+from common.kernels.native.kernels import NativeRotation
+from common.model.decoder_layer import DecoderLayer, Layer, RotatedLayer
+from common.model.lora.adapters import Adapters
+from common.model.native_layer import NativeLayer
+from common.parallel.mesh import Mesh
+
+
+class NativeStack:
+    """All layers of a rank. A step that needs something between them, a sum over ranks, adapters, a report of each layer's
+    KV, runs layer by layer."""
+
+    def __init__(self, layers: Sequence[Layer], wholes: Sequence[NativeLayer], adapters: Adapters) -> None:
+        """layers: as `wholes`, with adapters."""
+        self._layers = layers
+        self._adapters = adapters
+        self._native = wholes[0].native
+        self._addresses = _pointers([whole.address for whole in wholes])
+        self._memory: tuple[AttentionBackend, ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None = (
+            None
+        )
+        """The latest backend, and the addresses of its caches and batches for each layer."""
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: Rotation,
+        backend: AttentionBackend,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        """As `DecoderLayer.forward`, through all layers."""
+        if self._memory is None or self._memory[0] is not backend:
+            self._memory = self._find(backend)
+        memory = self._memory
+        is_plain = delta is None and on_layer is None and not self._adapters.are_in_step
+        if memory is None or not is_plain or not isinstance(rope, NativeRotation):
+            for layer in self._layers:
+                delta = layer.forward(x, delta, rope, backend, on_layer)
+            assert delta is not None
+            return delta
+        _, caches, batches = memory
+        delta = torch.empty_like(x)
+        native = self._native
+        native.layers_forward(
+            native.team,
+            len(self._layers),
+            self._addresses,
+            caches,
+            batches,
+            rope.address,
+            x.data_ptr(),
+            delta.data_ptr(),
+        )
+        return delta
+
+    def _find(
+        self, backend: AttentionBackend
+    ) -> tuple[AttentionBackend, ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None:
+        """None if another backend than the native one attends in a layer."""
+        caches, batches = [], []
+        for layer in range(len(self._layers)):
+            own, index = backend.of_layer(layer) if isinstance(backend, GroupedAttention) else (backend, layer)
+            if not isinstance(own, NativeAttention):
+                return None
+            caches.append(own.cache(index))
+            batches.append(own.batch)
+        return backend, _pointers(caches), _pointers(batches)
+
+
+def as_stack(
+    layers: Sequence[Layer], wholes: Sequence[DecoderLayer | NativeLayer], adapters: Adapters, mesh: Mesh
+) -> Sequence[Layer]:
+    """`layers`, as one `NativeStack` if they can be."""
+    native = [whole for whole in wholes if isinstance(whole, NativeLayer)]
+    is_alone = mesh.place.tp_size == 1
+    if not is_alone or len(native) < len(layers) or any(isinstance(layer, RotatedLayer) for layer in layers):
+        return layers
+    return [NativeStack(layers, native, adapters)]
+
+
+def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
