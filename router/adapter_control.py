@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from common.base.endpoints import is_loopback
 from common.base.errors import BadRequest, Forbidden, NotFound, Unavailable
 from common.control.messages import NodeRecord
+from router.admin_http import admin_http
 from router.model_catalog import ModelCatalog
 from router.nodes.node_table import NodeTable
 
@@ -26,11 +27,14 @@ _POLL_S = 0.05
 class AdapterControl:
     """What `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` do."""
 
-    def __init__(self, nodes: NodeTable, catalog: ModelCatalog, *, allowed: bool, admin_token: str) -> None:
+    def __init__(
+        self, nodes: NodeTable, catalog: ModelCatalog, *, allowed: bool, admin_token: str, tls_dir: str | None
+    ) -> None:
         self._nodes = nodes
         self._catalog = catalog
         self._allowed = allowed
         self._admin_token = admin_token
+        self._tls_dir = tls_dir
         self._lock = asyncio.Lock()
 
     async def load(self, name: str, path: str, base: str | None) -> None:
@@ -83,9 +87,7 @@ class AdapterControl:
         return records
 
     async def _ask_all(self, records: list[NodeRecord], path: str, body: dict[str, str]) -> list[dict[str, Any]]:
-        # No proxy from the environment and no redirects: they would get the token.
-        headers = {"Authorization": f"Bearer {self._admin_token}"}
-        async with httpx.AsyncClient(headers=headers, timeout=_NODE_TIMEOUT_S, trust_env=False) as http:
+        async with admin_http(self._admin_token, _NODE_TIMEOUT_S, self._tls_dir) as http:
             asked = [self._ask(http, record, path, body) for record in records]
             answers = await asyncio.gather(*asked, return_exceptions=True)
         failed = [
@@ -138,8 +140,4 @@ class AdapterControl:
 
 
 def _is_loopback(address: str) -> bool:
-    host = urlsplit(address).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback(urlsplit(address).hostname or "")

@@ -18,11 +18,13 @@ from common.cluster.membership import LEASE_IN_REDIS, Directory
 from common.config.service_configs import RouterConfig
 from common.control.admin_server import AdminServer
 from common.control.self_report import SelfReport
+from common.security.tls import open_credentials
 from common.tools.admin.running_clusters import runtime_folder
 from router.admin import RouterAdmin
 from router.fast import gc_policy
+from router.http.https import https_certificate
 from router.http.response_store import ResponseStore
-from router.http.server import bind, check_certificate, http_server
+from router.http.server import bind, http_server
 from router.restart import Restart
 from router.router import Router
 from router.ui.access import Access, trusts_loopback
@@ -37,7 +39,7 @@ async def serve(config: RouterConfig) -> None:
 
     Raises: ConfigError with one sentence when the configuration cannot work; RestartRequested.
     """
-    check_certificate(config)
+    https_certificate(config.ssl_certfile, config.ssl_keyfile)
     sock = bind(config.host, config.port)
     try:
         router = Router(config)
@@ -45,7 +47,10 @@ async def serve(config: RouterConfig) -> None:
     except BaseException:
         sock.close()
         raise
-    admin = AdminServer(config.admin_host, config.admin_port, config.admin_token) if config.admin_token else None
+    admin = None
+    if config.admin_token:
+        credentials = open_credentials(config.tls_dir)
+        admin = AdminServer(config.admin_host, config.admin_port, config.admin_token, credentials)
     directory = _directory(router, config)
     subscriber = router.subscribe(config.redis_url, config.cluster)
     most = config.max_stored_responses

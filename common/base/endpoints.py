@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import zmq
 
 
 def endpoint(scheme: str, host: str, port: int | str) -> str:
     """`scheme://host:port`."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:

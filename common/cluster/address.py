@@ -39,7 +39,7 @@ def advertised(endpoints: str, config: NodeConfig) -> str:
 
 def _advertised_endpoint(endpoint: str, config: NodeConfig) -> str:
     scheme, _, place = endpoint.partition("://")
-    if scheme != "http" and not scheme.endswith("tcp"):
+    if scheme not in ("http", "https") and not scheme.endswith("tcp"):
         return endpoint
     bound, _, port = place.rpartition(":")
     host = config.advertise_host

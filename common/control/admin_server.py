@@ -1,7 +1,8 @@
 """The admin port of a service: JSON over HTTP, protected by a token. Runs on the service's asyncio loop.
 
 Access is denied by default: without a configured token there is no admin port, with one every path requires it. It
-listens on its own interface (`--admin-host`, by default loopback), not on that of the clients' API.
+listens on its own interface (`--admin-host`, by default loopback), not on that of the clients' API. With `--tls-dir`, others
+than loopback are HTTPS, for callers with a certificate.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 import json
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from common.base.endpoints import endpoint, is_loopback
 from common.base.errors import (
     BadRequest,
     ConfigError,
@@ -38,6 +41,7 @@ from common.base.errors import (
 from common.control.admin_token import check_token
 from common.control.http_connection import HttpConnection
 from common.control.http_server import HttpServer
+from common.security.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -104,21 +108,23 @@ class _TokenGuard:
 
 
 class AdminServer:
-    """Listens from construction on, answers between `start` and `close`.
+    """Listens from construction on, answers between `start` and `close`. With `credentials`, callers from other hosts must
+    show a certificate of the same authority; on loopback it is plain HTTP.
 
     Raises: ConfigError if `host`:`port` cannot be bound, or `token` is empty or not valid in a header.
     """
 
-    def __init__(self, host: str, port: int, token: str) -> None:
+    def __init__(self, host: str, port: int, token: str, credentials: Credentials | None = None) -> None:
         if not token:
             raise ConfigError("an admin port needs a token")
         check_token(token)
         self._token = token
+        self._credentials = None if is_loopback(host) else credentials
         self._socket = _listen(host, port)
         self._server: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
         bound, self.port = self._socket.getsockname()[:2]
-        self.url = f"http://[{bound}]:{self.port}" if ":" in bound else f"http://{bound}:{self.port}"
+        self.url = endpoint("http" if self._credentials is None else "https", bound, self.port)
 
     def start(self, routes: list[AdminRoute], mounted: Mapping[str, ASGIApp] | None = None) -> None:
         """Serve `routes` from now on, and below their paths the applications `mounted`, which check the token themselves."""
@@ -135,9 +141,14 @@ class AdminServer:
             limit_concurrency=_MAX_CONNECTIONS,
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_GRACE_S,
+            ssl_context_factory=None if self._credentials is None else self._secured,
         )
         self._server = HttpServer(config)
         self._task = asyncio.get_running_loop().create_task(self._run(self._server))
+
+    def _secured(self, *_: object) -> ssl.SSLContext:
+        assert self._credentials is not None
+        return self._credentials.for_server()
 
     async def _run(self, server: HttpServer) -> None:
         try:

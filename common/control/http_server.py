@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Generator
+import socket
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
 
 import uvicorn
+
+from common.control.tls_listener import TlsListener
 
 _TICK_S = 1.0
 """Period of uvicorn's housekeeping: the time in its Date header has a resolution of one second."""
@@ -28,6 +33,18 @@ class HttpServer(uvicorn.Server):
         """Make `serve` end: connections may finish within the configured time."""
         self.should_exit = True
         self._stopping.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on `sockets`; over TLS with bounds on unfinished handshakes."""
+        context = self.config.ssl
+        if context is None or sockets is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        new: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        made = partial(new, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        self.servers: list[Any] = [TlsListener(sock, made, context) for sock in sockets]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -28,6 +28,7 @@ from common.control.codec import MAX_MESSAGES, check, decode, encode, join, spli
 from common.control.connection_limits import ConnectionLimits
 from common.control.frames import QUEUE_BYTES, FrameConnection
 from common.control.messages import Message
+from common.control.tls_listener import TlsListener
 from common.security.names import host_of
 from common.security.tls import Credentials
 
@@ -78,12 +79,12 @@ class Server:
             raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
         address, port = listener.getsockname()[:2]
         self.address: str = endpoint("tcp", address, port)
-        loop = asyncio.get_running_loop()
-        secured = None if credentials is None else credentials.for_server()
-        handshake_s = None if secured is None else _GREETING_S
-        self._listening = loop.create_task(
-            loop.create_server(self._accept, sock=listener, ssl=secured, ssl_handshake_timeout=handshake_s)
-        )
+        self._secured, self._plain = None, None
+        if credentials is None:
+            loop = asyncio.get_running_loop()
+            self._plain = loop.create_task(loop.create_server(self._accept, sock=listener))
+        else:
+            self._secured = TlsListener(listener, self._accept, credentials.for_server())
 
     def send(self, identity: Identity, message: Message) -> None:
         """Send without waiting.
@@ -100,7 +101,11 @@ class Server:
             connection.close()
         self._connections.clear()
         self._limits.close()
-        (await self._listening).close()
+        if self._secured is not None:
+            self._secured.close()
+            await self._secured.wait_closed()
+        if self._plain is not None:
+            (await self._plain).close()
 
     def _accept(self) -> FrameConnection:
         identity = b"%d" % next(self._names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import ipaddress
 import os
 import time
 from collections.abc import Callable
@@ -12,12 +11,14 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from common.base.clock import monotonic
+from common.base.endpoints import is_loopback
 from common.cluster.address import advertised
 from common.config.service_configs import NodeConfig
 from common.control.admin_server import DRAIN_S, AdminRoute, AdminServer, Call, seconds
 from common.control.links import Identity
 from common.control.messages import NodeLoad, NodeRecord
 from common.node.drain import Drain
+from common.security.tls import Credentials
 
 _ENGINE_ANSWERS_S = 0.8
 """An engine that is in a longer step, or stuck, is reported without its attempts; `step_age_s` of its load shows which."""
@@ -61,22 +62,15 @@ class AdministeredNode(Protocol):
         ...
 
 
-def open_admin(config: NodeConfig) -> tuple[AdminServer | None, str]:
+def open_admin(config: NodeConfig, credentials: Credentials | None) -> tuple[AdminServer | None, str]:
     """The admin port of a node, which does not answer yet, and the URL to register; None and "" without a token.
 
     Raises: ConfigError.
     """
     if not config.admin_token:
         return None, ""
-    server = AdminServer(config.admin_host, config.admin_port, config.admin_token)
-    return server, server.url if _is_loopback(config.admin_host) else advertised(server.url, config)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    server = AdminServer(config.admin_host, config.admin_port, config.admin_token, credentials)
+    return server, server.url if is_loopback(config.admin_host) else advertised(server.url, config)
 
 
 class NodeAdmin:

@@ -80,7 +80,7 @@ class NodeServer:
         await check_redis(self.config.redis_url)
         self._server = Server(self.config.host, self.config.port, self._on_message, self._tls)
         self.me = replace(self.me, control_address=advertised(self._server.address, self.config))
-        self._admin, self._admin_address = open_admin(self.config)
+        self._admin, self._admin_address = open_admin(self.config, self._tls)
 
     def post(self, event: Any) -> None:
         """Pass an event to the core. Any thread."""

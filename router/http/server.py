@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 from pathlib import Path
 
 import uvicorn
@@ -25,6 +24,7 @@ from router.fast.endpoints import DirectEndpoints
 from router.http.api import Services, build
 from router.http.api_keys import KeyGuard
 from router.http.body import body_deadlines
+from router.http.https import https_certificate
 from router.http.key_limits import ApiKeys
 from router.http.response_store import ResponseStore
 from router.router import Router
@@ -73,18 +73,6 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def check_certificate(config: RouterConfig) -> None:
-    """Raises: ConfigError if the files for HTTPS cannot be used."""
-    if config.ssl_certfile is None:
-        if config.ssl_keyfile is not None:
-            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"--ssl-certfile {config.ssl_certfile} cannot be used: {error}") from error
-
-
 def _most_connections() -> int:
     files = allow_files(_MAX_CONNECTIONS + _OTHER_FILES)
     return min(_MAX_CONNECTIONS, max(files - _OTHER_FILES, files // 2))
@@ -125,7 +113,10 @@ def http_server(
     responses: ResponseStore | None = None,
     dashboard: ASGIApp | None = None,
 ) -> HttpServer:
-    """The HTTP server of a router; not started. `dashboard` is served at `/ui` unless API keys are set."""
+    """The HTTP server of a router; not started. `dashboard` is served at `/ui` unless API keys are set.
+
+    Raises: ConfigError if the files for HTTPS cannot be used.
+    """
     services = Services(
         dispatcher=router.dispatcher,
         catalog=router.catalog,
@@ -135,6 +126,7 @@ def http_server(
             router.catalog,
             allowed=config.allow_runtime_lora,
             admin_token=config.admin_token,
+            tls_dir=config.tls_dir,
         ),
         degraded=lambda: router.degraded(directory),
         max_body_bytes=int(config.max_body_mb * 1e6),
@@ -151,6 +143,7 @@ def http_server(
     if dashboard is not None and not services.api_keys:
         _add_dashboard(app, dashboard)
     direct = DirectEndpoints(app, lambda inner: KeyGuard(inner, services.api_keys, services.metrics.http_error))
+    certificate = https_certificate(config.ssl_certfile, config.ssl_keyfile)
     settings = uvicorn.Config(
         _with_cors(direct, config),
         proxy_headers=False,
@@ -162,8 +155,7 @@ def http_server(
         access_log=False,
         server_header=False,
         backlog=1024,
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile=config.ssl_keyfile,
+        ssl_context_factory=None if certificate is None else certificate.make_context,
         limit_concurrency=_most_connections(),
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=int(_GRACE_S),

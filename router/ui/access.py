@@ -8,7 +8,6 @@ reading needs a header that pages of other sites cannot send.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from common.base.endpoints import is_loopback
 from common.base.errors import Forbidden, Unauthorized
 from common.tools.admin.running_clusters import running_clusters
 
@@ -70,19 +70,12 @@ class Access:
 def is_local(scope: Scope) -> bool:
     """The caller is on this host and names it so: a page of another site whose name was rebound to this host does not."""
     client, host = scope.get("client"), urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or ""
-    return client is not None and _is_loopback(client[0]) and _is_loopback(host)
+    return client is not None and is_loopback(client[0]) and is_loopback(host)
 
 
 def trusts_loopback(parent_pid: int, folder: Path) -> bool:
     """Whether the parent process is a `kvrelay up`, by its file in `folder` (`runtime_folder`)."""
     return any(cluster.pid == parent_pid for cluster in running_clusters(folder))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_site(headers: Headers) -> None:

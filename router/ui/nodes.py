@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from common.base.errors import NotFound, Unavailable
+from router.admin_http import admin_http
 from router.nodes.node import Node
 from router.nodes.node_table import NodeTable
 
@@ -17,9 +18,10 @@ _TIMEOUT_S = 3.0
 class NodeControl:
     """Calls the admin ports of nodes with the router's admin token."""
 
-    def __init__(self, nodes: NodeTable, admin_token: str) -> None:
+    def __init__(self, nodes: NodeTable, admin_token: str, tls_dir: str | None) -> None:
         self._nodes = nodes
         self._admin_token = admin_token
+        self._tls_dir = tls_dir
 
     def find(self, name: str) -> Node:
         """The node with this incarnation or node id. Raises: NotFound."""
@@ -33,10 +35,8 @@ class NodeControl:
         address = node.record.admin_address
         if not address or not self._admin_token:
             raise Unavailable(f"{node.node_id} has no admin port: start all services with --admin-token")
-        # No proxy from the environment and no redirects: they would get the token.
-        headers = {"authorization": f"Bearer {self._admin_token}"}
         try:
-            async with httpx.AsyncClient(headers=headers, timeout=_TIMEOUT_S, trust_env=False) as http:
+            async with admin_http(self._admin_token, _TIMEOUT_S, self._tls_dir) as http:
                 answer = await http.request(method, address + path, json={} if method == "POST" else None)
                 found = answer.json()
         except (httpx.HTTPError, ValueError) as error:

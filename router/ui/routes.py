@@ -35,7 +35,7 @@ class DashboardRoutes:
         self._router = router
         self._snapshots = Snapshots(router, config, directory)
         self._admin = RouterAdmin(router, config, directory)
-        self._nodes = NodeControl(router.dispatcher.nodes, config.admin_token or "")
+        self._nodes = NodeControl(router.dispatcher.nodes, config.admin_token or "", config.tls_dir)
         self.chat_endpoint: ASGIApp = _no_chat
         """The application that answers chat completions, set once it is there."""
 

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.certificates import made
 from support.redis_cluster_of_nodes import ANode, ARouter, make_record, names, running, until
 from support.redis_servers import ask, binary_with_tls, redis_server_with
 
@@ -67,6 +68,28 @@ def test_tls_with_an_authority_of_its_own(tmp_path: Path) -> None:
     with redis_server_with(tmp_path, *options, binary=binary, tls=True) as port:
         works_with(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}")
         assert "certificate" in refused(f"rediss://127.0.0.1:{port}/0")
+
+
+@pytest.mark.thorough
+def test_redis_whose_certificate_is_wrong_expired_or_revoked_is_refused(tmp_path: Path) -> None:
+    """As is one without TLS, and by the server a client without a certificate."""
+    binary, trusted = binary_with_tls(), tmp_path / "trusted.pem"
+    trusted.write_bytes((made() / "node" / "ca.pem").read_bytes() + (made() / "node" / "crl.pem").read_bytes())
+    checks = f"ssl_ca_certs={trusted}&ssl_check_hostname=false&ssl_include_verify_flags=VERIFY_CRL_CHECK_LEAF"
+    own = f"ssl_certfile={made() / 'router' / 'cert.pem'}&ssl_keyfile={made() / 'router' / 'key.pem'}"
+    for shown in ("node", "stranger", "expired", "revoked"):
+        files = made() / shown
+        options = (f"tls-cert-file {files / 'cert.pem'}", f"tls-key-file {files / 'key.pem'}")
+        options += (f"tls-ca-cert-file {made() / 'node' / 'ca.pem'}", "tls-auth-clients yes")
+        with redis_server_with(tmp_path, *options, binary=binary, tls=True) as port:
+            url = f"rediss://127.0.0.1:{port}/0?{checks}"
+            if shown == "node":
+                works_with(f"{url}&{own}")
+                refused(url)
+            else:
+                assert "certificate" in refused(f"{url}&{own}")
+    with redis_server_with(tmp_path) as port:
+        refused(f"rediss://127.0.0.1:{port}/0?{checks}&{own}")
 
 
 def _low_port() -> int:

@@ -14,10 +14,14 @@ from common.security.names import ServiceRole
 
 @functools.cache
 def made() -> Path:
-    """A folder with those of `router`, `node` and `admin`, an `expired` node, and a `stranger` of another authority."""
+    """A folder with those of `router`, `node` and `admin`, an `expired` and a `revoked` node, and a `stranger` of another
+    authority.
+    """
     folder = Path(tempfile.mkdtemp(prefix="kvrelay-certificates-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     authority = Authority.create(folder / "ca")
+    authority.issue("revoked", "node", folder / "revoked", 1)
+    authority.revoke("revoked")
     roles: list[ServiceRole] = ["router", "node", "admin"]
     for role in roles:
         authority.issue(role, role, folder / role, 1)

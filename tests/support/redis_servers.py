@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis
+from support.certificates import made
 
 from common.base.process import tied_command
 from common.cluster.redis_server import find_redis_binary, free_port
@@ -65,11 +66,17 @@ def redis_server_with(
         process.wait(10)
 
 
+def _tls() -> dict[str, Any]:
+    own = made() / "router"
+    files = {"ssl_certfile": str(own / "cert.pem"), "ssl_keyfile": str(own / "key.pem")}
+    return {"ssl": True, "ssl_cert_reqs": "none", **files}
+
+
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path, tls: bool) -> None:
     deadline = time.monotonic() + _START_S
     while True:
         try:
-            with client(port, **({"ssl": True, "ssl_cert_reqs": "none"} if tls else {})) as connection:
+            with client(port, **(_tls() if tls else {})) as connection:
                 connection.ping()
                 return
         except redis.exceptions.AuthenticationError:

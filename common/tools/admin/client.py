@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 from common.base.errors import ConfigError, KvRelayError
 from common.config.sources import ADMIN_URL_VARIABLE, ENV_PREFIX
 from common.control.admin_token import check_token
+from common.tools.admin.opener import admin_opener
 from common.tools.admin.running_clusters import RunningCluster, running_clusters, runtime_folder
 
 TOKEN_VARIABLE = ENV_PREFIX + "ADMIN_TOKEN"
+TLS_VARIABLE = ENV_PREFIX + "TLS_DIR"
 BUDGET_S = 1.4
 """Time for all questions of one command: with the start of the process, no command takes more than two seconds because of
 a service that is stopped."""
@@ -63,12 +65,12 @@ class AdminClient:
     All its questions together may take `budget_s`, except those with a `timeout_s` of their own. Any thread.
     """
 
-    def __init__(self, url: str, token: str, budget_s: float = BUDGET_S) -> None:
+    def __init__(self, url: str, token: str, budget_s: float = BUDGET_S, tls_dir: str | None = None) -> None:
+        """tls_dir: certificates for admin ports that are HTTPS. Raises: ConfigError if they cannot be used."""
         self.url = url.rstrip("/")
         self.token = token
         self._until_s = time.monotonic() + budget_s
-        # No proxy from the environment and no redirects: they would get the token.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection())
+        self._opener = admin_opener(tls_dir)
 
     def get(self, path: str, *, base: str | None = None, timeout_s: float | None = None) -> Any:
         """GET from the router, or from the service with the admin URL `base`.
@@ -149,11 +151,6 @@ def _is_local(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
-        return None
-
-
 def _refusal(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.loads(error.read(65536))["error"]["message"])
@@ -186,7 +183,8 @@ def connect(url: str | None, environ: Mapping[str, str]) -> AdminClient:
     Raises: AdminUsage, AdminUnreachable.
     """
     admin_urls, token = _named(url, environ)
-    return AdminClient(_first_that_answers(admin_urls, token), token)
+    tls_dir = environ.get(TLS_VARIABLE)
+    return AdminClient(_first_that_answers(admin_urls, token, tls_dir), token, tls_dir=tls_dir)
 
 
 def router_urls(url: str | None, environ: Mapping[str, str]) -> tuple[list[str], str]:
@@ -243,14 +241,14 @@ def _find_routers(clusters: list[RunningCluster], url: str | None) -> tuple[list
     return list(clusters[0].routers.values()), clusters[0].token
 
 
-def _first_that_answers(admin_urls: list[str], token: str) -> str:
+def _first_that_answers(admin_urls: list[str], token: str, tls_dir: str | None) -> str:
     """The first router that answers within `_PICK_S`; the first of all if none does."""
     if len(admin_urls) == 1:
         return admin_urls[0]
 
     def answers(url: str) -> bool:
         try:
-            AdminClient(url, token, _PICK_S).get("/status")
+            AdminClient(url, token, _PICK_S, tls_dir).get("/status")
         except (AdminRefused, AdminUnreachable):
             return False
         return True

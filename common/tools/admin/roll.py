@@ -13,7 +13,7 @@ import typer
 
 from common.base.errors import DeadlineExceeded
 from common.cli import run_checked
-from common.tools.admin.client import AdminClient, AdminRefused, AdminUnreachable, router_urls
+from common.tools.admin.client import TLS_VARIABLE, AdminClient, AdminRefused, AdminUnreachable, router_urls
 from common.tools.admin.options import Json, Url, print_answer, say
 from common.tools.admin.roll_plan import Service, chosen, gaps, router_service, successor
 
@@ -33,7 +33,7 @@ class Cluster:
 
     def client(self, url: str) -> AdminClient:
         """A client with a budget of its own."""
-        return AdminClient(url, self._token)
+        return AdminClient(url, self._token, tls_dir=os.environ.get(TLS_VARIABLE))
 
     def routers(self) -> list[Service]:
         """The routers at all addresses of the given names."""

@@ -63,7 +63,9 @@ def play(scene: Callable[[AdapterControl, list[FakeNode]], Awaitable[None]], *, 
         model = SimpleNamespace(name="base", base="base", adapter=None, task="generate")
         table = SimpleNamespace(known=lambda: nodes, get=by_name.get)
         catalog = SimpleNamespace(models=[model], get=lambda _: model)
-        control = AdapterControl(cast("Any", table), cast("Any", catalog), allowed=allowed, admin_token=TOKEN)
+        control = AdapterControl(
+            cast("Any", table), cast("Any", catalog), allowed=allowed, admin_token=TOKEN, tls_dir=None
+        )
         try:
             await scene(control, nodes)
         finally:

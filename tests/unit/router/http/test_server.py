@@ -11,7 +11,8 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.config.service_configs import RouterConfig
-from router.http.server import bind, check_certificate, http_server
+from router.http.https import https_certificate
+from router.http.server import bind, http_server
 from router.router import Router
 
 
@@ -34,6 +35,7 @@ def test_connections_leave_descriptors_for_the_links() -> None:
     program = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
+from router.http.https import https_certificate
 from router.http.server import _most_connections
 print(_most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
@@ -64,5 +66,6 @@ def test_the_kernel_drops_a_client_that_never_reads() -> None:
     ],
 )
 def test_a_certificate_that_cannot_be_used_is_refused_at_start(files: dict[str, str], reason: str) -> None:
+    config = RouterConfig(**files)
     with pytest.raises(ConfigError, match=reason):
-        check_certificate(RouterConfig(**files))
+        https_certificate(config.ssl_certfile, config.ssl_keyfile)

@@ -1,0 +1,85 @@
+"""Accepts connections over TLS: unfinished handshakes are bounded in time and number. Runs on the asyncio loop of a service.
+
+A connection's protocol hears of it once its handshake has succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+"""Time limit of a handshake."""
+MAX_HANDSHAKES = 512
+"""Unfinished handshakes; one more ends the oldest, which a peer that means well has finished long ago."""
+_PAUSE_S = 0.1
+"""Pause before the next attempt to accept, when the process has no file descriptor left."""
+
+
+class TlsListener:
+    """Accepts from the listening `sock`, which it closes, until `close`."""
+
+    def __init__(
+        self, sock: socket.socket, new_protocol: Callable[[], asyncio.BaseProtocol], context: ssl.SSLContext
+    ) -> None:
+        self._sock, self._new_protocol, self._context = sock, new_protocol, context
+        sock.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        """In the order of their beginning."""
+        self._accepting = self._loop.create_task(self._accept())
+
+    def close(self) -> None:
+        """Stop accepting and end unfinished handshakes; open connections stay."""
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+        self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """Return once nothing of it is under way."""
+        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
+
+    @property
+    def unfinished(self) -> int:
+        """Number of handshakes that have begun and not ended."""
+        return len(self._handshakes)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._sock)
+            except OSError as error:
+                log.warning("cannot accept a connection, retrying in %g s: %s", _PAUSE_S, error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if len(self._handshakes) >= MAX_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                oldest.cancel()
+                log.warning("ended an unfinished TLS handshake: %d others are under way", MAX_HANDSHAKES)
+            task = self._loop.create_task(self._open(connection))
+            self._handshakes[task] = None
+            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+            await asyncio.sleep(0)  # `sock_accept` does not wait while connections are there
+
+    async def _open(self, connection: socket.socket) -> None:
+        address = _address(connection)
+        try:
+            await self._loop.connect_accepted_socket(
+                self._new_protocol, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
+            )
+        except OSError as error:  # ssl.SSLError is one, and what a timeout raises
+            reason = getattr(error, "reason", None) or str(error)[:200] or type(error).__name__
+            log.warning("refused a TLS connection: %s", reason, extra={"peer": address})
+
+
+def _address(connection: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        return str(connection.getpeername()[0])
+    return ""

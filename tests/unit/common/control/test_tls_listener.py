@@ -1,0 +1,82 @@
+"""Handshakes that are never finished are bounded in time and number."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+from support.certificates import made
+
+from common.control import tls_listener
+from common.control.tls_listener import TlsListener
+from common.security.names import host_of
+from common.security.tls import Credentials
+
+
+class Greets(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.write(b"hello")  # type: ignore[attr-defined]
+
+
+def play(scene: Callable[[TlsListener, int], Awaitable[None]]) -> None:
+    async def main() -> None:
+        sock = socket.create_server(("127.0.0.1", 0))
+        listener = TlsListener(sock, Greets, Credentials(str(made() / "node")).for_server())
+        try:
+            await scene(listener, sock.getsockname()[1])
+        finally:
+            listener.close()
+            await listener.wait_closed()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def greeting(port: int) -> bytes:
+    context = Credentials(str(made() / "router")).for_client()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=host_of("node"))
+    with contextlib.closing(writer):
+        return await reader.readexactly(5)
+
+
+async def half_open(port: int, beginning: bytes = b"") -> asyncio.StreamReader:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(beginning)
+    reader.writer = writer  # type: ignore[attr-defined]  # keeps it open
+    return reader
+
+
+def test_one_handshake_too_many_ends_the_oldest_and_others_still_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_listener, "MAX_HANDSHAKES", 3)
+
+    async def scene(listener: TlsListener, port: int) -> None:
+        waiting = [await half_open(port) for _ in range(8)]
+        assert await greeting(port) == b"hello"
+        assert listener.unfinished <= 3
+        for reader in waiting[:5]:
+            assert await reader.read() == b"", "closed"
+
+    play(scene)
+
+
+def test_a_handshake_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_S", 0.1)
+
+    async def scene(listener: TlsListener, port: int) -> None:
+        for beginning in (b"", b"\x16\x03\x01\x02\x00\x01"):
+            assert await (await half_open(port, beginning)).read() == b""
+        assert listener.unfinished == 0
+
+    play(scene)
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 300, b"\x00" * 20_000])
+def test_what_is_no_handshake_is_closed(garbage: bytes) -> None:
+    async def scene(listener: TlsListener, port: int) -> None:
+        with contextlib.suppress(ConnectionError):
+            await (await half_open(port, garbage)).read()
+        assert await greeting(port) == b"hello"
+
+    play(scene)
