@@ -22,7 +22,7 @@ from common.engine.cuda_graphs import CudaGraphCapture, DecodeGraphs, EagerCaptu
 from common.engine.runner import ModelRunner
 from common.engine.sampling.device_sampler import DeviceSampler
 from common.engine.sampling.host_sampler import HostSampler
-from common.engine.sampling.log_sum_exp import choose_log_sum_exp
+from common.engine.sampling.row_passes import choose_passes
 from common.kernels.choose import describe_kernels
 from common.kernels.library import find_flashinfer
 from common.kernels.native.library import find_native
@@ -167,7 +167,7 @@ class Worker:
         if self.device.type == "cuda":
             sampler = DeviceSampler(find_flashinfer(self.device).flashinfer)
         else:
-            sampler = HostSampler(choose_log_sum_exp(find_native()))
+            sampler = HostSampler(choose_passes(find_native()))
         return ModelRunner(self._model, storage, attention, graphs, sampler, overlaps=overlaps)
 
     def describe(self, peak_bytes: int) -> str:

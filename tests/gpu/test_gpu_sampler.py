@@ -6,10 +6,9 @@ import importlib
 
 import pytest
 import torch
-from support.sampling_cases import logits_of, random_specs
+from support.sampling_cases import logits_of, random_specs, sample
 
 from common.engine.sampling.device_sampler import DeviceSampler
-from common.engine.sampling.host_sampler import sample
 
 GPU = torch.device("cuda", 0)
 ROWS = 256

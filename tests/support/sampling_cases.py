@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.control.messages import SamplingParams
+from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.logits_steps import GREEDY_STEPS
-from common.engine.sampling.steps.base import DeviceRows, HostRow, Row
+from common.engine.sampling.row_passes import RowPasses
+from common.engine.sampling.steps.base import DeviceRows, HostRow, Row, scratch_size
 from common.engine.sampling.top_k_top_p import Bisection
 from common.engine.seen_tokens import TokenCounter, counts_tokens
-from common.engine.step import SampleSpec
+from common.engine.step import SampledToken, SampleSpec
 
 VOCAB = 1999
 
@@ -47,9 +50,14 @@ def random_specs(rows: int, seed: int) -> list[SampleSpec]:
     return specs
 
 
+def sample(logits: Tensor, specs: list[SampleSpec], passes: RowPasses | None = None) -> list[SampledToken]:
+    """Tokens drawn on the host."""
+    return HostSampler(passes).sample(logits, specs, None).wait()
+
+
 def adjusted_on_host(row: Row, spec: SampleSpec) -> Row:
     """`row` after the steps that apply to greedy draws, too."""
-    on_its_way = HostRow(row, 0)
+    on_its_way = HostRow(row, 0, np.empty(scratch_size(row.size), np.float32))
     for step in GREEDY_STEPS:
         if step.asked_for([spec], row.size):
             step.on_host(on_its_way, spec)

@@ -19,12 +19,15 @@ from torch import Tensor
 from common.control.messages import TokenLogprobs
 from common.engine.sampling.base import GREEDY_BELOW, no_token, none_allowed
 from common.engine.sampling.gumbel import gumbel_argmax, noise_key
-from common.engine.sampling.log_sum_exp import LogSumExp, log_sum_exp
 from common.engine.sampling.logits_steps import steps_of
 from common.engine.sampling.ranking import most_likely
-from common.engine.sampling.steps.base import HostRow, LogitsStep, Row
+from common.engine.sampling.row_passes import Draw, NumpyPasses, Row, RowPasses, Sum
+from common.engine.sampling.steps.base import HostRow, LogitsStep, scratch_size
 from common.engine.seen_tokens import with_token
 from common.engine.step import SampledToken, SampleSpec
+
+_TOGETHER = 8
+"""Rows that are changed before tokens are drawn from them: few enough to stay in cache."""
 
 
 class HostSamplerOutput:
@@ -45,9 +48,10 @@ class HostSamplerOutput:
 class HostSampler:
     """A `common.engine.sampling.base.Sampler` that copies logits to the host."""
 
-    def __init__(self, sums: LogSumExp = log_sum_exp) -> None:
-        """`sums`: for log-probabilities."""
-        self._sums = sums
+    def __init__(self, passes: RowPasses | None = None) -> None:
+        """`passes`: by default NumPy's."""
+        self._passes = passes or NumpyPasses()
+        self._scratch: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
     def sample(self, logits: Tensor, specs: list[SampleSpec], unseen: Tensor | None) -> HostSamplerOutput:
         if unseen is not None:
@@ -56,38 +60,50 @@ class HostSampler:
                 spec._replace(seen=with_token(spec.seen, token)) if spec.seen is not None and token >= 0 else spec
                 for spec, token in zip(specs, tokens, strict=True)
             ]
-        return HostSamplerOutput(sample(logits, specs, self._sums))
+        rows: NDArray[np.float32] = np.ascontiguousarray(logits.cpu().numpy())
+        bests: list[int] = rows.argmax(-1).tolist()
+        highest: list[float] = rows[np.arange(len(bests)), bests].tolist()
+        # argmax takes a NaN for the maximum.
+        finite = [index for index, top in enumerate(highest) if math.isfinite(top)]
+        drawn = self._draw(rows, bests, specs, finite)
+        wanted = [index for index in finite if specs[index].params.logprobs is not None and drawn[index] is not None]
+        sums = dict(zip(wanted, self._passes.sums(rows, wanted, [highest[i] for i in wanted]), strict=True))
+        out: list[SampledToken] = []
+        for index, (top, spec) in enumerate(zip(highest, specs, strict=True)):
+            token, found = drawn.get(index), sums.get(index)
+            if token is None:
+                out.append(none_allowed(spec) if index in drawn else no_token(top, spec))
+            else:
+                logprobs = None if found is None else _logprobs(rows[index], top, found, token, spec)
+                out.append(SampledToken(token, logprobs))
+        return HostSamplerOutput(out)
 
     def empty(self, device: torch.device) -> HostSamplerOutput:
         return HostSamplerOutput([])
 
-
-def sample(logits: Tensor, specs: list[SampleSpec], sums: LogSumExp = log_sum_exp) -> list[SampledToken]:
-    """Draw one token per row. logits: [n, vocab] float32, row i for `specs[i]`; not changed.
-
-    A row without a finite maximum (a NaN anywhere in it, or an overflow), or without any token that is allowed, gets a
-    `SampledToken` with an error.
-    """
-    rows: NDArray[np.float32] = logits.cpu().numpy()
-    bests: list[int] = rows.argmax(-1).tolist()
-    norms = _norms(rows, bests, specs, sums)
-    out: list[SampledToken] = []
-    for index, (best, spec, steps) in enumerate(zip(bests, specs, steps_of(specs, rows.shape[1]), strict=True)):
-        row = rows[index]
-        if not math.isfinite(row[best]):  # argmax takes a NaN for the maximum
-            out.append(no_token(float(row[best]), spec))
-            continue
-        token = _draw(HostRow(row, best), spec, steps) if steps else best
-        if token is None:
-            out.append(none_allowed(spec))
-            continue
-        count = spec.params.logprobs
-        out.append(SampledToken(token, None if count is None else _logprobs(row, norms[index], token, count)))
-    return out
+    def _draw(
+        self, rows: NDArray[np.float32], bests: list[int], specs: list[SampleSpec], indices: list[int]
+    ) -> dict[int, int | None]:
+        """For rows that have a finite maximum: their tokens, None if the steps left none."""
+        steps = steps_of(specs, rows.shape[1])
+        drawn: dict[int, int | None] = {index: bests[index] for index in indices}
+        changed = [index for index in indices if steps[index]]
+        if changed and self._scratch.shape[1] != scratch_size(rows.shape[1]):
+            self._scratch = np.empty((_TOGETHER, scratch_size(rows.shape[1])), np.float32)
+        for first in range(0, len(changed), _TOGETHER):
+            undecided: dict[int, Draw] = {}
+            for scratch, index in zip(self._scratch, changed[first : first + _TOGETHER], strict=False):
+                found = _draw(HostRow(rows[index], bests[index], scratch), specs[index], steps[index])
+                if isinstance(found, Draw):
+                    undecided[index] = found
+                else:
+                    drawn[index] = found
+            drawn.update(zip(undecided, self._passes.draw(list(undecided.values())), strict=True))
+        return drawn
 
 
-def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | None:
-    """None if the steps left no token."""
+def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | Draw | None:
+    """A token; a draw from all tokens that the steps left; None if they left none."""
     for step in steps:
         step.on_host(row, spec)
     if spec.params.temperature < GREEDY_BELOW:
@@ -97,26 +113,14 @@ def _draw(row: HostRow, spec: SampleSpec, steps: list[LogitsStep]) -> int | None
         return None if row.none_left else row.the_token
     key = noise_key(spec.params.seed, spec.position)
     if row.candidates is None and row.cut > -math.inf:
-        row.candidates = np.flatnonzero(row.values >= row.cut)
+        row.candidates = np.flatnonzero(row.scaled() >= row.cut)
     if row.candidates is None:
-        return gumbel_argmax(np.exp(row.values), key)
-    return int(row.candidates[gumbel_argmax(np.exp(row.values[row.candidates]), key, row.candidates)])
+        return Draw(row.values, row.top, row.temperature, key)
+    return int(row.candidates[gumbel_argmax(np.exp(row.scaled()[row.candidates]), key, row.candidates)])
 
 
-def _norms(rows: NDArray[np.float32], bests: list[int], specs: list[SampleSpec], sums: LogSumExp) -> dict[int, float]:
-    """What log-softmax subtracts, for each row whose log-probabilities are wanted."""
-    highest = {
-        index: float(rows[index, best])
-        for index, (best, spec) in enumerate(zip(bests, specs, strict=True))
-        if spec.params.logprobs is not None and math.isfinite(rows[index, best])
-    }
-    if not highest:
-        return {}
-    found = sums(rows, list(highest), list(highest.values()))
-    return {index: top + total for (index, top), total in zip(highest.items(), found, strict=True)}
-
-
-def _logprobs(row: Row, norm: float, token: int, count: int) -> TokenLogprobs:
-    """log-softmax of `row` at `token` and at the `count` most likely, ties by lower id."""
-    top_ids = most_likely(row, count)
+def _logprobs(row: Row, highest: float, found: Sum, token: int, spec: SampleSpec) -> TokenLogprobs:
+    """log-softmax of `row` at `token` and at the most likely, as many as are asked for, ties by lower id."""
+    norm = highest + found.value
+    top_ids = most_likely(row, found.maxima, spec.params.logprobs or 0)
     return TokenLogprobs(float(row[token]) - norm, top_ids, [float(row[i]) - norm for i in top_ids])

@@ -7,8 +7,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-_STRIDED = 128
-"""Entries, at equal distances, whose maximum is taken first."""
+from common.kernels.native.library import MAXIMA_OF
+
+_WITHIN = np.arange(MAXIMA_OF)
 
 
 def ranked(row: NDArray[np.float32], cut: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -19,13 +20,18 @@ def ranked(row: NDArray[np.float32], cut: float) -> tuple[NDArray[np.int64], NDA
     return ids[order], np.exp(values[order].astype(np.float64))
 
 
-def most_likely(row: NDArray[np.float32], count: int) -> list[int]:
-    """Ids of the `count` highest entries, or of all, highest first, ties by lower id."""
+def most_likely(row: NDArray[np.float32], maxima: NDArray[np.float32], count: int) -> list[int]:
+    """Ids of the `count` highest entries, or of all, highest first, ties by lower id. maxima:
+    [vocab // MAXIMA_OF], the highest of as many entries each."""
     if count == 0:
         return []
-    distance, cut = row.size // _STRIDED, -math.inf
-    if count <= distance:  # as many entries as this are at least the count-th highest of these maxima
-        maxima = row[: distance * _STRIDED].reshape(_STRIDED, distance).max(0)
-        cut = float(np.partition(maxima, distance - count)[distance - count])
-    ids, _ = ranked(row, cut)
-    return ids[:count].tolist()
+    if count > maxima.size:
+        return ranked(row, -math.inf)[0][:count].tolist()
+    # As many entries as this are at least the count-th highest of the maxima.
+    cut = np.partition(maxima, maxima.size - count)[maxima.size - count]
+    parts = np.flatnonzero(maxima >= cut)
+    whole = maxima.size * MAXIMA_OF
+    ids = (parts[:, None] * MAXIMA_OF + _WITHIN).ravel()
+    ids = np.concatenate([ids, np.arange(whole, row.size)])
+    ids = ids[row[ids] >= cut]
+    return ids[np.argsort(-row[ids], kind="stable")[:count]].tolist()

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import logging
 import os
-from ctypes import Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from common.kernels.native.build import Missing, find_library
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 _SPIN_US = 20
 """How long a waiting thread of the team spins before it sleeps. Longer stalls other processes on the same cores."""
 
@@ -28,6 +28,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 """enum kv_dtype."""
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 """enum kv_format."""
+MAXIMA_OF = 128
+"""KV_MAXIMA_OF."""
 
 
 class LinearStruct(Structure):
@@ -100,6 +102,12 @@ class RotationStruct(Structure):
     _fields_ = [("cos", c_void_p), ("sin", c_void_p)]
 
 
+class DrawStruct(Structure):
+    """struct kv_draw."""
+
+    _fields_ = [("logits", c_void_p), ("top", c_float), ("temperature", c_float), ("key", c_uint32 * 2)]
+
+
 _P, _I, _L = c_void_p, c_int32, c_int64
 _SIGNATURES = {
     "kv_linear_forward": [_P, _P, _P, _I, _L, _P, _I, _L, _I, _I],
@@ -112,7 +120,8 @@ _SIGNATURES = {
     "kv_lora_add": [_P, _P, _I, _P, _I, _P, _L, _P, _I, _L],
     "kv_silu_and_mul": [_P, _P, _I, _I, _I, _P],
     "kv_norm": [_P, _P, c_float, _I, _I, _I, _P, _P, _P],
-    "kv_log_sum_exp": [_P, _P, _L, _I, _P, _I, _P, _P],
+    "kv_log_sum_exp": [_P, _P, _L, _I, _P, _I, _P, _P, _P],
+    "kv_draw_tokens": [_P, _P, _I, _I, _P],
 }
 
 
@@ -152,6 +161,7 @@ class NativeLibrary:
         self.silu_and_mul = library.kv_silu_and_mul
         self.norm = library.kv_norm
         self.log_sum_exp = library.kv_log_sum_exp
+        self.draw_tokens = library.kv_draw_tokens
 
     def __str__(self) -> str:
         return f"native {self.variant}, {self.threads} threads"

@@ -17,33 +17,63 @@ from common.engine.sampling.top_k_top_p import Thresholds
 from common.engine.step import SampleSpec
 
 Row = NDArray[np.float32]
+_TOKENS_OF_WORD = 32
+
+
+def scratch_size(vocab: int) -> int:
+    """Numbers for a row and for all tokens of the last word of its mask."""
+    return -(-vocab // _TOKENS_OF_WORD) * _TOKENS_OF_WORD
 
 
 class HostRow:
     """One row on its way from logits to a token."""
 
-    __slots__ = ("_best", "candidates", "cut", "none_left", "raw", "the_token", "values")
+    __slots__ = (
+        "_best",
+        "_scaled",
+        "candidates",
+        "cut",
+        "none_left",
+        "raw",
+        "scratch",
+        "temperature",
+        "the_token",
+        "top",
+        "values",
+    )
 
-    def __init__(self, raw: Row, best: int) -> None:
-        """raw: [vocab], what the model computed, never changed; its maximum is at `best`."""
+    def __init__(self, raw: Row, best: int, scratch: Row) -> None:
+        """raw: [vocab], what the model computed, never changed; its maximum is at `best`. scratch: [`scratch_size(vocab)`],
+        for changed logits: fresh memory for each row would cost more than the changes."""
         self.raw = raw
+        self.scratch = scratch
         self._best = best
         self.values = raw
-        """[vocab], `raw` itself until the first change. From `Temperature` on scaled, with 0 as the maximum."""
+        """[vocab], `raw` itself until the first change."""
+        self.top, self.temperature = 0.0, 1.0
+        """From `Temperature` on: the maximum of `values`, which no later step changes, and what they are divided by."""
+        self._scaled: Row | None = None
         self.the_token: int | None = None
         """The token, if it is determined without a random number."""
         self.none_left = False
         """Whether a random draw found all tokens masked or banned."""
         self.cut = -math.inf
-        """Values below cannot be drawn."""
+        """Scaled values below cannot be drawn."""
         self.candidates: NDArray[np.int64] | None = None
         """The only tokens that can be drawn; None: all that `cut` leaves."""
 
     def writable(self) -> Row:
         """`values`, as a copy of its own."""
         if self.values is self.raw:
-            self.values = self.raw.copy()
+            self.values = self.scratch[: self.raw.size]
+            np.copyto(self.values, self.raw)
         return self.values
+
+    def scaled(self) -> Row:
+        """`values` less their maximum, divided by the temperature."""
+        if self._scaled is None:
+            self._scaled = (self.values - np.float32(self.top)) / np.float32(self.temperature)
+        return self._scaled
 
     def argmax(self) -> int:
         """The most likely token."""

@@ -21,11 +21,11 @@ class Temperature(LogitsStep):
 
     def on_host(self, row: HostRow, spec: SampleSpec) -> None:
         best = row.argmax()
-        top = row.values[best]
+        top = float(row.values[best])
         if math.isfinite(top):
-            row.values = (row.values - top) / np.float32(spec.params.temperature)
+            row.top, row.temperature = top, spec.params.temperature
         else:
-            row.the_token, row.none_left = best, bool(top == -np.inf)
+            row.the_token, row.none_left = best, top == -math.inf
             row.values = np.zeros_like(row.values)
 
     def on_device(self, rows: DeviceRows, asked: list[int]) -> None:

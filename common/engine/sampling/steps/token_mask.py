@@ -25,7 +25,9 @@ class TokenMask(LogitsStep):
 
     def on_host(self, row: HostRow, spec: SampleSpec) -> None:
         words = _words(spec.mask or b"", row.raw.size)
-        values = _ADDED.take(words.astype("<i4").view(np.uint8), axis=0).reshape(-1)[: row.raw.size]
+        masked = row.scratch.reshape(-1, _ADDED.shape[1])
+        _ADDED.take(words.astype("<i4").view(np.uint8), axis=0, out=masked, mode="clip")
+        values = row.scratch[: row.raw.size]
         values += row.values  # without a branch for each token, which a mask of every second one would make slow
         row.values = values
 

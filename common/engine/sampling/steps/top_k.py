@@ -20,7 +20,7 @@ class TopK(LogitsStep):
 
     def on_host(self, row: HostRow, spec: SampleSpec) -> None:
         kth = row.values.size - spec.params.top_k
-        row.cut = max(row.cut, float(np.partition(row.values, kth)[kth]))
+        row.cut = max(row.cut, float(np.partition(row.scaled(), kth)[kth]))
 
     def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         vocab = rows.values.size(1)

@@ -27,7 +27,7 @@ class TopP(LogitsStep):
         return [index for index, spec in enumerate(specs) if spec.params.top_p < 1.0]
 
     def on_host(self, row: HostRow, spec: SampleSpec) -> None:
-        row.candidates = _nucleus(row.values, spec.params.top_p, row.cut)
+        row.candidates = _nucleus(row.scaled(), spec.params.top_p, row.cut)
 
     def on_device(self, rows: DeviceRows, asked: list[int]) -> None:
         rows.apply_cut()

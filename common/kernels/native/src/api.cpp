@@ -48,7 +48,7 @@ const kv_variant* chosen = nullptr;
 
 extern "C" {
 
-int32_t kv_abi_version(void) { return 6; }
+int32_t kv_abi_version(void) { return 7; }
 
 const char* kv_select_variant(const char* limit) {
 #if defined(__x86_64__)
@@ -139,7 +139,11 @@ void kv_norm(kv_team* team, const float* weight, float eps, int32_t hidden, int3
 }
 
 void kv_log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
-                    const float* highest, double* out) {
-    chosen->log_sum_exp(team, x, stride, size, indices, count, highest, out);
+                    const float* highest, double* out, float* maxima) {
+    chosen->log_sum_exp(team, x, stride, size, indices, count, highest, out, maxima);
+}
+
+void kv_draw_tokens(kv_team* team, const kv_draw* draws, int32_t count, int32_t size, int32_t* out) {
+    chosen->draw_tokens(team, draws, count, size, out);
 }
 }

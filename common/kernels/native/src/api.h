@@ -137,8 +137,18 @@ void kv_norm(kv_team*, const float* weight, float eps, int32_t hidden, int32_t d
              const void* delta, void* out);
 
 // out[i] = log of the sum of e^(x - highest[i]) over row indices[i] of x: [*][size] float32, rows `stride` apart, whose
-// maximum is highest[i].
+// maximum is highest[i]. maxima: [count][size / KV_MAXIMA_OF], the highest of as many numbers of the row each.
+enum { KV_MAXIMA_OF = 128 };
 void kv_log_sum_exp(kv_team*, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
-                    const float* highest, double* out);
+                    const float* highest, double* out, float* maxima);
+
+// A token to be drawn with weights e^((logits[i] - top) / temperature), top being the highest logit, and the noise of `key`.
+struct kv_draw {
+    const float* logits;
+    float top, temperature;
+    uint32_t key[2];
+};
+// out[i] = the token of draws[i], whose logits are [size].
+void kv_draw_tokens(kv_team*, const kv_draw* draws, int32_t count, int32_t size, int32_t* out);
 }
 #pragma GCC visibility pop

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "attention.h"
+#include "draw.h"
 #include "lora.h"
 #include "quantized.h"
 #include "rows.h"
@@ -220,22 +221,19 @@ void norm(kv_team* team, const float* weight, float eps, int32_t hidden, int32_t
 }
 
 void log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, const int32_t* indices, int32_t count,
-                 const float* highest, double* out) {
-    constexpr int PART = 1024;  // numbers that are summed in float32
+                 const float* highest, double* out, float* maxima) {
     team->run([&](Worker& w) {
         w.for_each(count, [&](int i) {
-            const float* row = x + indices[i] * stride;
-            const Lanes top = splat(highest[i]);
-            double total = 0;
-            int j = 0;
-            for (; j + PART <= size; j += PART) {
-                Lanes some = zeros();
-                for (int k = 0; k < PART; k += LANES) some = some + exp(load(row + j + k) - top);
-                total += sum(some);
-            }
-            for (; j < size; ++j) total += std::exp(double(row[j]) - highest[i]);
-            out[i] = std::log(total);
+            out[i] = log_sum_exp_of(x + indices[i] * stride, size, highest[i], maxima + int64_t(i) * (size / KV_MAXIMA_OF));
         });
+    });
+}
+
+void draw_tokens(kv_team* team, const kv_draw* draws, int32_t count, int32_t size, int32_t* out) {
+    const int64_t blocks = (size + DRAW_BLOCK - 1) / DRAW_BLOCK;
+    float* maxima = scratch<float>(*team, kv_team::PARTIAL, team->size() * blocks);
+    team->run([&](Worker& w) {
+        w.for_each(count, [&](int i) { out[i] = Draw(draws[i], size).token(maxima + w.index * blocks); });
     });
 }
 
@@ -245,5 +243,5 @@ void log_sum_exp(kv_team* team, const float* x, int64_t stride, int32_t size, co
 extern const kv_variant KV_TABLE(KV_VARIANT){
     KV_VARIANT::linear_forward, KV_VARIANT::rotation_angles, KV_VARIANT::attention_forward, KV_VARIANT::layer_attend,
     KV_VARIANT::layer_project,  KV_VARIANT::layer_mlp,       KV_VARIANT::lora_add,          KV_VARIANT::silu_and_mul,
-    KV_VARIANT::norm,           KV_VARIANT::log_sum_exp,
+    KV_VARIANT::norm,           KV_VARIANT::log_sum_exp,   KV_VARIANT::draw_tokens,
 };

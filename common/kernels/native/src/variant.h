@@ -13,6 +13,7 @@ struct kv_variant {
     decltype(&kv_silu_and_mul) silu_and_mul;
     decltype(&kv_norm) norm;
     decltype(&kv_log_sum_exp) log_sum_exp;
+    decltype(&kv_draw_tokens) draw_tokens;
 };
 
 #define KV_PASTE(a, b) a##b

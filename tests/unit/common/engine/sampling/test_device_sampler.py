@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampling_cases import adjusted_on_device, adjusted_on_host, logits_of, random_specs
+from support.sampling_cases import adjusted_on_device, adjusted_on_host, logits_of, random_specs, sample
 from torch import Tensor
 
 from common.control.messages import SamplingParams
 from common.engine.sampling.device_sampler import DeviceSampler
-from common.engine.sampling.host_sampler import HostSampler, sample
+from common.engine.sampling.host_sampler import HostSampler
 from common.engine.sampling.top_k_top_p import Bisection, FlashInferThresholds, ordered
 from common.engine.seen_tokens import TokenCounter, counts_tokens
 from common.engine.step import SampledToken, SampleSpec

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.sampling_cases import sample
 from torch import Tensor
 
 from common.control.messages import SamplingParams
-from common.engine.sampling.host_sampler import sample
 from common.engine.step import SampleSpec
 
 VOCAB = 2000

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.sampling_cases import adjusted_on_host
+from support.sampling_cases import adjusted_on_host, sample
 
 from common.base.hashing import root_hash
 from common.control.messages import AttemptKey, EngineRequest, SamplingParams
-from common.engine.sampling.host_sampler import sample
 from common.engine.sequence import Sequence
 from common.engine.step import SampleSpec
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.sampling_cases import VOCAB, adjusted_on_device, adjusted_on_host, logits_of, random_specs
+from support.sampling_cases import VOCAB, adjusted_on_device, adjusted_on_host, logits_of, random_specs, sample
 
 from common.control.messages import SamplingParams
 from common.engine.sampling.base import Sampler
 from common.engine.sampling.device_sampler import DeviceSampler
-from common.engine.sampling.host_sampler import HostSampler, sample
+from common.engine.sampling.host_sampler import HostSampler
 from common.engine.step import SampleSpec, StepInput
 from common.node.ranks.messages import RankCodec
 
