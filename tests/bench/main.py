@@ -36,6 +36,7 @@ BENCHES = {
     "router": "bench.router_cost:run",
     "pipeline": "bench.pipeline:run",
     "transports": "bench.transports:run",
+    "mtls": "bench.mtls:run",
     "overlap": "bench.overlap:run",
 }
 """In the order of running, so that benchmarks that share processes are neighbours."""

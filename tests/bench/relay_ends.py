@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,20 @@ from common.kv.storage import KVStorage
 _TIMEOUT_S = 60.0
 _COPIES = 4
 
-SENDERS = {"zmq": zmq_sender, "collective": gloo_sender, "shm": shm_sender, "cuda_ipc": cuda_ipc_sender}
-RECEIVERS = {"zmq": zmq_receiver, "collective": gloo_receiver, "shm": shm_receiver, "cuda_ipc": cuda_ipc_receiver}
+SENDERS = {
+    "zmq": zmq_sender,
+    "zmq_curve": zmq_sender,
+    "collective": gloo_sender,
+    "shm": shm_sender,
+    "cuda_ipc": cuda_ipc_sender,
+}
+RECEIVERS = {
+    "zmq": zmq_receiver,
+    "zmq_curve": partial(zmq_receiver, encrypts=True),
+    "collective": gloo_receiver,
+    "shm": shm_receiver,
+    "cuda_ipc": cuda_ipc_receiver,
+}
 """Functions of (storage, layout, rank, on_event) and, on a GPU, of the device that copies."""
 
 

@@ -117,7 +117,7 @@ class _Ranks:
                 self._number += 1
                 workers = [*self._sources[src], *self._targets[dst]]
                 before_s = sum(worker.call("cpu_s") for worker in workers)
-                rate = _relay(self._number, src, self._sources[src], dst, self._targets[dst])
+                rate = relay(self._number, src, self._sources[src], dst, self._targets[dst])
                 cpu_s = sum(worker.call("cpu_s") for worker in workers) - before_s
                 if turn in (0, turns - 1):
                     intact = [target.call("intact") for target in self._targets[dst]]
@@ -135,7 +135,7 @@ class _Ranks:
         rounds.copy_both.append(min([worker.result() for worker in (one, other)]))
 
 
-def _relay(number: int, src: Layout, sources: list[Worker], dst: Layout, targets: list[Worker]) -> float:
+def relay(number: int, src: Layout, sources: list[Worker], dst: Layout, targets: list[Worker]) -> float:
     """Bytes/s from the first grant to the last rank's last verified slice."""
     for target in targets:
         target.call("expect", number=number, layout=src)

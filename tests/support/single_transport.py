@@ -49,9 +49,10 @@ def zmq_receiver(
     *,
     host: str = LOOPBACK_HOST,
     port: int = 0,
+    encrypts: bool = False,
     **options: Any,
 ) -> Receiver:
-    return Receiver(storage, layout, rank, on_event, [ZmqListener(host, port)], **options)
+    return Receiver(storage, layout, rank, on_event, [ZmqListener(host, port, encrypts=encrypts)], **options)
 
 
 def shm_sender(
