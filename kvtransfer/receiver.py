@@ -149,7 +149,7 @@ class Receiver:
         try:
             header = wire.decode_header(arrival.header)
         except ProtocolError as error:
-            log.warning("dropped a data message: %s", error)
+            log.warning("dropped a data message: %s", error, extra={"peer": arrival.sender})
             listener.acknowledge(arrival, None)
             return
         self._unanswered[id(arrival)] = listener, arrival, header
@@ -172,7 +172,7 @@ class Receiver:
             self._copying.add(mark, done)
 
     def _refuse(self, arrival: Arrival, error: TransferError) -> None:
-        log.info("refused a data message: %s", error)
+        log.info("refused a data message: %s", error, extra={"peer": arrival.sender})
         self._answer(arrival, error)
 
     def _answer(self, arrival: Arrival, error: KvRelayError | None = None) -> None:

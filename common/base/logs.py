@@ -9,6 +9,8 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import Any, Literal, cast
 
+from common.base.log_limits import LimitedHandler
+
 LogFormat = Literal["text", "json"]
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -24,10 +26,10 @@ def configure(level: str, form: LogFormat = "text") -> None:
     """Log messages of at least `level` (debug, info, warning, error); replaces any earlier configuration."""
     formatter = JsonFormatter() if form == "json" else TextFormatter(_FORMAT, datefmt="%H:%M:%S")
     handlers = [logging.StreamHandler(sys.stderr), _Recent()]
-    for handler in handlers:
-        handler.setFormatter(formatter)
+    limited = LimitedHandler(handlers)
+    limited.setFormatter(formatter)
     root = logging.getLogger()
-    root.handlers[:] = handlers
+    root.handlers[:] = [limited]
     root.setLevel(level.upper())
     for name in _LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)

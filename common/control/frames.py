@@ -101,6 +101,12 @@ class FrameConnection(asyncio.Protocol):
         assert self._transport is not None
         return self._transport.get_extra_info("sockname") == self._transport.get_extra_info("peername")
 
+    @property
+    def peer(self) -> str:
+        """Host at the other end, for logs."""
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
     def may_be(self, roles: Sequence[str]) -> bool:
         """Whether the other end's certificate names one of these roles; without TLS, everyone may be everything."""
         assert self._transport is not None

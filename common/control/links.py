@@ -115,7 +115,7 @@ class Server:
                 connection.close()
                 return
             if not connection.may_be(_CLIENTS):
-                log.warning("closed a control connection: its certificate is of neither a router nor a node")
+                _warn(connection, "closed a control connection: its certificate is of neither a router nor a node")
                 connection.close()
                 return
             self._connections[identity] = connection
@@ -123,15 +123,16 @@ class Server:
             connection.send(join([]))
 
         def ended(reason: str) -> None:
-            self._limits.ended(self._connections.pop(identity))
+            connection = self._connections.pop(identity)
+            self._limits.ended(connection)
             if not reason.startswith("broke"):
-                log.warning("closed a control connection: its other end %s", reason)
+                _warn(connection, "closed a control connection: its other end %s", reason)
 
         return FrameConnection(lambda frame: self._receive(identity, frame), ended, opened, self._limits.grew)
 
     def _drop(self, connection: FrameConnection, why: str) -> None:
         """Close a connection that exceeds the limits."""
-        log.warning("closed a control connection: %s", why)
+        _warn(connection, "closed a control connection: %s", why)
         connection.close()
         self._limits.ended(connection)
         self._connections = {name: each for name, each in self._connections.items() if each is not connection}
@@ -147,7 +148,8 @@ class Server:
                 return
             connection.malformed_frames += 1
             is_last = connection.malformed_frames == _MAX_MALFORMED
-            log.warning("dropped control messages%s: %s", " and closed their connection" if is_last else "", error)
+            end = " and closed their connection" if is_last else ""
+            _warn(connection, "dropped control messages%s: %s", end, error)
             if is_last:
                 connection.close()
                 self._limits.ended(self._connections.pop(identity))
@@ -311,6 +313,10 @@ class Link:
         if not self.closed:
             self.close()
             self._on_lost(reason)
+
+
+def _warn(connection: FrameConnection, text: str, *args: object) -> None:
+    log.warning(text, *args, extra={"peer": connection.peer})
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -38,7 +38,7 @@ from common.engine.sequence import Sequence
 from common.engine.step import StepOutput
 from common.kv.rank_layout import KVLayout
 from common.node.adapter_table import AdapterLoaded, AdapterTable
-from common.node.events import ClientLost, SendBuffer
+from common.node.events import ClientLost, FromClient, FromPeer, SendBuffer, brief
 from common.node.request_checks import check_request
 from common.node.step_timer import StepTimer
 
@@ -179,7 +179,8 @@ class NodeCore(ABC, Generic[AttemptT]):
                 for attempt in [a for a in self.attempts.values() if a.identity == identity]:
                     self._fail(attempt, Unavailable("the router was silent past its lease"))
             case _:
-                log.warning("%s ignores an unexpected event: %s", type(self).__name__, event)
+                sender = {"peer": event.sender} if isinstance(event, FromClient | FromPeer) else {}
+                log.warning("%s ignores an unexpected event: %s", type(self).__name__, brief(event), extra=sender)
 
     def on_time(self, now_s: float) -> None:
         """End attempts that are past their deadline; measure the load."""

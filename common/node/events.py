@@ -18,6 +18,11 @@ class FromClient:
     identity: Identity
     message: Message
 
+    @property
+    def sender(self) -> str:
+        """For logs."""
+        return self.identity.decode()
+
 
 @dataclass(frozen=True)
 class FromPeer:
@@ -25,6 +30,11 @@ class FromPeer:
 
     incarnation: str
     message: Message
+
+    @property
+    def sender(self) -> str:
+        """For logs."""
+        return self.incarnation
 
 
 @dataclass(frozen=True)
@@ -89,3 +99,10 @@ class SendBuffer:
         if out:
             self._messages, self._chunks = [], {}
             self._deliver(out)
+
+
+def brief(event: object) -> str:
+    """An event's kind for logs: its content may be large."""
+    if isinstance(event, FromClient | FromPeer):
+        return f"{type(event.message).__name__} from {event.sender[:32]}"
+    return type(event).__name__

@@ -234,6 +234,11 @@ class Arrival:
     revoked: Callable[[], bool] = _never
     """Whether the payload was lent and has been taken back: the data read may then be invalid."""
 
+    @property
+    def sender(self) -> str:
+        """For logs."""
+        return repr(self.origin)[:60]
+
 
 class Listener(Protocol):
     """One transport at a receiver."""
