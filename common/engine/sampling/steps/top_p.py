@@ -14,8 +14,12 @@ from common.engine.sampling.steps.base import DeviceRows, HostRow, LogitsStep, R
 from common.engine.sampling.top_k_top_p import nucleus_edge
 from common.engine.step import SampleSpec
 
-_NUCLEUS_DEPTHS = (4.0, 8.0, 16.0)
-"""Depths below the maximum at which a nucleus is looked for before the whole vocabulary is sorted."""
+_DEPTHS = (4.0, 8.0)
+"""Below the maximum; the nucleus is looked for there before it is in the whole vocabulary."""
+_FEW = 4096
+"""Values that are sorted in about the time of one pass over a vocabulary."""
+_PARTS_OF_ONE = 8
+"""Values are put into parts of equal width, of which only that with the nucleus's edge is sorted: 256 of 1 / 8."""
 
 
 class TopP(LogitsStep):
@@ -38,13 +42,28 @@ class TopP(LogitsStep):
 
 def _nucleus(scaled: Row, top_p: float, cut: float) -> NDArray[np.int64]:
     """Ids of the shortest leading part that holds `top_p` of what `cut` leaves."""
-    ids, weights = ranked(scaled, -_NUCLEUS_DEPTHS[0] if cut == -math.inf else cut)
-    needed = top_p * float(weights.sum())
-    if cut == -math.inf:  # sorting the values near the maximum is enough where they hold it
-        needed = top_p * float(np.exp(scaled).sum(dtype=np.float64))
-        for depth in (*_NUCLEUS_DEPTHS[1:], math.inf):
-            if weights.sum() >= needed:
-                break
-            ids, weights = ranked(scaled, -depth)
-    last = min(int(np.searchsorted(np.cumsum(weights), needed)), ids.size - 1)
-    return ids[weights >= weights[last]]
+    if cut > -math.inf:
+        ids, weights = ranked(scaled, cut)
+        return ids[_leading(weights, top_p * float(weights.sum()))]
+    everything = np.exp(scaled)
+    needed = top_p * float(everything.sum(dtype=np.float64))
+    for depth in _DEPTHS:  # sorting the values near the maximum is enough where they are few and hold it
+        if np.count_nonzero(scaled >= -depth) > _FEW:
+            break
+        ids, weights = ranked(scaled, -depth)
+        if weights.sum() >= needed:
+            return ids[_leading(weights, needed)]
+    parts = np.minimum(scaled * -_PARTS_OF_ONE, 255.0).astype(np.uint8)
+    held = np.bincount(parts, everything, 256).cumsum()
+    edge = min(int(np.searchsorted(held, needed)), 255)
+    before = float(held[edge - 1]) if edge else 0.0
+    of_edge = np.flatnonzero(parts == edge)
+    order = np.argsort(-scaled[of_edge], kind="stable")
+    last = _leading(np.exp(scaled[of_edge[order]].astype(np.float64)), needed - before)
+    return np.concatenate([np.flatnonzero(parts < edge), of_edge[order[last]]])
+
+
+def _leading(weights: NDArray[np.float64], needed: float) -> NDArray[np.bool_]:
+    """Which of `weights`, highest first, are in the shortest leading part that sums to `needed`; ties with its last are."""
+    last = min(int(np.searchsorted(np.cumsum(weights), needed)), weights.size - 1)
+    return weights >= weights[last]
