@@ -19,6 +19,7 @@ from common.security.curve import CurveKeys, encrypt_client, encrypt_server, new
 from kvtransfer import wire
 from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
 from kvtransfer.transports.choose import ZMQ, TransportOffer
+from kvtransfer.transports.unfinished import UnfinishedMessages
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,7 @@ class RouterSocket:
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * GONE_S))
         encrypt_server(self.socket, keys)
+        self._unfinished = UnfinishedMessages(self.socket)
         try:
             bind(self.socket, host, port)
         except zmq.ZMQError as error:
@@ -185,10 +187,12 @@ class RouterSocket:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._unfinished.check()
                 return None
             if len(frames) <= max_frames:
                 frames.append(frame)
             if not frame.more:
+                self._unfinished.finished(frame)
                 return frames
 
     def send(self, identity: bytes, data: bytes) -> None:
@@ -200,6 +204,7 @@ class RouterSocket:
 
     def close(self) -> None:
         """Close the socket."""
+        self._unfinished.close()
         self._context.destroy(linger=0)
 
 

@@ -1,0 +1,104 @@
+"""Bounds what peers of a ZMQ socket send without ever finishing a message: ZMQ itself keeps all parts of it in memory.
+
+Used by the I/O threads of receivers, on Linux; elsewhere it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import sys
+from collections.abc import Generator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from common.base.clock import monotonic
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES, MAX_BYTES_IN_ALL = 96 * 2**20, 2**30
+"""Of unfinished messages, of one peer and of all; a whole message has at most 66 MiB."""
+_CHECK_S = 0.5
+_INFO_BYTES, _RECEIVED_AT = 136, 128
+"""Size of Linux' `struct tcp_info` up to `tcpi_bytes_received`, and that field's place in it."""
+
+
+class UnfinishedMessages:
+    """The connections of one listening socket. Made before it is bound."""
+
+    def __init__(self, watched: zmq.Socket[bytes]) -> None:
+        self._watched = watched
+        self._monitor: zmq.Socket[bytes] | None = None
+        if sys.platform == "linux":
+            self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._counted: dict[int, int] = {}
+        """Bytes that each connection, by its file descriptor, had received when it last finished a message."""
+        self._finished: set[int] = set()
+        self._next_s = 0.0
+
+    def finished(self, frame: zmq.Frame) -> None:
+        """A whole message has come, of which this is a part."""
+        if self._monitor is not None:
+            self._finished.add(int(frame.get(zmq.SRCFD)))
+
+    def check(self) -> None:
+        """Close the connections that exceed a bound. Call it when no whole message waits; does nothing most times."""
+        now_s = monotonic()
+        if self._monitor is None or now_s < self._next_s:
+            return
+        self._next_s = now_s + _CHECK_S
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._counted[event["value"]] = 0
+            else:
+                self._counted.pop(event["value"], None)
+        sizes: dict[int, int] = {}
+        for descriptor in self._counted:
+            received = _received_bytes(descriptor)
+            if descriptor in self._finished:
+                self._counted[descriptor] = received
+            sizes[descriptor] = received - self._counted[descriptor]
+        self._finished.clear()
+        for descriptor in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            if sizes[descriptor] <= MAX_BYTES and sum(sizes.values()) <= MAX_BYTES_IN_ALL:
+                break
+            size = sizes.pop(descriptor)
+            log.warning("closed a data connection: its unfinished message has %d MB", size // 10**6)
+            self._close(descriptor)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._monitor is not None:
+            self._watched.disable_monitor()
+            self._monitor.close(linger=0)
+
+    def _close(self, descriptor: int) -> None:
+        """ZMQ notices, and frees what it has kept."""
+        del self._counted[descriptor]
+        with contextlib.suppress(OSError), _borrowed(descriptor) as connection:  # it may have ended by itself
+            if connection.getsockname()[1] == self._port():  # not another file that got the number meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _port(self) -> int:
+        return int(self._watched.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def _received_bytes(descriptor: int) -> int:
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        return struct.unpack_from("Q", info, _RECEIVED_AT)[0]
+    return 0
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Generator[socket.socket]:
+    """ZMQ's own socket; it stays open."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
