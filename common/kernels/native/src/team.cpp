@@ -6,6 +6,13 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#endif
 
 namespace {
 
@@ -16,6 +23,26 @@ void pause_briefly() {
     asm volatile("yield");
 #endif
 }
+
+// Sleep while `word` is `value`, and wake all who do. std::atomic's own wait yields before it sleeps: where another process
+// wants the core, a yielding thread gets it back only after that one's time slice, a sleeping one when it is woken.
+#if defined(__linux__)
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake_all(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) { word.wait(value); }
+void wake_all(std::atomic<uint32_t>& word) { word.notify_all(); }
+#endif
+
+using Clock = std::chrono::steady_clock;
+// A member that others wait for so long has lost its core to another process. For a while members then sleep at once: who
+// spins uses up its time slice, and loses its core for a whole one of the other's; who sleeps gets it back when woken.
+constexpr auto LOST_CORE = std::chrono::microseconds(300);
+constexpr auto CONTENDED = std::chrono::milliseconds(100);
+constexpr auto SHORT_SPIN = std::chrono::microseconds(2);
 
 constexpr int PAUSES_PER_LOOK_AT_THE_CLOCK = 16;
 constexpr size_t ALIGNMENT = 64;
@@ -32,7 +59,7 @@ void Buffer::reserve(size_t bytes) {
     if (!memory_) std::abort();  // out of memory: the rank ends, as Python's would
 }
 
-kv_team::kv_team(int threads, int spin_us) : size_(threads), spin_us_(spin_us) {
+kv_team::kv_team(int threads, int spin_us) : size_(threads), spin_(spin_us) {
     for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
 }
 
@@ -56,30 +83,35 @@ void kv_team::serve(int index) {
     uint32_t generation = 0;
     Worker worker{*this, index, generation};
     for (;;) {
-        barrier(generation);
+        barrier(generation, true);
         if (is_closing_) return;
         function_(argument_, worker);
         barrier(generation);
     }
 }
 
-void kv_team::barrier(uint32_t& generation) {
+void kv_team::barrier(uint32_t& generation, bool is_idle) {
     const uint32_t current = generation++;
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         arrived_.store(0, std::memory_order_relaxed);
         claimed_[current & 1].store(0, std::memory_order_relaxed);
         generation_.store(current + 1, std::memory_order_seq_cst);
-        if (sleeping_.load(std::memory_order_seq_cst) > 0) generation_.notify_all();
+        if (sleeping_.load(std::memory_order_seq_cst) > 0) wake_all(generation_);
         return;
     }
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
+    const Clock::time_point began = Clock::now();
+    const bool is_contended = began.time_since_epoch().count() < contended_until_.load(std::memory_order_relaxed);
+    const auto deadline = began + (is_contended ? SHORT_SPIN : spin_);
     do {
         for (int i = 0; i < PAUSES_PER_LOOK_AT_THE_CLOCK; ++i) {
             if (generation_.load(std::memory_order_acquire) != current) return;
             pause_briefly();
         }
-    } while (std::chrono::steady_clock::now() < deadline);
+    } while (Clock::now() < deadline);
     sleeping_.fetch_add(1, std::memory_order_seq_cst);
-    while (generation_.load(std::memory_order_seq_cst) == current) generation_.wait(current);
+    while (generation_.load(std::memory_order_seq_cst) == current) sleep_while(generation_, current);
     sleeping_.fetch_sub(1, std::memory_order_relaxed);
+    const Clock::time_point ended = Clock::now();
+    if (!is_idle && ended - began > LOST_CORE)
+        contended_until_.store((ended + CONTENDED).time_since_epoch().count(), std::memory_order_relaxed);
 }
