@@ -22,6 +22,8 @@ import zmq.asyncio
 from common.control.codec import PROTOCOL_VERSION, decode, encode
 from common.control.frames import with_length
 from common.control.messages import NodeRecord
+from common.security.names import host_of
+from common.security.tls import Credentials
 from fuzz import mutate
 from fuzz.traffic import HTTP_CALLS, control_messages, data_header
 from kvtransfer.transports.choose import parse_offers
@@ -48,13 +50,18 @@ class Place:
     url: str
     redis_url: str
     nodes: list[NodeRecord]
+    credentials: Credentials | None = None
+    """With which control links are opened, where nodes want certificates."""
 
 
-async def _talk(host: str, port: int, data: bytes, *, waits: bool) -> None:
+async def _talk(host: str, port: int, data: bytes, *, waits: bool, credentials: Credentials | None = None) -> None:
     """Send bytes over a connection of their own and read what comes back for a moment."""
+    secured: dict[str, Any] = {}
+    if credentials is not None:
+        secured = {"ssl": credentials.for_client(), "server_hostname": host_of("node")}
     with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
         async with asyncio.timeout(_WAIT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, **secured)
             try:
                 writer.write(data)
                 await writer.drain()
@@ -88,7 +95,7 @@ class ControlDoor:
     name = "control"
 
     def __init__(self, place: Place) -> None:
-        self._nodes = place.nodes
+        self._nodes, self._credentials = place.nodes, place.credentials
 
     async def knock(self, rng: random.Random) -> None:
         node = rng.choice(self._nodes)
@@ -100,7 +107,8 @@ class ControlDoor:
         if rng.random() < 0.3:
             data = mutate.raw(rng, data)
         parts = urlsplit(node.peer.control_address)
-        await _talk(parts.hostname or "", parts.port or 0, data, waits=rng.random() < 0.3)
+        waits = rng.random() < 0.3
+        await _talk(parts.hostname or "", parts.port or 0, data, waits=waits, credentials=self._credentials)
 
 
 class DataDoor:
@@ -122,7 +130,8 @@ class DataDoor:
         client = self._context.socket(zmq.DEALER)
         client.setsockopt(zmq.LINGER, 200)
         client.connect(offers["zmq"].endpoint)
-        await client.send_multipart(frames)
+        with contextlib.suppress(TimeoutError):  # a listener that expects CURVE takes nothing
+            await asyncio.wait_for(client.send_multipart(frames), _WAIT_S)
         if rng.random() < 0.3:
             await client.poll(50)
         client.close()

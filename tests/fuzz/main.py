@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
@@ -26,16 +27,19 @@ import psutil  # noqa: E402
 import redis  # noqa: E402
 from support.system import System, running_system  # noqa: E402
 
-from common.control.codec import decode  # noqa: E402
+from common.cluster.records import Records  # noqa: E402
 from common.control.messages import NodeRecord  # noqa: E402
+from common.security.tls import open_credentials  # noqa: E402
 from fuzz.doors import ControlDoor, DataDoor, Door, HttpDoor, Place, RedisDoor, SharedMemoryDoor  # noqa: E402
 from fuzz.files import FileDoor  # noqa: E402
+from fuzz.tls_doors import TlsDoor, ZmtpDoor  # noqa: E402
 from fuzz.watch import Service, Watch  # noqa: E402
 
 _RESULTS = _ROOT / "bench-results" / "fuzz.json"
-_ROUND = 96
+_ROUND = 384
 """Cases that are sent at once, one door each in turn."""
 _MOST_PROBLEMS = 20
+_LAYOUT = ("--model", "demo", "--decode-tp", "2")
 
 
 def main() -> int:
@@ -43,13 +47,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--cases", type=int, default=10**9, help="stop after this many")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**9))
-    parser.add_argument("--doors", default="http,control,data,shm,redis,files")
+    parser.add_argument("--doors", default="http,control,data,zmtp,shm,redis,files,tls")
+    parser.add_argument("--tls", action="store_true", help="services have certificates; `tls` is a door only then")
     parser.add_argument("--only", help="DOOR:NUMBER, to repeat one case")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_system(Path(folder), "--model", "demo", "--decode-tp", "2") as system,
+        running_system(Path(folder), *_LAYOUT, *(["--tls"] if arguments.tls else [])) as system,
     ):
         system.wait_usable()
         report = asyncio.run(_run(system, arguments))
@@ -69,7 +74,9 @@ def main() -> int:
 
 async def _run(system: System, arguments: argparse.Namespace) -> dict[str, object]:
     redis_url = system.process("redis")["address"]
-    place = Place(system.url, redis_url, _records(redis_url))
+    tls_dir = psutil.Process(system.process("router")["pid"]).environ().get("KVRELAY_TLS_DIR")
+    credentials = open_credentials(tls_dir)
+    place = Place(system.url, redis_url, _records(redis_url, tls_dir), credentials)
     files = FileDoor()
     doors: list[Door] = [
         HttpDoor(place),
@@ -77,10 +84,13 @@ async def _run(system: System, arguments: argparse.Namespace) -> dict[str, objec
         DataDoor(place),
         SharedMemoryDoor(place),
         RedisDoor(place),
+        ZmtpDoor(place),
         files,
+        *([TlsDoor(place)] if arguments.tls else []),
     ]
     doors = [door for door in doors if door.name in arguments.doors.split(",")]
-    watch = Watch(system.url, _services(system), redis_changes=any(door.name == "redis" for door in doors))
+    changes = any(door.name == "redis" for door in doors)
+    watch = Watch(system.url, _services(system), credentials=credentials, redis_changes=changes)
     await watch.begin()
     streaming = asyncio.create_task(watch.keep_streaming())
     counts: Counter[str] = Counter()
@@ -127,10 +137,11 @@ async def _knock(door: Door, seed: int, number: int, watch: Watch) -> None:
         watch.problems.append(f"{door.name}:{number}: {error!r:.300} at {place.filename}:{place.lineno}")
 
 
-def _records(redis_url: str) -> list[NodeRecord]:
-    client = redis.Redis.from_url(redis_url)
-    found = [decode(client.get(key)) for key in client.keys("kvrelay:*:node:*")]  # type: ignore[union-attr,arg-type]
-    return [record for record in found if isinstance(record, NodeRecord)]
+def _records(redis_url: str, tls_dir: str | None) -> list[NodeRecord]:
+    client: Any = redis.Redis.from_url(redis_url)
+    records = Records("default", tls_dir)
+    found = [records.decode(client.get(key)) for key in client.keys("kvrelay:*:node:*")]
+    return [record for record in found if record is not None]
 
 
 def _services(system: System) -> list[Service]:

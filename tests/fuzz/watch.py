@@ -11,6 +11,7 @@ import psutil
 
 from common.control.links import Link
 from common.control.messages import Message, Ping
+from common.security.tls import Credentials
 
 LAG_S = 0.1
 """A loop that computes longer than this at a time stops everyone else."""
@@ -48,6 +49,7 @@ class Watch:
     worst_lag_s: float = 0.0
     streams: int = 0
     retries: int = 0
+    credentials: Credentials | None = None
     redis_changes: bool = False
     """Whether someone removes nodes from the membership: then clients may have to try again."""
     expected: dict[str, object] = field(default_factory=dict)
@@ -75,7 +77,9 @@ class Watch:
     async def _probe(self, service: Service) -> None:
         """A loop that answers late and has computed meanwhile was held; one that others starve has not computed."""
         before_s, started_s = service.cpu_s(), time.monotonic()
-        answered = await (_health(service.address) if service.address.startswith("http") else _pong(service.address))
+        answered = await (
+            _health(service.address) if service.address.startswith("http") else _pong(service.address, self.credentials)
+        )
         lag_s = min(time.monotonic() - started_s, service.cpu_s() - before_s)
         self.worst_lag_s = max(self.worst_lag_s, lag_s)
         if not answered:
@@ -121,7 +125,7 @@ async def _health(url: str) -> bool:
             return False
 
 
-async def _pong(address: str) -> bool:
+async def _pong(address: str, credentials: Credentials | None) -> bool:
     answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def settle(result: bool) -> None:
@@ -131,7 +135,7 @@ async def _pong(address: str) -> bool:
     def heard(_: Message) -> None:
         settle(True)
 
-    link = Link(address, heard, lambda _: settle(False))
+    link = Link(address, heard, lambda _: settle(False), credentials=credentials)
     link.send(Ping("fuzz-watch", 0.0))
     try:
         async with asyncio.timeout(_ANSWER_S):
