@@ -250,3 +250,8 @@ _collect(KvRelayError)
 def from_code(code: str, message: str) -> KvRelayError:
     """The error that another process reported as (code, message); an unknown code becomes `EngineError`."""
     return _BY_CODE.get(code, EngineError)(message)
+
+
+def is_bug_of_library(error: BaseException) -> bool:
+    """Whether a library written in Rust failed by itself; pyo3 raises that past `except Exception`."""
+    return type(error).__name__ == "PanicException"

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from common.base.endpoints import endpoint
 from common.base.errors import ConfigError, ProtocolError, Unavailable
+from common.base.resolve import NameUnknown, resolve
 from common.control.codec import MAX_MESSAGES, check, decode, encode, join, split
 from common.control.connection_limits import ConnectionLimits
 from common.control.frames import QUEUE_BYTES, FrameConnection
@@ -244,12 +245,13 @@ class Link:
             with contextlib.suppress(OSError, UnicodeError):
                 try:
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                        address = await resolve(host, _family(host), _CONNECT_TIMEOUT_S)
                         await self._loop.create_connection(
-                            self._new_connection, host, port, family=_family(host), **secured
+                            self._new_connection, address, port, family=_family(host), **secured
                         )
                         return
-                except ssl.SSLError as error:
-                    self._problem = f": {error.reason or error}"
+                except (ssl.SSLError, NameUnknown) as error:
+                    self._problem = f": {getattr(error, 'reason', None) or error}"
                     raise
             await asyncio.sleep(_RETRY_S)
 

@@ -7,14 +7,17 @@ receivers.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import zmq
 
-from common.base.endpoints import bind, connect
+from common.base.endpoints import bind, connect, endpoint
 from common.base.errors import ConfigError, PeerLost
+from common.base.resolve import NameUnknown, resolve_now
 from common.security.curve import CurveKeys, encrypt_client, encrypt_server, new_keys
 from kvtransfer import wire
 from kvtransfer.transports.base import Arrival, Buffer, Peer, Ready, StagingPool, TransportContext, fit_message
@@ -30,6 +33,8 @@ HEARTBEAT_S, SILENCE_S = 2.0, 10.0
 """A link on which nothing arrives for `SILENCE_S`, not even heartbeat replies, counts as broken. Long enough to send a full
 window over a slow network."""
 
+_RESOLVE_S = 0.5
+"""Time limit for the address of a host's name: relays to other peers wait meanwhile."""
 GONE_S = 60.0
 """A receiver forgets a sender after this silence. It is long because nothing waits for it."""
 
@@ -149,12 +154,30 @@ class ZmqConnector:
 
     def connect(self, offer: TransportOffer, incarnation: str, now: float) -> ZmqPeer:
         """As `Connector.connect`. Raises: PeerLost."""
-        link = DealerLink(self._context, self._poller, offer.endpoint, offer.key)
+        link = DealerLink(self._context, self._poller, _resolved(offer.endpoint), offer.key)
         return ZmqPeer(link, self._pool, incarnation, window=self._window, now=now)
 
     def close(self) -> None:
         """As `Connector.close`."""
         self._context.destroy(linger=0)
+
+
+def _resolved(address: str) -> str:
+    """With a number for the host's name: ZMQ would wait for a resolver on the thread that serves all connections.
+
+    Raises: PeerLost.
+    """
+    try:
+        parts = urlsplit(address)
+        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+            return address
+    except ValueError:  # ZMQ refuses it
+        return address
+    family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
+    try:
+        return endpoint(parts.scheme, resolve_now(parts.hostname, family, _RESOLVE_S), parts.port)
+    except NameUnknown as error:
+        raise PeerLost(str(error)) from None
 
 
 class RouterSocket:

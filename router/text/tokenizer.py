@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from common.base.errors import BadRequest, ConfigError
+from common.base.errors import BadRequest, ConfigError, is_bug_of_library
 from common.model.config_file import read_json_object
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import TokenPieces
@@ -79,7 +79,9 @@ class Tokenizer:
             raise ConfigError(f"no tokenizer.json in {folder}; the router needs a fast tokenizer file there")
         try:
             self._raw = RawTokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for every kind of broken file
+        except BaseException as error:  # the library raises bare Exception for most kinds of broken files
+            if not isinstance(error, Exception) and not is_bug_of_library(error):
+                raise
             raise ConfigError(f"cannot load {file}: {error}") from error
         self._raw.no_truncation()
         self._raw.no_padding()

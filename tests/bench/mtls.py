@@ -121,7 +121,7 @@ async def _pairs(session: Session, systems: list[System]) -> list[tuple[float, f
     pairs: list[tuple[float, float]] = []
     models = httpx.get(f"{systems[0].url}/v1/models", timeout=10).json()["data"]
     name = str(models[0]["id"])
-    for turn in range(session.repeats(200, 10) + _WARM_UP):
+    for turn in range(session.repeats(1000, 10) + _WARM_UP):
         prompt = [session.rng.randrange(256, _VOCAB) for _ in range(_PROMPT)]
         found = [0.0, 0.0]
         for which in (0, 1) if turn % 2 else (1, 0):

@@ -132,7 +132,9 @@ async def _run(system: System, arguments: argparse.Namespace) -> dict[str, objec
 async def _knock(door: Door, seed: int, number: int, watch: Watch) -> None:
     try:
         await door.knock(random.Random(f"{seed} {door.name} {number}"))
-    except Exception as error:  # a reader of files raised something else than its own errors, or the door has a bug
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a reader of files raised something else than its own errors, or the door has a bug
         place = traceback.extract_tb(error.__traceback__)[-1]
         watch.problems.append(f"{door.name}:{number}: {error!r:.300} at {place.filename}:{place.lineno}")
 

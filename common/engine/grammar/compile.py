@@ -15,7 +15,7 @@ from typing import cast
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-from common.base.errors import BadRequest, ConfigError
+from common.base.errors import BadRequest, ConfigError, is_bug_of_library
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,9 @@ def load_tokenizer(folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLT
         parsed = LLTokenizer(str(file), n_vocab=vocab_size, eos_token=ends or None)
         text = _TextTokenizer(Tokenizer.from_file(str(file)), parsed)
         return LLTokenizer(cast("TokenizerWrapper", text), n_vocab=vocab_size, eos_token=ends or None)
-    except Exception as error:  # the library raises ValueError, and others for broken files
+    except BaseException as error:  # the library raises ValueError, and others for broken files
+        if not isinstance(error, Exception) and not is_bug_of_library(error):
+            raise
         raise ConfigError(f"llguidance cannot use {file}: {str(error)[:MAX_ERROR_CHARS]}") from error
 
 

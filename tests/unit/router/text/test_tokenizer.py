@@ -197,6 +197,15 @@ def test_a_developer_is_the_system_where_the_template_knows_none(folder: Path, t
     assert chat[0]["role"] == "developer"
 
 
+def test_a_file_at_which_the_library_panics_is_refused(folder: Path, tmp_path: Path) -> None:
+    broken = json.loads((folder / "tokenizer.json").read_text())
+    broken["model"] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    broken["model"]["continuing_subword_prefix"] = "a" * 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
+    with pytest.raises(ConfigError, match=r"cannot load .*tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
 def test_missing_or_broken_files_are_one_clear_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json in"):
         Tokenizer(tmp_path)

@@ -1,0 +1,81 @@
+"""Host names to addresses off the event loop, with a deadline. A resolver that hangs holds one thread for each name, not one
+for each attempt: asyncio's own threads are few, and are needed for other work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import threading
+from concurrent.futures import Future
+
+
+class NameUnknown(OSError):
+    """A host name has no address, or none is known in time."""
+
+
+_LOOKUPS: dict[tuple[str, socket.AddressFamily], Future[str]] = {}
+"""Those that have not ended."""
+_LOCK = threading.Lock()
+
+
+async def resolve(host: str, family: socket.AddressFamily, timeout_s: float) -> str:
+    """An address of `host`. Raises: NameUnknown."""
+    if _is_address(host):
+        return host
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(asyncio.wrap_future(_lookup(host, family)))
+    except TimeoutError:
+        raise _late(host, timeout_s) from None
+
+
+def resolve_now(host: str, family: socket.AddressFamily, timeout_s: float) -> str:
+    """The same for threads without an event loop. Raises: NameUnknown."""
+    if _is_address(host):
+        return host
+    try:
+        return _lookup(host, family).result(timeout_s)
+    except TimeoutError:
+        raise _late(host, timeout_s) from None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _late(host: str, timeout_s: float) -> NameUnknown:
+    return NameUnknown(f"the name {host[:200]} could not be resolved within {timeout_s:g} s")
+
+
+def _lookup(host: str, family: socket.AddressFamily) -> Future[str]:
+    """The lookup under way, or a new one."""
+    place = host, family
+    with _LOCK:
+        known = _LOOKUPS.get(place)
+        if known is not None:
+            return known
+        found = _LOOKUPS[place] = Future[str]()
+
+    def run() -> None:
+        try:
+            result = str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
+            _end(place)
+            found.set_exception(NameUnknown(f"the name {host[:200]} could not be resolved: {error}"))
+        else:
+            _end(place)
+            found.set_result(result)
+
+    threading.Thread(target=run, name=f"resolve-{host[:40]}", daemon=True).start()
+    return found
+
+
+def _end(place: tuple[str, socket.AddressFamily]) -> None:
+    with _LOCK:
+        del _LOOKUPS[place]

@@ -1,0 +1,88 @@
+"""A resolver that hangs holds neither an event loop nor the threads that other work needs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from common.base.errors import PeerLost
+from common.base.resolve import NameUnknown, resolve, resolve_now
+from common.control.links import Link, Server
+from common.control.messages import Abort, AttemptKey, Message
+from kvtransfer.transports.zmq import _resolved
+
+REAL = socket.getaddrinfo
+
+
+class Resolver:
+    """Hangs for the name `hangs`, until the test is over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.waiting = 0
+
+    def __call__(self, host: Any, *args: Any, **options: Any) -> Any:
+        if host == "hangs":
+            self.waiting += 1
+            self.over.wait(30)
+            raise OSError("gave up")
+        return REAL("127.0.0.1" if host == "known" else host, *args, **options)
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    made = Resolver()
+    monkeypatch.setattr(socket, "getaddrinfo", made)
+    yield made
+    made.over.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("resolve-"):
+            thread.join(10)
+
+
+def test_a_name_that_is_known_is_resolved(resolver: Resolver) -> None:
+    assert asyncio.run(resolve("known", socket.AF_INET, 5)) == "127.0.0.1"
+    assert resolve_now("known", socket.AF_INET, 5) == "127.0.0.1"
+    for address in ("10.0.0.1", "::1"):
+        assert resolve_now(address, socket.AF_INET, 0) == address
+    with pytest.raises(NameUnknown, match=r"no\.such\.name\.invalid could not be resolved"):
+        resolve_now("no.such.name.invalid", socket.AF_INET, 20)
+
+
+def test_many_attempts_at_a_name_that_hangs_take_one_thread_and_end_in_time(resolver: Resolver) -> None:
+    async def scene() -> None:
+        tries = [resolve("hangs", socket.AF_INET, 0.05) for _ in range(50)]
+        found = await asyncio.gather(*tries, return_exceptions=True)
+        assert all(isinstance(each, NameUnknown) for each in found)
+        assert await asyncio.to_thread(lambda: 7) == 7
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+    with pytest.raises(PeerLost, match="could not be resolved within"):
+        _resolved("tcp://hangs:5")
+    assert resolver.waiting == 1
+
+
+def test_a_link_to_a_name_that_hangs_is_lost_in_time_while_others_work(resolver: Resolver) -> None:
+    async def scene() -> tuple[list[Message], list[str]]:
+        received: list[Message] = []
+        lost: list[str] = []
+        server = Server("127.0.0.1", 0, lambda _, message: received.append(message))
+        hanging = Link("tcp://hangs:5", lambda _: None, lost.append, connect_timeout_s=0.2)
+        working = Link(server.address.replace("127.0.0.1", "known"), lambda _: None, lost.append)
+        working.send(Abort(AttemptKey("a", 1)))
+        while not (received and lost):
+            await asyncio.sleep(0.01)
+        hanging.close()
+        working.close()
+        await server.close()
+        return received, lost
+
+    received, lost = asyncio.run(asyncio.wait_for(scene(), 10))
+    assert received == [Abort(AttemptKey("a", 1))]
+    assert len(lost) == 1
+    assert "could not be reached within 0.2 s" in lost[0]
