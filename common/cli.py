@@ -44,7 +44,7 @@ ENTRY_POINT_GROUP = "kvrelay.commands"
 _ORDER = ["up", "serve", "chat", "batch", "router", "prefill", "decode", "admin", "load", "simulate", "keys", "cache"]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
-_NO_ROOM, _IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}, 74
+_NO_ROOM, _IO_ERROR = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}, 74
 """Errors of a write that are nobody's bug, and the exit code after one."""
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)

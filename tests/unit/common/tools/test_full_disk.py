@@ -1,0 +1,102 @@
+"""A disk without room: every command that writes says so in one sentence, and what was there before stays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from common.base.errors import ConfigError, KvRelayError
+from common.security.certificates import Authority
+from common.tools.admin import bundle
+from common.tools.admin.cli import app as admin
+from common.tools.admin.running_clusters import RunningCluster, announced
+from common.tools.api_client import ApiAnswer
+from common.tools.batch.output_file import OutputFile
+from common.tools.load.results import write_report, write_result
+from common.tools.up.pid_file import PidEntry, PidFile
+
+
+@contextlib.contextmanager
+def full_disk() -> Generator[None]:
+    """No file of this process may grow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def batch_output(folder: Path) -> None:
+    with OutputFile(folder / "out.jsonl") as output, full_disk():
+        output.add("a", ApiAnswer(200, "r", {}))
+
+
+def certificate(folder: Path) -> None:
+    authority = Authority.create(folder / "ca")
+    authority.issue("node", "node", folder / "node", 1)
+    before = (folder / "node" / "cert.pem").read_bytes()
+    try:
+        with full_disk():
+            authority.issue("node", "node", folder / "node", 1)
+    finally:
+        assert (folder / "node" / "cert.pem").read_bytes() == before
+
+
+def load_result(folder: Path) -> None:
+    with full_disk():
+        write_result(folder / "load.json", {"a": 1})
+
+
+def load_report(folder: Path) -> None:
+    with full_disk():
+        write_report(folder / "load.html", "<html>")
+
+
+@pytest.mark.parametrize("write", [batch_output, certificate, load_result, load_report])
+def test_what_cannot_be_written_is_one_sentence(write: Callable[[Path], None], tmp_path: Path) -> None:
+    with pytest.raises(KvRelayError, match=r"cannot write .*File too large") as caught:
+        write(tmp_path)
+    assert "\n" not in caught.value.message
+
+
+def test_a_support_bundle_is_reported_as_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "collect", lambda url: {"status": {"text": os.urandom(5000).hex()}})
+    with full_disk():
+        result = CliRunner().invoke(admin, ["support-bundle", "--output", str(tmp_path / "bundle.tar.gz")])
+    assert result.exit_code == 74
+    assert result.stderr.count("\n") == 1
+    assert "cannot write" in result.stderr
+
+
+def test_the_pid_file_from_before_stays_and_its_writer_is_told(tmp_path: Path) -> None:
+    """`kvrelay up` says it in a line and goes on."""
+    file = PidFile(str(tmp_path / "pids.json"))
+    file.write([PidEntry("router-0", "router", 1, "")])
+    with full_disk(), pytest.raises(OSError, match="too large"):
+        file.write([PidEntry("router-0", "router", 2, "")])
+    assert '"pid": 1' in (tmp_path / "pids.json").read_text()
+
+
+def test_a_cluster_that_cannot_be_announced_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entered = False
+    with (
+        caplog.at_level(logging.WARNING),
+        full_disk(),
+        announced(RunningCluster(os.getpid(), {}, "t"), tmp_path / "run"),
+    ):
+        entered = True
+    assert entered
+    assert "cannot find this cluster by itself" in caplog.text
+
+
+def test_a_new_authority_is_refused(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(ConfigError, match="cannot write"):
+        Authority.create(tmp_path / "ca")
