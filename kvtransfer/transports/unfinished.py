@@ -42,7 +42,8 @@ class UnfinishedMessages:
     def finished(self, frame: zmq.Frame) -> None:
         """A whole message has come, of which this is a part."""
         if self._monitor is not None:
-            self._finished.add(int(frame.get(zmq.SRCFD)))
+            with contextlib.suppress(zmq.ZMQError):  # its connection was never known, or has ended
+                self._finished.add(int(frame.get(zmq.SRCFD)))
 
     def check(self) -> None:
         """Close the connections that exceed a bound. Call it when no whole message waits; does nothing most times."""

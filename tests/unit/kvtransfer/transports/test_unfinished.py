@@ -57,6 +57,16 @@ def test_a_peer_whose_message_never_ends_is_closed_and_others_are_heard(listener
         assert bytes(arrival.header) == b"header"
 
 
+def test_a_peer_of_zmtp_1_whose_messages_name_no_connection_is_heard(listener: ZmqListener) -> None:
+    host, _, port = listener.offer.endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as client:
+        client.sendall(b"\x01\x00" + b"\x07\x01header" + b"\x08\x00payload")
+        end_s = time.monotonic() + 10
+        while (arrival := listener.receive()) is None:
+            assert time.monotonic() < end_s
+    assert bytes(arrival.header) == b"header"
+
+
 def test_many_such_peers_are_bounded_together(listener: ZmqListener) -> None:
     clients = [connected(listener.offer.endpoint) for _ in range(4)]
     for client in clients:
