@@ -36,14 +36,14 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on `sockets`; over TLS with bounds on unfinished handshakes."""
-        context = self.config.ssl
+        context: Any = self.config.ssl_context_factory
         if context is None or sockets is None:
             await super().startup(sockets)
             return
         await self.lifespan.startup()
         new: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
         made = partial(new, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-        self.servers: list[Any] = [TlsListener(sock, made, context) for sock in sockets]
+        self.servers: list[Any] = [TlsListener(sock, made, partial(context, self.config, None)) for sock in sockets]
         self.started = True
 
     @contextlib.contextmanager

@@ -85,7 +85,7 @@ class Server:
             loop = asyncio.get_running_loop()
             self._plain = loop.create_task(loop.create_server(self._accept, sock=listener))
         else:
-            self._secured = TlsListener(listener, self._accept, credentials.for_server())
+            self._secured = TlsListener(listener, self._accept, credentials.for_server)
 
     def send(self, identity: Identity, message: Message) -> None:
         """Send without waiting.

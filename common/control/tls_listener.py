@@ -26,9 +26,13 @@ class TlsListener:
     """Accepts from the listening `sock`, which it closes, until `close`."""
 
     def __init__(
-        self, sock: socket.socket, new_protocol: Callable[[], asyncio.BaseProtocol], context: ssl.SSLContext
+        self,
+        sock: socket.socket,
+        new_protocol: Callable[[], asyncio.BaseProtocol],
+        new_context: Callable[[], ssl.SSLContext],
     ) -> None:
-        self._sock, self._new_protocol, self._context = sock, new_protocol, context
+        """`new_context` is called for each connection: certificates may have changed."""
+        self._sock, self._new_protocol, self._new_context = sock, new_protocol, new_context
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], None] = {}
@@ -72,7 +76,7 @@ class TlsListener:
         address = _address(connection)
         try:
             await self._loop.connect_accepted_socket(
-                self._new_protocol, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
+                self._new_protocol, connection, ssl=self._new_context(), ssl_handshake_timeout=HANDSHAKE_S
             )
         except OSError as error:  # ssl.SSLError is one, and what a timeout raises
             reason = getattr(error, "reason", None) or str(error)[:200] or type(error).__name__

@@ -26,8 +26,6 @@ class Credentials:
         """Raises: ConfigError if a file is missing or unreadable, or key and certificate do not belong together."""
         self._folder = Path(folder)
         self._read()
-        self._listener = self._context(ssl.PROTOCOL_TLS_SERVER)
-        self._listener.sni_callback = self._on_hello
 
     @property
     def folder(self) -> str:
@@ -35,8 +33,9 @@ class Credentials:
         return str(self._folder)
 
     def for_server(self) -> ssl.SSLContext:
-        """For a listener: who connects must show a certificate. Each connection gets what the files hold then."""
-        return self._listener
+        """For one connection to a listener: who connects must show a certificate."""
+        self._read_if_changed()
+        return self._server
 
     def for_client(self) -> ssl.SSLContext:
         """For one connection, to the server named `host_of(role)`."""
@@ -49,10 +48,6 @@ class Credentials:
             return hmac.digest((self._folder / KEY).read_bytes(), purpose, hashlib.sha256)
         except OSError as error:
             raise _unusable(self._folder, error) from error
-
-    def _on_hello(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        self._read_if_changed()
-        connection.context = self._server
 
     def _read(self) -> None:
         versions = self._current_versions()

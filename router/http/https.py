@@ -19,11 +19,9 @@ class HttpsCertificate:
         self._certificate, self._key = certificate, key
         self._versions = self._current_versions()
         self._latest = self._load()
-        self.context = self._load()
-        """For the listener: each connection gets the certificate that the files hold then."""
-        self.context.sni_callback = self._on_hello
 
-    def _on_hello(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    def make_context(self, *_: object) -> ssl.SSLContext:
+        """For one connection, as uvicorn's `ssl_context_factory`: with the certificate that the files hold now."""
         try:
             versions = self._current_versions()
             if versions != self._versions:
@@ -32,7 +30,7 @@ class HttpsCertificate:
                 log.info("read the certificate in %s again", self._certificate)
         except ConfigError as error:  # half of them may be new: the next connection tries again
             log.warning("%s; the one from before is used", error)
-        connection.context = self._latest
+        return self._latest
 
     def _current_versions(self) -> list[tuple[int, int]]:
         try:
@@ -52,10 +50,6 @@ class HttpsCertificate:
 
     def _unusable(self, error: OSError) -> ConfigError:
         return ConfigError(f"--ssl-certfile {self._certificate} cannot be used: {error}")
-
-    def make_context(self, *_: object) -> ssl.SSLContext:
-        """As uvicorn's `ssl_context_factory`."""
-        return self.context
 
 
 def https_certificate(certificate: str | None, key: str | None) -> HttpsCertificate | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -24,7 +25,7 @@ class Greets(asyncio.Protocol):
 def play(scene: Callable[[TlsListener, int], Awaitable[None]]) -> None:
     async def main() -> None:
         sock = socket.create_server(("127.0.0.1", 0))
-        listener = TlsListener(sock, Greets, Credentials(str(made() / "node")).for_server())
+        listener = TlsListener(sock, Greets, Credentials(str(made() / "node")).for_server)
         try:
             await scene(listener, sock.getsockname()[1])
         finally:
@@ -70,6 +71,23 @@ def test_a_handshake_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatc
         assert listener.unfinished == 0
 
     play(scene)
+
+
+def test_a_server_name_that_is_no_text_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python prints one, past all bounds of the log, where it decodes the name for a callback."""
+    context = Credentials(str(made() / "router")).for_client()
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname=host_of("node")).do_handshake()
+    hello = outgoing.read().replace(host_of("node").encode(), b"\xff" * len(host_of("node")))
+
+    async def scene(listener: TlsListener, port: int) -> None:
+        reader = await half_open(port, hello)
+        await reader.read(1)
+        assert await greeting(port) == b"hello"
+
+    play(scene)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 300, b"\x00" * 20_000])
