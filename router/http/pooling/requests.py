@@ -52,7 +52,9 @@ class _Inputs(PoolingFields):
     normalize: bool | None = None
     """Scale vectors to length 1; default: as the model is configured."""
 
-    @field_validator("input", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
+    @field_validator(
+        "input", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]] | None
+    )
     @classmethod
     def _as_list(cls, value: Any) -> Any:
         inputs = [value] if isinstance(value, str) else items(value)
