@@ -21,6 +21,7 @@ _HEAD_TLS = """
 Made by `scripts/test-faults --tls`: the same cells, with a certificate for each service (`--tls-dir`), so that control
 links use TLS, KV and rank links CURVE, and records in Redis are signed. Ranks of one node on two hosts add their parts up
 over gloo, which stays in clear (`--allow-plain-collectives`). Redis itself and the clients' connections are as above.
+Three of the streams have a regular expression as grammar.
 """
 _HEAD = f"""
 Made by `make test-faults`, on the machine that it ran on. {STREAMS} streams run at once through two routers, two prefill
