@@ -37,13 +37,6 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) { word.wait(value)
 void wake_all(std::atomic<uint32_t>& word) { word.notify_all(); }
 #endif
 
-using Clock = std::chrono::steady_clock;
-// A member that others wait for so long has lost its core to another process. For a while members then sleep at once: who
-// spins uses up its time slice, and loses its core for a whole one of the other's; who sleeps gets it back when woken.
-constexpr auto LOST_CORE = std::chrono::microseconds(300);
-constexpr auto CONTENDED = std::chrono::milliseconds(100);
-constexpr auto SHORT_SPIN = std::chrono::microseconds(2);
-
 constexpr int PAUSES_PER_LOOK_AT_THE_CLOCK = 16;
 constexpr size_t ALIGNMENT = 64;
 
@@ -59,7 +52,7 @@ void Buffer::reserve(size_t bytes) {
     if (!memory_) std::abort();  // out of memory: the rank ends, as Python's would
 }
 
-kv_team::kv_team(int threads, int spin_us) : size_(threads), spin_(spin_us) {
+kv_team::kv_team(int threads, int spin_us) : size_(threads), spin_us_(spin_us) {
     for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
 }
 
@@ -83,14 +76,14 @@ void kv_team::serve(int index) {
     uint32_t generation = 0;
     Worker worker{*this, index, generation};
     for (;;) {
-        barrier(generation, true);
+        barrier(generation);
         if (is_closing_) return;
         function_(argument_, worker);
         barrier(generation);
     }
 }
 
-void kv_team::barrier(uint32_t& generation, bool is_idle) {
+void kv_team::barrier(uint32_t& generation) {
     const uint32_t current = generation++;
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         arrived_.store(0, std::memory_order_relaxed);
@@ -99,19 +92,14 @@ void kv_team::barrier(uint32_t& generation, bool is_idle) {
         if (sleeping_.load(std::memory_order_seq_cst) > 0) wake_all(generation_);
         return;
     }
-    const Clock::time_point began = Clock::now();
-    const bool is_contended = began.time_since_epoch().count() < contended_until_.load(std::memory_order_relaxed);
-    const auto deadline = began + (is_contended ? SHORT_SPIN : spin_);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
     do {
         for (int i = 0; i < PAUSES_PER_LOOK_AT_THE_CLOCK; ++i) {
             if (generation_.load(std::memory_order_acquire) != current) return;
             pause_briefly();
         }
-    } while (Clock::now() < deadline);
+    } while (std::chrono::steady_clock::now() < deadline);
     sleeping_.fetch_add(1, std::memory_order_seq_cst);
     while (generation_.load(std::memory_order_seq_cst) == current) sleep_while(generation_, current);
     sleeping_.fetch_sub(1, std::memory_order_relaxed);
-    const Clock::time_point ended = Clock::now();
-    if (!is_idle && ended - began > LOST_CORE)
-        contended_until_.store((ended + CONTENDED).time_since_epoch().count(), std::memory_order_relaxed);
 }

@@ -1,7 +1,6 @@
 // A team of threads that run the same function and meet at barriers. Compiled once; used by all variants.
 #pragma once
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -48,11 +47,9 @@ struct kv_team {
     using Function = void (*)(const void*, Worker&);
     void start(Function, const void*);
     void serve(int index);
-    // is_idle: between two functions.
-    void barrier(uint32_t& generation, bool is_idle = false);
+    void barrier(uint32_t& generation);
 
-    int size_;
-    std::chrono::microseconds spin_;
+    int size_, spin_us_;
     Function function_ = nullptr;
     const void* argument_ = nullptr;
     bool is_closing_ = false;
@@ -62,7 +59,6 @@ struct kv_team {
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> sleeping_{0};
     alignas(64) std::atomic<int> claimed_[2]{};
-    std::atomic<int64_t> contended_until_{0};  // on the steady clock
 };
 
 struct Worker {
