@@ -74,6 +74,8 @@ class NativePasses:
         self._native = native
 
     def sums(self, rows: NDArray[np.float32], indices: list[int], highest: list[float]) -> list[Sum]:
+        if not indices:
+            return []
         numbers, tops = np.array(indices, np.int32), np.array(highest, np.float32)
         count, vocab, native = len(indices), rows.shape[1], self._native
         values, maxima = np.empty(count), np.empty((count, vocab // MAXIMA_OF), np.float32)
