@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -19,6 +20,7 @@ from support.paths import TESTS
 from support.rank_processes import helper_pid
 from zmq.utils.garbage import GarbageCollectorThread
 
+from common.base.log_limits import LimitedHandler
 from common.cluster import redis_server as embedded
 from common.cluster.redis_server import RedisServer
 from common.kernels.native.build import build_library
@@ -119,6 +121,14 @@ def ports_in_a_row() -> Callable[[int], list[int]]:
                 return list(range(first, first + count))
 
     return find
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """What a test that runs a service in this process does to logging ends with the test."""
+    yield
+    root = logging.getLogger()
+    root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, LimitedHandler)]
 
 
 @pytest.fixture(autouse=True)

@@ -102,7 +102,9 @@ def test_a_prompts_logprobs_are_those_of_its_tokens(llm: LLM) -> None:
 def test_masks_truncation_and_answers_without_text(llm: LLM) -> None:
     [masked] = llm.generate("Hello", SamplingParams(allowed_token_ids=[50, 51], max_tokens=8))
     assert set(masked.outputs[0].token_ids) <= {50, 51}
-    [cut] = llm.generate([5, 6, 7, 8], SamplingParams(truncate_prompt_tokens=2, max_tokens=2, detokenize=False))
+    [cut] = llm.generate(
+        [5, 6, 7, 8], SamplingParams(truncate_prompt_tokens=2, max_tokens=2, detokenize=False, ignore_eos=True)
+    )
     assert cut.prompt_token_ids == [7, 8]
     assert (cut.outputs[0].text, len(cut.outputs[0].token_ids)) == ("", 2)
 
