@@ -1,18 +1,12 @@
-"""What the image installs, for its Dockerfile: `requirements.py list cpu|cuda`, `requirements.py refuse-cuda REPORT`."""
+"""What the image installs, for its Dockerfile: `requirements.py cpu|cuda`, run beside the files that declare it."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from pathlib import Path
 
 _EXTRAS = ("tls",)
-_NO_CUDA = """
-PyTorch would come with gigabytes of CUDA libraries, which this image does not need. Set PIP_EXTRA_INDEX_URL to PyTorch's own
-index of CPU builds: the --index-url that PyTorch's installation page shows for Linux, Pip and CPU. For an image with CUDA
-set VARIANT=cuda.
-"""
 
 
 def listed(variant: str) -> list[str]:
@@ -25,15 +19,5 @@ def listed(variant: str) -> list[str]:
     return wanted
 
 
-def refuse_cuda(report: str) -> None:
-    """End with a sentence if pip's report of a dry run names CUDA libraries."""
-    entries = json.loads(Path(report).read_text("utf-8"))["install"]
-    if any(entry["metadata"]["name"].startswith(("nvidia-", "cuda-")) for entry in entries):
-        sys.exit(_NO_CUDA)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "list":
-        print(*listed(sys.argv[2]), sep="\n")
-    else:
-        refuse_cuda(sys.argv[2])
+    print(*listed(sys.argv[1]), sep="\n")

@@ -24,7 +24,7 @@ IMAGE = "kvrelay:under-test"
 BASE_IMAGE = "python:3.11-slim-bookworm"
 _CONTEXT = (
     *("pyproject.toml", "requirements.lock", "README.md", "LICENSE", "hatch_build.py", ".dockerignore", "compose"),
-    "scripts/gpu-requirements.txt",
+    *("scripts/cpu-torch", "scripts/gpu-requirements.txt"),
 )
 _PACKAGES = ("common", "kvtransfer", "router", "prefill_node", "decode_node")
 # Build on the host's network, for machines whose Docker network has no DNS.
