@@ -25,16 +25,7 @@ def _run(resolved: Resolved[RouterConfig]) -> None:
     asyncio.run(check_redis(resolved.config.redis_url))
     with lasting_imports():
         from router.service import serve
-    run_service(lambda: serve(resolved.config), loop_factory=_loop_factory())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop, which exists on every platform except Windows."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+    run_service(lambda: serve(resolved.config))
 
 
 app = service_app(RouterConfig, help=_HELP, run=_run)

@@ -164,10 +164,16 @@ def _runs(pid: int) -> bool:
     return False
 
 
-def run_service(
-    serve: Callable[[], Coroutine[Any, Any, None]],
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> None:
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop, which exists on every platform except Windows."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def run_service(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service's coroutine until it returns. SIGTERM or SIGINT cancels it, which is a normal end. Child processes
     end with it."""
 
@@ -190,7 +196,7 @@ def run_service(
                 raise
 
     try:
-        with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=loop_factory) as runner:
+        with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(main())
     finally:
         end_children(os.getpid())
