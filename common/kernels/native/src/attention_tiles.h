@@ -95,17 +95,21 @@ KV_INLINE void take_tanh(float* scores, int first, int end, float scale) {
         store(scores + t, splat(2.0f) / (splat(1.0f) + exp(load(scores + t) * splat(-2 * scale))) - splat(1.0f));
 }
 
-// scores: [padded], of which those in [from, seen), at least one, are attended to. weights: 2^(score * scale - top), from
-// `begin` on, which is at most `from` and begins a panel; zero outside of [from, seen).
-template <class Act>
-KV_INLINE void weigh(float* scores, int begin, int from, int seen, int padded, float scale, Act* weights, float& top,
-                     float& total) {
+// The largest of scores [from, seen), at least one, lane by lane. Those beside them in the same vectors become minus infinity.
+KV_INLINE Lanes largest_of(float* scores, int from, int seen) {
     const int first = from / LANES * LANES, last = (seen - 1) / LANES * LANES;
     if (from > first) store(scores + first, keep_between(load(scores + first), from - first, LANES));
     store(scores + last, keep_between(load(scores + last), 0, seen - last));
     Lanes largest = load(scores + first);
     for (int t = first + LANES; t < seen; t += LANES) largest = max(largest, load(scores + t));
-    top = reduce(largest, [](FloatPart a, FloatPart b) { return a > b ? a : b; }) * scale;
+    return largest;
+}
+
+// weights: 2^(score * scale - top) of the scores that `largest_of` has seen, from `begin` on, which is at most `from` and
+// begins a panel; zero outside of [from, seen). Returns their sum, lane by lane.
+template <class Act>
+KV_INLINE Lanes weigh(const float* scores, int begin, int from, int seen, int padded, float scale, float top, Act* weights) {
+    const int first = from / LANES * LANES;
     Lanes sums = zeros();
     int t = begin;
     for (; t < first; t += LANES) store(weights + t, zeros());
@@ -115,7 +119,7 @@ KV_INLINE void weigh(float* scores, int begin, int from, int seen, int padded, f
         store(weights + t, a);
     }
     for (; t < padded; t += LANES) store(weights + t, zeros());
-    total = reduce(sums, [](FloatPart a, FloatPart b) { return a + b; });
+    return sums;
 }
 
 // What a partition gives to `rows` rows: results [rows][width] to be divided by `total`.
@@ -148,13 +152,22 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
         ahead.fetch();
         multiply(keys + t * padded_words, words, queries, query_stride, scores + t, PARTITION);
     }
+    // One step for all rows at a time: a row's steps wait for one another.
+    Lanes lanes[TILE_ROWS];
     for (int m = 0; m < num_rows; ++m) {
-        ahead.fetch();
         float* own = scores + m * PARTITION;
         if (how.cap != 0) take_tanh(own, from(m) / LANES * LANES, seen(m), how.scale);
-        weigh(own, begin, from(m), seen(m), padded, how.cap != 0 ? how.cap : how.scale, weights + m * PARTITION, out.top[m],
-              out.total[m]);
+        lanes[m] = largest_of(own, from(m), seen(m));
     }
+    const float scale = how.cap != 0 ? how.cap : how.scale;
+    for (int m = 0; m < num_rows; ++m)
+        out.top[m] = reduce(lanes[m], [](FloatPart a, FloatPart b) { return a > b ? a : b; }) * scale;
+    for (int m = 0; m < num_rows; ++m) {
+        ahead.fetch();
+        const int at = m * PARTITION;
+        lanes[m] = weigh(scores + at, begin, from(m), seen(m), padded, scale, out.top[m], weights + at);
+    }
+    for (int m = 0; m < num_rows; ++m) out.total[m] = reduce(lanes[m], [](FloatPart a, FloatPart b) { return a + b; });
     const int token_words = (most - begin + PER_WORD<Act> - 1) / PER_WORD<Act>;
     for (int d = 0; d < dim; d += PANEL) {
         ahead.fetch();
