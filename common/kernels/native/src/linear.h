@@ -11,7 +11,7 @@ constexpr int PANEL = 2 * LANES;
 // What registers hold: 2 * MAX_ROWS sums, a panel's weights and an activation.
 constexpr int MAX_ROWS = VECTOR_BYTES == 64 ? 12 : 3;
 constexpr int CACHE_LINE = 64;
-constexpr int LINES_AHEAD = 96;  // prefetched before the weights in use: hides memory latency behind 12 rows of arithmetic
+constexpr int LINES_AHEAD = 256;  // prefetched before the weights in use: hides memory latency behind 12 rows of arithmetic
 
 template <int ROWS>
 using Tile = Lanes[ROWS][2];
@@ -30,19 +30,29 @@ struct Rows {
     }
 };
 
-// Each kind of weights says what activations it takes and multiplies one tile; `ahead` is what to prefetch, in bytes
-// from the weights in use.
+// What to fetch into the cache beside the work on a panel: for each two lines of it one or two others.
+struct Fetch {
+    const char* next;
+    int64_t step;  // one or two lines
+
+    KV_INLINE void operator()() {
+        __builtin_prefetch(next);
+        __builtin_prefetch(next + step - CACHE_LINE);
+        next += step;
+    }
+};
+
+// Each kind of weights says what activations it takes and multiplies one tile.
 struct Float32Weights {
     using Act = float;
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in) * PANEL * 4; }
 
     template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int, const char* panel, int64_t ahead, Rows<float> rows,
+    static KV_INLINE void multiply(const kv_linear& l, int, const char* panel, Fetch fetch, Rows<float> rows,
                                    Tile<ROWS>& acc) {
         const float* w = reinterpret_cast<const float*>(panel);
         for (int k = 0; k < l.in; ++k, w += PANEL) {
-            __builtin_prefetch(reinterpret_cast<const char*>(w) + ahead);
-            __builtin_prefetch(reinterpret_cast<const char*>(w) + ahead + CACHE_LINE);
+            fetch();
             const Lanes w0 = load(w), w1 = load(w + LANES);
             for (int m = 0; m < ROWS; ++m) {
                 acc[m][0] = multiply_add(rows[m][k], w0, acc[m][0]);
@@ -67,11 +77,10 @@ struct ShiftedWeights {
     }
 
     template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int, const char* w, int64_t ahead, Rows<float> rows,
+    static KV_INLINE void multiply(const kv_linear& l, int, const char* w, Fetch fetch, Rows<float> rows,
                                    Tile<ROWS>& acc) {
         for (int k = 0; k < l.in; k += 2, w += PANEL * 4) {
-            __builtin_prefetch(w + ahead);
-            __builtin_prefetch(w + ahead + CACHE_LINE);
+            fetch();
             for (int half = 0; half < 2; ++half) {
                 const Words pairs = load_words(w + half * CACHE_LINE);
                 const Lanes w0 = even(pairs), w1 = odd(pairs);
@@ -100,12 +109,11 @@ struct PairedWeights {
     static int64_t panel_bytes(const kv_linear& l) { return ShiftedWeights::panel_bytes(l); }
 
     template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int, const char* w, int64_t ahead, Rows<bf16> rows,
+    static KV_INLINE void multiply(const kv_linear& l, int, const char* w, Fetch fetch, Rows<bf16> rows,
                                    Tile<ROWS>& acc) {
         int k = 0;
         for (; k + 1 < l.in; k += 2, w += PANEL * 4) {
-            __builtin_prefetch(w + ahead);
-            __builtin_prefetch(w + ahead + CACHE_LINE);
+            fetch();
             const Words w0 = load_words(w), w1 = load_words(w + CACHE_LINE);
             for (int m = 0; m < ROWS; ++m) {
                 const uint32_t pair = load_pair(rows[m] + k);
@@ -167,26 +175,26 @@ KV_INLINE void put_tile(const kv_linear& l, const Output& output, int row, int p
 }
 
 template <class Weights, int ROWS>
-__attribute__((noinline)) void multiply_tile(const kv_linear& l, int panel_index, const char* panel, int64_t ahead,
+__attribute__((noinline)) void multiply_tile(const kv_linear& l, int panel_index, const char* panel, Fetch fetch,
                                              Rows<typename Weights::Act> rows, const Output& output, int row) {
     Tile<ROWS> acc;
     for (int m = 0; m < ROWS; ++m) acc[m][0] = acc[m][1] = zeros();
-    Weights::template multiply<ROWS>(l, panel_index, panel, ahead, rows, acc);
+    Weights::template multiply<ROWS>(l, panel_index, panel, fetch, rows, acc);
     put_tile<ROWS>(l, output, row, panel_index, acc);
 }
 
 // The tile functions for 1, 2, ... MAX_ROWS rows.
 template <class Weights, int... COUNT>
 KV_INLINE void multiply_rows(int count, std::integer_sequence<int, COUNT...>, const kv_linear& l, int panel_index,
-                             const char* panel, int64_t ahead, Rows<typename Weights::Act> rows, const Output& output,
+                             const char* panel, Fetch fetch, Rows<typename Weights::Act> rows, const Output& output,
                              int row) {
     using Function = decltype(&multiply_tile<Weights, 1>);
     static constexpr Function functions[] = {&multiply_tile<Weights, COUNT + 1>...};
-    functions[count - 1](l, panel_index, panel, ahead, rows, output, row);
+    functions[count - 1](l, panel_index, panel, fetch, rows, output, row);
 }
 
-// One panel by `num_rows` rows from `row` on, in tiles of nearly equal size. The second tile's pass fetches the next
-// panel while it computes on this one, which the first pass brought into the cache.
+// One panel by `num_rows` rows from `row` on, in tiles of nearly equal size. With two tiles or more, each of the first two
+// fetches half of the next panel while it computes on this one, so that memory is busy all the time.
 template <class Weights>
 void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int64_t next_panel,
                     Rows<typename Weights::Act> rows, const Output& output, int row, int num_rows) {
@@ -194,8 +202,9 @@ void multiply_panel(const kv_linear& l, int panel_index, const char* panel, int6
     const int sums = l.group ? l.in / l.group : 0;
     for (int t = 0; t < tiles; ++t) {
         const int lo = row + num_rows * t / tiles, hi = row + num_rows * (t + 1) / tiles;
-        const int64_t ahead = t == 1 ? next_panel + LINES_AHEAD * CACHE_LINE : LINES_AHEAD * CACHE_LINE;
-        multiply_rows<Weights>(hi - lo, std::make_integer_sequence<int, MAX_ROWS>{}, l, panel_index, panel, ahead,
+        const Fetch fetch = tiles == 1 ? Fetch{panel + LINES_AHEAD * CACHE_LINE, 2 * CACHE_LINE}
+                                       : Fetch{panel + next_panel + (t == 1 ? next_panel / 2 : 0), CACHE_LINE};
+        multiply_rows<Weights>(hi - lo, std::make_integer_sequence<int, MAX_ROWS>{}, l, panel_index, panel, fetch,
                                rows.from(lo, sums), output, lo);
     }
 }

@@ -51,12 +51,11 @@ struct Int8Weights {
     static int64_t panel_bytes(const kv_linear& l) { return int64_t(l.in + 3) / 4 * PANEL * 4; }
 
     template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* w, int64_t ahead,
+    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* w, Fetch fetch,
                                    Rows<uint8_t> rows, Tile<ROWS>& acc) {
         Ints sums[ROWS][2] = {};
         for (int k = 0; k < l.in; k += 4, w += PANEL * 4) {
-            __builtin_prefetch(w + ahead);
-            __builtin_prefetch(w + ahead + CACHE_LINE);
+            fetch();
             const Words w0 = load_words(w), w1 = load_words(w + CACHE_LINE);
             for (int m = 0; m < ROWS; ++m) {
                 uint32_t four;
@@ -211,13 +210,12 @@ struct CodedInt4 {
     static int64_t panel_bytes(const kv_linear& l) { return int4_panel_bytes(l); }
 
     template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* panel, int64_t ahead, Rows<T> rows,
+    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* panel, Fetch fetch, Rows<T> rows,
                                    Tile<ROWS>& acc) {
         multiply_groups<ROWS>(l, panel_index, Int4Weights<T>::ADDED, rows.sums, acc, [&](int first, Tile<ROWS>& sums) {
             const char* w = panel + int64_t(first) / 8 * PANEL * 4;
             for (int k = first; k < first + l.group; k += 8, w += PANEL * 4) {
-                __builtin_prefetch(w + ahead);
-                __builtin_prefetch(w + ahead + CACHE_LINE);
+                fetch();
                 for (int half = 0; half < 2; ++half) {
                     const Words codes = load_words(w + half * CACHE_LINE);
                     for (int j = 0; j < 4; ++j)
@@ -242,7 +240,7 @@ struct ExpandedInt4 {
             }
     }
     template <int ROWS>
-    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* panel, int64_t, Rows<T> rows,
+    static KV_INLINE void multiply(const kv_linear& l, int panel_index, const char* panel, Fetch, Rows<T> rows,
                                    Tile<ROWS>& acc) {
         multiply_groups<ROWS>(l, panel_index, Int4Weights<T>::ADDED, rows.sums, acc, [&](int first, Tile<ROWS>& sums) {
             const char* pair = panel + int64_t(first) / 2 * Int4Weights<T>::EXPANDED_PAIR_BYTES;
