@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from common.base.process import lasting_imports, run_service
 from common.cli import service_app
