@@ -165,9 +165,12 @@ class Attention {
         const int tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
         for (int tile = 0; tile < tiles; ++tile) {
             const int lo = first + (last - first) * tile / tiles, hi = first + (last - first) * (tile + 1) / tiles;
-            const auto seen = [&](int m) { return item.seen + (lo + m) / plan_.group; };
-            const auto tokens_seen = [&](int m) { return std::min(PARTITION, seen(m) - start); };
-            const auto tokens_from = [&](int m) { return std::max(0, seen_from(cache_, seen(m)) - start); };
+            int tokens_from[TILE_ROWS], tokens_seen[TILE_ROWS];
+            for (int m = 0; m < hi - lo; ++m) {
+                const int seen = item.seen + (lo + m) / plan_.group;
+                tokens_from[m] = std::max(0, seen_from(cache_, seen) - start);
+                tokens_seen[m] = std::min(PARTITION, seen - start);
+            }
             attend_tile(reinterpret_cast<const uint32_t*>(keys_), reinterpret_cast<const uint32_t*>(values_),
                         cache_.head_dim, queries_ + int64_t(lo) * sizes_.width, sizes_.width, hi - lo, tokens_from,
                         tokens_seen, scores_, ahead,

@@ -71,21 +71,40 @@ KV_INLINE Lanes keep_between(Lanes a, int first, int end) {
     return a;
 }
 
-// 2^x for x up to 127, to within 2 units in the last place; 0 below -126.5.
+// 2^NO_POWER is 0 for `times_power`.
+constexpr float NO_POWER = VECTOR_BYTES == 64 ? -200.0f : -127.0f;
+
+// y * 2^n for whole n from NO_POWER to 127.
+KV_INLINE Lanes times_power(Lanes y, Lanes n) {
+#if defined(__AVX512F__)
+    y.v[0] = (FloatPart)_mm512_scalef_ps((__m512)y.v[0], (__m512)n.v[0]);
+#else
+    // Adding 1.5 * 2^23 leaves an integer in the low bits, and 127 more makes it a float's exponent.
+    KV_PARTS y.v[p] *= (FloatPart)((WordPart)(n.v[p] + (12582912.0f + 127.0f)) << 23);
+#endif
+    return y;
+}
+
+// 2^x for x up to 127; 0 far below. For Act float to within 2 units in the last place. Products with bf16 weights round
+// them to 2^-9: a 700th of that is enough there.
+template <class Act>
 KV_INLINE Lanes exp2(Lanes x) {
-    Lanes r;
+    const auto power = [](Lanes b, float highest, auto... others) {
+        Lanes y = splat(highest);
+        ((y = multiply_add(y, b, splat(others))), ...);
+        return y;
+    };
+    Lanes n;
     KV_PARTS {
-        // Adding 1.5 * 2^23 rounds to an integer in the low bits, and 127 more makes it a float's exponent.
-        const FloatPart magic = FloatPart{} + (12582912.0f + 127.0f), low = FloatPart{} - 127.0f;
-        const FloatPart a = low > x.v[p] ? low : x.v[p];
-        const FloatPart rounded = a + magic;
-        const FloatPart b = a - (rounded - magic);
-        FloatPart y = FloatPart{} + 1.5353362e-4f;
-        for (const float c : {1.3398874e-3f, 9.6184373e-3f, 5.5503324e-2f, 2.4022648e-1f, 6.9314720e-1f, 1.0f})
-            y = fused(y, b, FloatPart{} + c);
-        r.v[p] = y * (FloatPart)((WordPart)rounded << 23);
+        const FloatPart low = FloatPart{} + NO_POWER;
+        x.v[p] = low > x.v[p] ? low : x.v[p];
+        n.v[p] = x.v[p] + 12582912.0f - 12582912.0f;  // rounds to a whole number
     }
-    return r;
+    const Lanes b = x - n;
+    if constexpr (sizeof(Act) == 4)
+        return times_power(power(b, 1.5353362e-4f, 1.3398874e-3f, 9.6184373e-3f, 5.5503324e-2f, 2.4022648e-1f,
+                                 6.9314720e-1f, 1.0f), n);
+    return times_power(power(b, 9.5701017e-3f, 5.5917860e-2f, 2.4024745e-1f, 6.9312181e-1f, 9.9999926e-1f), n);
 }
 
 // tanh(scores * scale) of scores [first, end), which begin at whole vectors.
@@ -114,7 +133,7 @@ KV_INLINE Lanes weigh(const float* scores, int begin, int from, int seen, int pa
     int t = begin;
     for (; t < first; t += LANES) store(weights + t, zeros());
     for (; t < seen; t += LANES) {
-        const Lanes a = exp2(multiply_add(scale, load(scores + t), splat(-top)));
+        const Lanes a = exp2<Act>(multiply_add(scale, load(scores + t), splat(-top)));
         sums = sums + a;
         store(weights + t, a);
     }
@@ -135,19 +154,19 @@ struct Scores {
     float scale, cap;
 };
 
-// Up to TILE_ROWS rows; row m attends to the partition's tokens [from(m), seen(m)), at least one. Neither end is before that
+// Up to TILE_ROWS rows; row m attends to the partition's tokens [from[m], seen[m]), at least one. Neither end is before that
 // of row m - 1.
-template <class Act, class From, class Seen>
+template <class Act>
 void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Act* queries, int64_t query_stride,
-                 int num_rows, const From& from, const Seen& seen, Scores how, Ahead& ahead, Partial out, int width) {
+                 int num_rows, const int* from, const int* seen, Scores how, Ahead& ahead, Partial out, int width) {
     constexpr auto COUNTS = std::make_integer_sequence<int, TILE_ROWS>{};
     alignas(64) float scores[TILE_ROWS * PARTITION];
     alignas(64) Act weights[TILE_ROWS * PARTITION];
     const auto multiply = tile_function<Act>(num_rows, COUNTS);
     const int words = (dim + PER_WORD<Act> - 1) / PER_WORD<Act>;
     const int padded_words = round_up(dim, LANES * PER_WORD<Act>) / PER_WORD<Act>;
-    const int most = seen(num_rows - 1), padded = round_up(most, LANES);
-    const int begin = from(0) / PANEL * PANEL;
+    const int most = seen[num_rows - 1], padded = round_up(most, LANES);
+    const int begin = from[0] / PANEL * PANEL;
     for (int t = begin; t < most; t += PANEL) {
         ahead.fetch();
         multiply(keys + t * padded_words, words, queries, query_stride, scores + t, PARTITION);
@@ -156,8 +175,8 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
     Lanes lanes[TILE_ROWS];
     for (int m = 0; m < num_rows; ++m) {
         float* own = scores + m * PARTITION;
-        if (how.cap != 0) take_tanh(own, from(m) / LANES * LANES, seen(m), how.scale);
-        lanes[m] = largest_of(own, from(m), seen(m));
+        if (how.cap != 0) take_tanh(own, from[m] / LANES * LANES, seen[m], how.scale);
+        lanes[m] = largest_of(own, from[m], seen[m]);
     }
     const float scale = how.cap != 0 ? how.cap : how.scale;
     for (int m = 0; m < num_rows; ++m)
@@ -165,7 +184,7 @@ void attend_tile(const uint32_t* keys, const uint32_t* values, int dim, const Ac
     for (int m = 0; m < num_rows; ++m) {
         ahead.fetch();
         const int at = m * PARTITION;
-        lanes[m] = weigh(scores + at, begin, from(m), seen(m), padded, scale, out.top[m], weights + at);
+        lanes[m] = weigh(scores + at, begin, from[m], seen[m], padded, scale, out.top[m], weights + at);
     }
     for (int m = 0; m < num_rows; ++m) out.total[m] = reduce(lanes[m], [](FloatPart a, FloatPart b) { return a + b; });
     const int token_words = (most - begin + PER_WORD<Act> - 1) / PER_WORD<Act>;
@@ -191,8 +210,8 @@ inline void merge(Partial into, Partial from, int first, int last, int width) {
         float keep[LANES], add[LANES];
         const Lanes old_top = load_some(into.top + row, count), new_top = load_some(from.top + row, count);
         const Lanes top = max(old_top, new_top);
-        store(keep, exp2(old_top - top));
-        store(add, exp2(new_top - top));
+        store(keep, exp2<float>(old_top - top));
+        store(add, exp2<float>(new_top - top));
         const Lanes total = load_some(into.total + row, count) * load(keep);
         store_some(into.total + row, multiply_add(load_some(from.total + row, count), load(add), total), count);
         store_some(into.top + row, top, count);
