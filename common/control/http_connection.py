@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from common.control.disconnects import DISCONNECTS, DisconnectListener
 
 _MOST_HEAD_BYTES = 65_536
 """Approximate limit for a request's line and headers, or for trailers: the parser buffers them until they are complete."""
@@ -14,6 +17,8 @@ _LINGER_S = 2.0
 """Time that a refused client has to read its refusal. Closed at once, with bytes of it unread, the connection would be reset
 and the refusal lost.
 """
+_CONTROLS = bytes([*range(9), *range(10, 32), 127])
+"""No header may contain them."""
 _PHRASES = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
@@ -26,6 +31,7 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._listener = DisconnectListener()
         self._endless_bytes = 0
         """Bytes received since headers or a part of a body were last complete."""
         self._got_somewhere = False
@@ -47,9 +53,19 @@ class HttpConnection(HttpToolsProtocol):
         if timer is not None and not self._refused and (not self.cycle or self.cycle.response_complete):
             self.timeout_keep_alive_task = self.loop.call_at(timer.when(), self.timeout_keep_alive_handler)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._listener.leave()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast("dict[str, Any]", self.scope)[DISCONNECTS] = self._listener
+
     def on_headers_complete(self) -> None:
         self._got_somewhere = True
         super().on_headers_complete()
+        if type(self.cycle) is RequestResponseCycle:
+            self.cycle.__class__ = _Cycle  # uvicorn has no option for the class
 
     def on_body(self, body: bytes) -> None:
         self._got_somewhere = True
@@ -96,6 +112,39 @@ class HttpConnection(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
+
+
+class _Cycle(RequestResponseCycle):
+    """uvicorn's request and response, with a shorter way for the head of an ordinary answer: checked as a whole, it takes a
+    seventh of the time that two searches per header take.
+    """
+
+    def send(self, message: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        head = None if self.response_started or self.disconnected else self._ordinary_head(message)
+        return super().send(message) if head is None else self._begin(head)
+
+    def _ordinary_head(self, message: Any) -> bytes | None:
+        """The head of an answer 200 to a POST after which the connection stays open; None for others, and for malformed ones."""
+        if message.get("status") != 200 or self.scope["method"] != "POST" or not self.keep_alive:
+            return None
+        headers: list[tuple[bytes, bytes]] = [*self.default_headers, *message["headers"]]
+        values = dict(headers)
+        if b"connection" in values or b"transfer-encoding" in values:
+            return None
+        length = values.get(b"content-length")
+        if length is None:
+            headers.append((b"transfer-encoding", b"chunked"))
+        lines = b"\r\n".join([b"%s: %s" % header for header in headers])
+        if len(lines.translate(None, _CONTROLS)) + 2 * (len(headers) - 1) != len(lines):
+            return None
+        self.chunked_encoding, self.expected_content_length = length is None, int(length or 0)
+        return b"%s%s\r\n\r\n" % (STATUS_LINE[200], lines)
+
+    async def _begin(self, head: bytes) -> None:
+        if self.flow.write_paused:
+            await self.flow.drain()
+        self.response_started, self.waiting_for_100_continue = True, False
+        self.transport.write(head)
 
 
 class _Parser(httptools.HttpRequestParser):

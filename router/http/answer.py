@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
-from starlette.types import Receive
-
 from common.base.errors import KvRelayError
+from common.control.disconnects import DisconnectListener
 from router.fast.yield_turn import yield_turn
-from router.http.disconnect import cancel_on_disconnect
 from router.http.format import Format
 from router.http.json_body import Json, to_json
 from router.http.openai.base_format import usage
@@ -35,16 +33,17 @@ class Answer:
         self._news = asyncio.Event()
         self._for_ends = False
         """Wake up only when a generation ends."""
-        self._watching: asyncio.Task[None] | None = None
+        self._client: DisconnectListener | None = None
 
     def on_news(self) -> None:
         """Generations call this when they have new deltas or an outcome."""
         if not self._for_ends or any(generation.outcome is not None for generation in self.generations):
             self._news.set()
 
-    def watch(self, receive: Receive) -> None:
-        """Cancel all generations as soon as the client disconnects. `receive`: of the request, whose body has been read."""
-        self._watching = asyncio.create_task(cancel_on_disconnect(receive, self._cancel))
+    def watch(self, client: DisconnectListener) -> None:
+        """Cancel all generations as soon as the client disconnects."""
+        self._client = client
+        client.watch(self._cancel)
 
     def _cancel(self) -> None:
         for generation in self.generations:
@@ -54,9 +53,9 @@ class Answer:
         """Stop what still runs and drop the references. They form cycles, and the garbage collector rarely examines objects
         older than some seconds.
         """
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
+        if self._client is not None:
+            self._client.watch(None)
+            self._client = None
         self._cancel()
         for generation in self.generations:
             if generation.outcome is not None and generation.outcome.error is not None:

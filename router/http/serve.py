@@ -11,6 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.base.errors import KvRelayError
+from common.control.disconnects import listener_of
 from router.fast.yield_turn import yield_turn
 from router.http.answer import Answer
 from router.http.body import read_body
@@ -177,7 +178,7 @@ async def serve(
         )
         generations = list(answer.generations)  # the answer drops them when it closes
         count_tokens(request.scope, lambda: usage(generations, options.samples)["total_tokens"])
-        answer.watch(request.receive)
+        answer.watch(listener_of(request.scope))
         if stream:
             await answer.begun()
             parts = answer.events(form)

@@ -11,8 +11,8 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.base.errors import KvRelayError
+from common.control.disconnects import listener_of
 from router.http.client import count_tokens
-from router.http.disconnect import cancel_on_disconnect
 from router.http.json_body import Json, to_json
 from router.http.model_choice import model_for
 from router.http.openai.build_request import Caller, caller_of
@@ -78,7 +78,8 @@ async def serve_pooled(
     metrics = services.dispatcher.state(model.base).metrics
     metrics.set_name(model.root)
     call = PoolCall(services.dispatcher, ids.own, ids.client, work)
-    watching = asyncio.create_task(cancel_on_disconnect(request.receive, call.cancel))
+    client = listener_of(request.scope)
+    client.watch(call.cancel)
     try:
         vectors = await call.run()
     except KvRelayError as error:
@@ -86,7 +87,7 @@ async def serve_pooled(
         services.metrics.http_error(error.http_status)
         return error_response(error, request.scope, _headers(request, ids, call))
     finally:
-        watching.cancel()
+        client.watch(None)
         call.cancel()
     if vectors is None:
         metrics.cancelled()

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from starlette.types import Message, Receive
 from tokenizers import Tokenizer, models
 
 from common.base.errors import Unavailable
 from common.config.service_configs import RouterConfig
+from common.control.disconnects import DisconnectListener
 from common.control.messages import EngineRequest, PeerRef, SamplingParams, TokenChunk, TokenLogprobs
 from router.http.answer import Answer
 from router.http.format import FormatOptions
@@ -44,19 +44,10 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-async def _connected() -> Message:
-    """`receive` of a client that stays."""
-    return await asyncio.get_running_loop().create_future()
-
-
-async def _disconnected() -> Message:
-    return {"type": "http.disconnect"}
-
-
-def _begin(dispatcher: Dispatcher, name: str, receive: Receive = _connected) -> Answer:
+def _begin(dispatcher: Dispatcher, name: str, client: DisconnectListener) -> Answer:
     answer, request = Answer(), GenerationRequest(EngineRequest([0] * 100, SamplingParams(seed=0, max_tokens=2)))
     answer.generations = dispatcher.submit("m", name, [request], PIECES, answer.on_news)
-    answer.watch(receive)
+    answer.watch(client)
     return answer
 
 
@@ -85,7 +76,7 @@ def test_what_a_request_leaves_behind_needs_no_collector(monkeypatch: pytest.Mon
     left = list[weakref.ref[Answer] | weakref.ref[Generation]]()
 
     async def play(dispatcher: Dispatcher, scene: Callable[[Answer], Awaitable[None]]) -> None:
-        answer = _begin(dispatcher, f"r{len(left)}")
+        answer = _begin(dispatcher, f"r{len(left)}", DisconnectListener())
         await asyncio.sleep(0)  # it is placed
         left.extend([weakref.ref(answer), weakref.ref(answer.generations[0])])
         await scene(answer)
@@ -113,7 +104,9 @@ def test_a_client_that_left_before_it_was_watched_cancels_its_request(monkeypatc
 
     async def main() -> None:
         dispatcher = Dispatcher(RouterConfig(), Metrics())
-        answer = _begin(dispatcher, "r", _disconnected)
+        client = DisconnectListener()
+        client.leave()
+        answer = _begin(dispatcher, "r", client)
         await answer.finished()
         assert answer.abandoned
         answer.close()

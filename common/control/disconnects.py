@@ -1,0 +1,39 @@
+"""Tells a request's handler that its client disconnected. Event loop of a service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.types import Scope
+
+DISCONNECTS = "kvrelay.disconnects"
+"""Key of a request's `DisconnectListener` in its ASGI scope."""
+
+
+class DisconnectListener:
+    """One connection, which answers one request at a time. Calling back costs far less than a task per request that waits for
+    ASGI's `http.disconnect`.
+    """
+
+    __slots__ = ("_gone", "_on_gone")
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._on_gone: Callable[[], None] | None = None
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Call `on_gone` once the client has disconnected, now if it has; None: call nothing any more."""
+        self._on_gone = on_gone
+        if self._gone and on_gone is not None:
+            on_gone()
+
+    def leave(self) -> None:
+        """The client has disconnected."""
+        self._gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+
+def listener_of(scope: Scope) -> DisconnectListener:
+    """The listener of the request's connection."""
+    return scope[DISCONNECTS]
