@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -17,8 +18,6 @@ _LINGER_S = 2.0
 """Time that a refused client has to read its refusal. Closed at once, with bytes of it unread, the connection would be reset
 and the refusal lost.
 """
-_CONTROLS = bytes([*range(9), *range(10, 32), 127])
-"""No header may contain them."""
 _PHRASES = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
@@ -64,12 +63,13 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._got_somewhere = True
         super().on_headers_complete()
-        if type(self.cycle) is RequestResponseCycle:
-            self.cycle.__class__ = _Cycle  # uvicorn has no option for the class
 
     def on_body(self, body: bytes) -> None:
         self._got_somewhere = True
         super().on_body(body)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, lambda scope, receive, _: app(scope, receive, partial(_send, cycle)))
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP request."""
@@ -114,37 +114,38 @@ class HttpConnection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
 
-class _Cycle(RequestResponseCycle):
-    """uvicorn's request and response, with a shorter way for the head of an ordinary answer: checked as a whole, it takes a
-    seventh of the time that two searches per header take.
+def _send(cycle: RequestResponseCycle, message: Any) -> Awaitable[None]:
+    """uvicorn's `send`, with a shorter way for the head of an ordinary answer: checked as a whole, it takes a fraction of the
+    time of two searches per header.
     """
+    head = None if cycle.response_started or cycle.disconnected else _ordinary_head(cycle, message)
+    return cycle.send(message) if head is None else _begin(cycle, head)
 
-    def send(self, message: Any) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        head = None if self.response_started or self.disconnected else self._ordinary_head(message)
-        return super().send(message) if head is None else self._begin(head)
 
-    def _ordinary_head(self, message: Any) -> bytes | None:
-        """The head of an answer 200 to a POST after which the connection stays open; None for others, and for malformed ones."""
-        if message.get("status") != 200 or self.scope["method"] != "POST" or not self.keep_alive:
-            return None
-        headers: list[tuple[bytes, bytes]] = [*self.default_headers, *message["headers"]]
-        values = dict(headers)
-        if b"connection" in values or b"transfer-encoding" in values:
-            return None
-        length = values.get(b"content-length")
-        if length is None:
-            headers.append((b"transfer-encoding", b"chunked"))
-        lines = b"\r\n".join([b"%s: %s" % header for header in headers])
-        if len(lines.translate(None, _CONTROLS)) + 2 * (len(headers) - 1) != len(lines):
-            return None
-        self.chunked_encoding, self.expected_content_length = length is None, int(length or 0)
-        return b"%s%s\r\n\r\n" % (STATUS_LINE[200], lines)
+def _ordinary_head(cycle: RequestResponseCycle, message: Any) -> bytes | None:
+    """The head of an answer 200 to a POST after which the connection stays open; None for others, and for malformed ones."""
+    if message.get("status") != 200 or cycle.scope["method"] != "POST" or not cycle.keep_alive:
+        return None
+    headers: list[tuple[bytes, bytes]] = [*cycle.default_headers, *message["headers"]]
+    values = dict(headers)
+    if b"connection" in values or b"transfer-encoding" in values:
+        return None
+    length = values.get(b"content-length")
+    if length is None:
+        headers.append((b"transfer-encoding", b"chunked"))
+    lines = b"\r\n".join([b"%s: %s" % header for header in headers])
+    breaks = len(headers) - 1
+    if lines.count(b"\n") != breaks or lines.count(b"\r") != breaks or b"\0" in lines:
+        return None
+    cycle.chunked_encoding, cycle.expected_content_length = length is None, int(length or 0)
+    return b"%s%s\r\n\r\n" % (STATUS_LINE[200], lines)
 
-    async def _begin(self, head: bytes) -> None:
-        if self.flow.write_paused:
-            await self.flow.drain()
-        self.response_started, self.waiting_for_100_continue = True, False
-        self.transport.write(head)
+
+async def _begin(cycle: RequestResponseCycle, head: bytes) -> None:
+    if cycle.flow.write_paused:
+        await cycle.flow.drain()
+    cycle.response_started, cycle.waiting_for_100_continue = True, False
+    cycle.transport.write(head)
 
 
 class _Parser(httptools.HttpRequestParser):

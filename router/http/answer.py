@@ -16,7 +16,7 @@ from router.http.json_body import Json, to_json
 from router.http.openai.base_format import usage
 from router.http.openai.samples import most_likely
 from router.requests.generation import Generation
-from router.requests.request import Delta
+from router.requests.request import Delta, Outcome
 
 _PORTION = 32
 """Deltas formatted in a row before other tasks of the event loop run: there can be thousands of deltas."""
@@ -37,7 +37,7 @@ class Answer:
 
     def on_news(self) -> None:
         """Generations call this when they have new deltas or an outcome."""
-        if not self._for_ends or any(generation.outcome is not None for generation in self.generations):
+        if not self._for_ends or [each for each in self.generations if each.outcome is not None]:
             self._news.set()
 
     def watch(self, client: DisconnectListener) -> None:
@@ -76,7 +76,7 @@ class Answer:
         Raises: the error of the first generation that failed.
         """
         self._for_ends = True
-        while any(generation.outcome is None for generation in self.generations):
+        while [each for each in self.generations if each.outcome is None]:
             self._news.clear()
             await self._news.wait()
             self._raise_failure()
@@ -104,8 +104,7 @@ class Answer:
     @property
     def abandoned(self) -> bool:
         """Whether the client disconnected."""
-        outcomes = [generation.outcome for generation in self.generations]
-        return any(out is not None and out.error is None and out.finish_reason is None for out in outcomes)
+        return Outcome() in [generation.outcome for generation in self.generations]
 
     def _raise_failure(self) -> None:
         for generation in self.generations:

@@ -94,7 +94,7 @@ async def parse_as(
 async def read_and(request: Request, services: Services, work: Callable[[bytes], _T]) -> tuple[_T, int]:
     """`work` on the body, and the body's size in bytes."""
     data = await read_body(request, services.max_body_bytes, services.body_deadlines)
-    body = await maybe_on_thread(len(data), lambda: work(data))
+    body = work(data) if len(data) <= _THREAD_BYTES else await asyncio.to_thread(work, data)
     await yield_turn()
     return body, len(data)
 

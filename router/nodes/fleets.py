@@ -18,12 +18,10 @@ class ModelFleets:
         self.finishing = Fleet("decode")
         """Decode nodes that drain and still work: a stream whose node is lost continues here if no other is left."""
 
-    def of(self, node: Node) -> Fleet:
-        """The fleet of this node of the model."""
-        return self.finishing if node.incarnation in self.finishing else self.by_role[node.record.role]
-
     def sync(self, node: Node) -> None:
-        """Update the node's row. It has one exactly while it is usable, or a draining decode node that works."""
+        """Update the node's row, and `Node.fleet`. It has a row exactly while it is usable, or a draining decode node that
+        works.
+        """
         fleet, other = self.by_role[node.record.role], self.finishing
         finishes = node.works and node.load.draining and node.record.role == "decode"
         if finishes:
@@ -31,7 +29,9 @@ class ModelFleets:
         other.drop(node.incarnation)
         if not node.usable and not finishes:
             fleet.drop(node.incarnation)
+            node.fleet = None
             return
+        node.fleet = fleet
         if node.incarnation not in fleet:
             record = node.record
             fleet.add(
@@ -62,14 +62,6 @@ class Fleets:
     def of_model(self, name: str) -> ModelFleets:
         """The fleets of the model that nodes registered under this name; they stay when its last node is gone."""
         return self._by_model[name]
-
-    def of(self, node: Node) -> Fleet:
-        """The fleet of this node."""
-        return self._by_model[node.record.model.name].of(node)
-
-    def adapters_changed(self, node: Node) -> None:
-        """The node's record lists other adapters now."""
-        self.of(node).set_adapters(node.incarnation, node.record.adapters)
 
     def sync(self, node: Node) -> None:
         """As `ModelFleets.sync`."""

@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from common.control.messages import AttemptKey, Message, NodeLoad, NodeRecord
+from router.policy import Fleet
 
 
 class NodeLink(Protocol):
@@ -65,6 +66,9 @@ class Node:
     """For each unanswered ping, how many requests had been sent before it."""
     owed_aborts: list[AttemptKey] = field(default_factory=list[AttemptKey])
     """Attempts aborted while there was no link; the node might still run them."""
+
+    fleet: Fleet | None = None
+    """Where its row is; None while it has none."""
 
     @property
     def node_id(self) -> str:

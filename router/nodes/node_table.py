@@ -100,7 +100,8 @@ class NodeTable:
             known = self._nodes.get(incarnation)
             if known is not None and known.record.adapters != record.adapters:
                 known.record = record
-                self._fleets.adapters_changed(known)
+                if known.fleet is not None:
+                    known.fleet.set_adapters(incarnation, record.adapters)
                 relisted |= known.usable  # requests may wait for a node with an adapter
             elif known is None:
                 node = self._nodes[incarnation] = Node(record)
@@ -243,7 +244,8 @@ class NodeTable:
         """
         node.sent += 1
         node.legs[key] = OpenLeg(node.sent, tokens, blocks)
-        self._fleets.of(node).sent(node.incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
+        if node.fleet is not None:
+            node.fleet.sent(node.incarnation, tokens=tokens, blocks=blocks, work_s=work_s)
 
     def relayed(self, incarnation: str, source: str, size_bytes: int) -> None:
         """A request relayed `size_bytes` of KV from `source` to this node."""
@@ -258,9 +260,9 @@ class NodeTable:
         """This leg is over."""
         node = self._nodes.get(incarnation)
         leg = None if node is None else node.legs.pop(key, None)
-        if node is not None and leg is not None:
+        if node is not None and leg is not None and node.fleet is not None:
             reported = leg.order <= node.reported
-            self._fleets.of(node).over(incarnation, tokens=leg.tokens, blocks=leg.blocks, reported=reported)
+            node.fleet.over(incarnation, tokens=leg.tokens, blocks=leg.blocks, reported=reported)
 
     def ping(self, node: Node) -> None:
         """Ask a connected node for its load; renews this router's lease there."""

@@ -20,15 +20,17 @@ def usage(generations: Sequence[Generation], samples: int = 1, completion: int |
 
     `completion`: number of tokens sent so far; None: all.
     """
-    prompts = generations[::samples]
-    prompt = sum(len(generation.request.engine.prompt_ids) for generation in prompts)
+    prompt = cached = 0
+    for generation in generations[::samples]:
+        prompt += len(generation.request.engine.prompt_ids)
+        cached += generation.cached_tokens
     if completion is None:
-        completion = sum(generation.completion_tokens for generation in generations)
+        completion = sum([generation.completion_tokens for generation in generations])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens for generation in prompts)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
