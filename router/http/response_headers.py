@@ -85,8 +85,7 @@ def headers(ids: RequestIds, generation: Generation | None) -> RawHeaders:
         return [*out, (b"x-kvrelay-attempt", b"0")]
     about = serving_details(generation)
     del about["request_id"]  # names one generation; the answer may have several
-    for name, value in about.items():
-        out.append((_header(name), printable(value).encode() if isinstance(value, str) else b"%d" % value))
+    out += [(_header(name), printable(str(value)).encode()) for name, value in about.items()]
     decision = generation.decision
     if decision is not None:
         out.append((b"x-kvrelay-decision", decision.weighed(_MAX_DECISION_CHARS).encode()))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import ClassVar
 
 from common.base.errors import EngineError, KvRelayError, PeerLost, TransferError, Unavailable, from_code
@@ -62,7 +62,7 @@ from router.requests.flow_events import (
 )
 
 
-class State(Enum):
+class State(StrEnum):  # strings hash in C; a plain enum's hash is a Python call for each event
     PLACING = "placing"
     PREFILL = "prefill"
     """Both legs have their request; the attempt's first token is awaited."""
@@ -184,7 +184,7 @@ class Flow:
             return self._on_prompt_logprobs(leg, chunk.start, chunk.prompt_logprobs)
         if leg is self._prefill:
             return self._on_first_token(leg, chunk)
-        if self._first_token_awaited and chunk.start > len(self.token_ids):
+        if chunk.start > len(self.token_ids) and self._first_token_awaited:
             last = self._early[-1] if self._early else None
             expected = len(self.token_ids) + 1 if last is None else last.start + len(last.token_ids)
             if chunk.start > expected:
@@ -216,10 +216,11 @@ class Flow:
     def _on_decoded(self, leg: _Leg, chunk: TokenChunk) -> Instructions:
         if chunk.start > len(self.token_ids):
             return self._on_gap(leg, chunk)
+        if self.state is State.DECODE:
+            return self._accept(leg, chunk)
         instructions = self._close_leg(self._prefill)  # its token has arrived, or the decode node's tokens include it
-        if self.state is not State.DECODE:
-            instructions.append(self._note(self._first_event if self.state is State.PREFILL else "handover", leg))
-            self.state = State.DECODE
+        instructions.append(self._note(self._first_event if self.state is State.PREFILL else "handover", leg))
+        self.state = State.DECODE
         return instructions + self._accept(leg, chunk)
 
     def _accept(self, leg: _Leg, chunk: TokenChunk) -> Instructions:

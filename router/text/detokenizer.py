@@ -151,7 +151,8 @@ class Detokenizer:
             return ""
         pieces = self._pieces
         if pieces.kind == "bytes":
-            return self._utf8.decode(pieces.piece(token_id))
+            piece = pieces.piece(token_id)
+            return piece.decode() if piece.isascii() and not self._utf8.buffer else self._utf8.decode(piece)
         raw = pieces.raw_byte(token_id)
         if raw is not None:
             return self._push_byte(token_id, raw)

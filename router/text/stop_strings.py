@@ -90,7 +90,7 @@ class TextStream:
     ) -> None:
         """`include_stop`: the text includes the stop string, or the text of the stop token."""
         self._detokenizer = Detokenizer(pieces, skip_special_tokens=skip_special_tokens, visible=visible)
-        self._matcher = StopMatcher(stops, include_stop=include_stop)
+        self._matcher = StopMatcher(stops, include_stop=include_stop) if stops else None
         self._include_stop = include_stop
         self._immune_tokens = min_tokens
 
@@ -101,7 +101,7 @@ class TextStream:
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             delta = "" if hidden and index == last else self._detokenizer.push(token_id)
-            if self._immune_tokens > 0:
+            if self._matcher is None or self._immune_tokens > 0:
                 self._immune_tokens -= 1
                 parts.append(delta)
                 continue
@@ -113,7 +113,10 @@ class TextStream:
 
     def flush(self) -> str:
         """The rest of the text, if no stop string ended the generation."""
-        text, stop = self._matcher.push(self._detokenizer.flush())
+        rest = self._detokenizer.flush()
+        if self._matcher is None:
+            return rest
+        text, stop = self._matcher.push(rest)
         return text if stop is not None else text + self._matcher.flush()
 
 
