@@ -67,9 +67,9 @@ def ids_of(request: Request) -> RequestIds | None:
     return request.scope.get(_IDS)
 
 
-async def parse(request: Request, services: Services, kind: type[RequestT]) -> tuple[RequestT, int]:
+def parse(request: Request, services: Services, kind: type[RequestT]) -> Awaitable[tuple[RequestT, int]]:
     """The body of a completion call, as `parse_as`."""
-    return await parse_as(request, services, kind, completion_request)
+    return parse_as(request, services, kind, completion_request)
 
 
 async def parse_as(

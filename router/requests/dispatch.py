@@ -255,10 +255,11 @@ class Dispatcher:
         """Whether there is no room for `count` more requests. Submitted requests are started first, because which request a
         new one may replace depends on how many each tenant has in the admission queue.
         """
-        most = self._config.max_waiting
-        if table.waiting + count > most:
-            self._start(len(self._fresh))
-        return table.waiting + count > most
+        most = self._config.max_waiting - count
+        if table.waiting <= most:
+            return False
+        self._start(len(self._fresh))
+        return table.waiting > most
 
     def check_room(self, model: str, count: int, tenant: Tenant = NOBODY) -> None:
         """Refuse early what `submit` would refuse.

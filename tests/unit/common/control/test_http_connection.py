@@ -1,0 +1,89 @@
+"""The parts of a connection that no service shows: who listens for a disconnect, and the head of an ordinary answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from common.control.disconnects import DisconnectListener
+from common.control.http_connection import HttpConnection
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class _Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+def _answer(headers: Headers, body: bytes, *, request: bytes = b"POST / HTTP/1.1\r\nhost: x\r\n\r\n") -> bytes:
+    """What a connection writes when an application answers with these headers and this body."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def main() -> bytes:
+        config = Config(app, log_config=None, lifespan="off", date_header=False, server_header=False)
+        config.load()
+        connection, transport = HttpConnection(config=config, server_state=ServerState(), app_state={}), _Transport()
+        connection.connection_made(transport)
+        connection.data_received(request)
+        await asyncio.sleep(0.01)
+        connection.connection_lost(None)
+        return transport.written
+
+    return asyncio.run(main())
+
+
+def test_an_ordinary_answer_has_its_headers_and_its_length() -> None:
+    written = _answer([(b"x-a", b"1"), (b"content-length", b"2")], b"ok")
+    assert written == b"HTTP/1.1 200 OK\r\nx-a: 1\r\ncontent-length: 2\r\n\r\nok"
+
+
+def test_an_answer_without_a_length_is_chunked() -> None:
+    written = _answer([(b"x-a", b"1")], b"ok")
+    assert written == b"HTTP/1.1 200 OK\r\nx-a: 1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
+
+
+def test_an_answer_after_which_the_connection_closes_says_so() -> None:
+    assert b"connection: close" in _answer([], b"", request=b"POST / HTTP/1.0\r\n\r\n")
+
+
+@pytest.mark.parametrize("value", [b"1\r\nset-cookie: a=b", b"1\nb", b"1\rb", b"1\0"])
+def test_a_header_that_would_begin_another_line_is_not_sent(value: bytes) -> None:
+    assert value not in _answer([(b"x-a", value)], b"ok")
+
+
+def test_who_asks_after_the_client_left_is_told_at_once() -> None:
+    client, told = DisconnectListener(), list[str]()
+    client.leave()
+    client.watch(lambda: told.append("gone"))
+    assert told == ["gone"]
+
+
+def test_who_stopped_listening_is_not_told() -> None:
+    client, told = DisconnectListener(), list[str]()
+    client.watch(lambda: told.append("gone"))
+    client.watch(None)
+    client.leave()
+    assert not told
